@@ -1,0 +1,32 @@
+# Everything runs in .venv, which is made on first use from Python 3.11+ and pip alone.
+PYTHON ?= python3
+BIN := .venv/bin
+export PIP_CONSTRAINT := constraints.txt
+
+.PHONY: demo test lint bench clean
+
+demo: .venv/ready  ## two replicas on this machine
+	$(BIN)/torchrun --nproc_per_node 2 --master_addr 127.0.0.1 --master_port 29501 examples/minimal.py
+
+test: .venv/ready
+	$(BIN)/python -m pytest
+
+lint: .venv/ready
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright
+	$(BIN)/lint-imports
+
+bench: .venv/ready  ## measured figures: benchmarks/results/*.json and the tables in docs/benchmarks.md
+	$(BIN)/python -m benchmarks.codec
+	$(BIN)/python -m benchmarks.overhead
+	$(BIN)/python -m benchmarks.reduce
+	$(BIN)/python -m benchmarks.table
+
+.venv/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	touch $@
+
+clean:
+	rm -rf .venv build dist *.egg-info

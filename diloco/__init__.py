@@ -1,0 +1,49 @@
+"""Streaming DiLoCo: train one model on machines that are far apart, over slow links, without waiting for them."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from diloco.codec import E3M0 as E3M0
+    from diloco.codec import BFloat16 as BFloat16
+    from diloco.codec import Float8 as Float8
+    from diloco.codec import Float32 as Float32
+    from diloco.codec import Int8 as Int8
+    from diloco.diloco import DiLoCo as DiLoCo
+    from diloco.errors import ConfigError as ConfigError
+    from diloco.errors import DiLoCoError as DiLoCoError
+    from diloco.errors import Diverged as Diverged
+    from diloco.errors import Mismatch as Mismatch
+    from diloco.errors import NotFinite as NotFinite
+    from diloco.errors import PeerLost as PeerLost
+    from diloco.fragment import Balanced as Balanced
+    from diloco.fragment import Named as Named
+    from diloco.fragment import Sequential as Sequential
+    from diloco.fragment import Strided as Strided
+    from diloco.outer import SGD as SGD
+    from diloco.outer import Nesterov as Nesterov
+    from diloco.reduce.collective import Collective as Collective
+
+_HOME = {
+    "codec": ("E3M0", "BFloat16", "Float8", "Float32", "Int8"),
+    "diloco": ("DiLoCo",),
+    "errors": ("ConfigError", "DiLoCoError", "Diverged", "Mismatch", "NotFinite", "PeerLost"),
+    "fragment": ("Balanced", "Named", "Sequential", "Strided"),
+    "outer": ("SGD", "Nesterov"),
+    "reduce.collective": ("Collective",),
+}
+_MODULE = {name: module for module, names in _HOME.items() for name in names}
+
+__version__ = "0.1.0"
+__all__ = ["__version__", *_MODULE]  # pyright: ignore[reportUnsupportedDunderAll]
+
+
+def __getattr__(name: str) -> object:
+    """Import a public name when it is first used: `import diloco` alone needs no torch."""
+    if name in _MODULE:
+        return getattr(import_module(f"diloco.{_MODULE[name]}"), name)
+    raise AttributeError(f"module 'diloco' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

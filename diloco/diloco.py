@@ -1,0 +1,284 @@
+"""Streaming DiLoCo (arXiv 2501.18512), Algorithm 2, attached to a training loop through the optimizer's hook.
+
+After each step, for each fragment that is due:
+    send   delta = anchor − local goes to the other replicas; training goes on
+    apply  `overlap` steps later: anchor ← outer(anchor, mean delta); local ← keep_local·local + (1 − keep_local)·anchor
+"""
+
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from diloco.codec import E3M0, Codec, Float32
+from diloco.errors import ConfigError, DiLoCoError, Mismatch
+from diloco.fragment import Fragmenter, Piece, Strided, clean, find_layers, trainable
+from diloco.outer import SGD, Nesterov, Outer
+from diloco.part import Part
+from diloco.reduce import Dropped, Jump, Reduce, Round
+from diloco.schedule import Schedule, check_overlap
+from diloco.stats import Stats
+
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
+
+
+class DiLoCo:
+    """Keep this replica's model in agreement with the others'.
+
+    Args:
+        model: any module. Its trained parameters are read and written in place; the model is not wrapped.
+        optimizer: the inner optimizer, or all of them. A step is complete when each has stepped. None: call `step()`.
+        sync_every: steps between two syncs of the same fragment (H).
+        fragments: how the model is cut into what is synced in turn.
+        overlap: steps between sending a fragment and applying the result (τ); 0 waits for it. May differ by replica.
+        keep_local: weight of the local value when the result is applied (α).
+        codec: numbers on the wire.
+        outer: what the mean delta does to the anchor.
+        reduce: who computes the mean; by default `Collective()` over all ranks.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizers = None,
+        *,
+        sync_every: int = 100,
+        fragments: Fragmenter = Strided(layers=3),  # noqa: B008 (frozen)
+        overlap: int = 1,
+        keep_local: float = 0.0,
+        codec: Codec = E3M0(),  # noqa: B008
+        outer: Outer = Nesterov(),  # noqa: B008
+        reduce: Reduce | None = None,
+    ) -> None:
+        check_overlap(overlap, sync_every)
+        if not 0 <= keep_local <= 1:
+            raise ConfigError(f"keep_local={keep_local}: give a number from 0 (take the anchor) to 1 (never take it)")
+        parameters: dict[str, Tensor] = dict(trainable(model))
+        shapes = {name: tuple(p.shape) for name, p in parameters.items()}
+        pieces = fragments.split(shapes, find_layers(model, parameters))
+        self.schedule = Schedule(sync_every, len(pieces))
+        self.overlap, self.keep_local = overlap, keep_local
+        self.reduce = _default_reduce(parameters) if reduce is None else reduce
+        self._shapes, self._sharding = shapes, _sharding(parameters)
+        self._optimizers = _as_list(optimizer)
+        self._parts = [Part(i, piece, parameters, outer, codec) for i, piece in enumerate(pieces)]
+        # Float buffers train alone; finish() averages them, exactly. They are one more fragment without a slot.
+        buffers = {clean(name): b for name, b in model.named_buffers() if b.is_floating_point()}
+        rest = tuple(Piece(name, 0, len(b) if b.dim() else 1) for name, b in buffers.items())
+        self._buffers = [Part(len(pieces), rest, buffers, SGD(lr=1.0), Float32())] if rest else []
+        self.step_count = 0
+        self.stats = Stats()
+        self._work, self._tokens = 0.0, False
+        self._stepped: set[int] = set()
+        self._joined = self._finished = self._showing_anchors = False
+        self._hooks = [handle for o in self._optimizers for handle in self._attach(o)]
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """What happens after an inner step. Called by the optimizer's hook; call it yourself only without one."""
+        self.join()
+        if self._showing_anchors:
+            raise DiLoCoError("optimizer.step() inside anchors(): the model holds the anchors there; leave it first")
+        self.step_count += 1
+        if not self._tokens:
+            self._work += 1
+        for part in self._parts:
+            self._apply(part, self.keep_local)
+        for part in self._parts:
+            slot = self.schedule.sends_at(part.number, self.step_count)
+            if self.reduce.due(part.number, part.state.index + 1, self.step_count - part.sent_step, slot):
+                self._send(part)
+        if self.overlap == 0:
+            for part in self._parts:
+                self._apply(part, self.keep_local)
+
+    def _send(self, part: Part) -> None:
+        flight = part.depart(self.step_count, self._work)
+        self.reduce.send(part.number, flight.index, part.offer(flight, self._tokens))
+
+    def _apply(self, part: Part, keep_local: float) -> None:
+        """Apply what has arrived: `overlap` steps after the send, or at once if nothing is under way."""
+        while part.flight is None or self.step_count >= part.flight.step + self.overlap or self._finished:
+            began = time.perf_counter()
+            outcome = self.reduce.take(part.number, part.state.index + 1)
+            exposed = time.perf_counter() - began
+            match outcome:
+                case None:
+                    return
+                case Dropped():
+                    part.flight = None
+                case Jump(state):
+                    part.jump(state, self._work)
+                case Round():
+                    statistics = part.statistics(outcome, self.step_count, exposed)
+                    part.apply(outcome, keep_local)
+                    self.stats.add(statistics)
+                    self.reduce.applied(part.number, part.state)
+
+    @torch.no_grad()
+    def join(self) -> None:
+        """Meet the other replicas: compare settings, agree on every fragment's state. `with` and the first step do it.
+
+        Where the weights differ, the first replica's are taken, or those of a replica that is ahead after a resume.
+        """
+        if self._joined:
+            return
+        parts = self._all_parts()
+        states = self.reduce.join(self._contract(), [p.state for p in parts], [p.codec for p in parts])
+        self._joined = True
+        for part, state in zip(parts, states, strict=True):
+            if state is not part.state:
+                part.state = state
+                part.shard.write(state.anchor)
+            if part.flight is not None and part.flight.index != state.index + 1:
+                part.flight = None
+        # What was under way when the state was saved is sent again, in the same order: equal deltas, equal mean.
+        again = [(part.flight.step, part.number, part, part.flight) for part in parts if part.flight is not None]
+        for _, number, part, flight in sorted(again, key=lambda each: each[:2]):
+            self.reduce.send(number, flight.index, part.offer(flight, self._tokens))
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Sync every fragment a last time and detach. All replicas are equal then, whatever their step counts were."""
+        if self._finished:
+            return
+        self.join()
+        self._detach()
+        self.reduce.settle()
+        self._finished = True
+        parts = self._all_parts()
+        for part in parts:
+            self._apply(part, self.keep_local)
+        for part in parts:
+            self._send(part)
+        for part in parts:
+            self._apply(part, 0.0)
+        self.reduce.leave()
+
+    def __enter__(self) -> Self:
+        self.join()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.finish()
+        else:  # no sync from a broken replica; leaving closes the line, so that the others do not wait for it
+            self._detach()
+            self.reduce.leave()
+
+    def count(self, tokens: float) -> None:
+        """Count work: in the mean, replicas weigh by tokens since the last sync. Without it they weigh by steps."""
+        if not self._tokens and self._work:
+            raise DiLoCoError("count() was first called after a step: call it before every step, or never")
+        if tokens < 0:
+            raise ConfigError(f"count({tokens}): give the number of tokens of this step, 0 or more")
+        self._tokens = True
+        self._work += tokens
+
+    @contextlib.contextmanager
+    def anchors(self) -> Iterator[None]:
+        """Put the agreed weights into the model, to evaluate or export them, and take them out again."""
+        saved = [(part, torch.empty_like(part.state.anchor)) for part in self._parts]
+        with torch.no_grad():
+            for part, values in saved:
+                part.shard.read(values)
+                part.shard.write(part.state.anchor)
+        self._showing_anchors = True
+        try:
+            yield
+        finally:
+            self._showing_anchors = False
+            with torch.no_grad():
+                for part, values in saved:
+                    part.shard.write(values)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Anchors, outer state, step, and the deltas under way, which are sent again on resume. Never waits.
+
+        Not the model and not the optimizer: save these as always. The tensors are the live ones, not copies.
+        """
+        parts = {str(part.number): part.state_dict() for part in self._all_parts()}
+        # One entry per shard: torch.distributed.checkpoint takes equal names on several ranks for equal values.
+        return {self._sharding: {"step": self.step_count, "work": self._work, "tokens": self._tokens, "parts": parts}}
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a saved state: on every replica, before the next step. Load model and optimizer too."""
+        if self._sharding not in state_dict:
+            raise Mismatch(f"the saved state is of {', '.join(state_dict)}, this process is {self._sharding}")
+        saved, parts = state_dict[self._sharding], self._all_parts()
+        if len(saved["parts"]) != len(parts):
+            raise Mismatch(
+                f"the saved state has {len(saved['parts'])} fragments, this model {len(parts)}: use the model and the "
+                "fragments of the run that was saved"
+            )
+        for part in parts:
+            part.load_state_dict(saved["parts"][str(part.number)])
+        self.step_count, self._work, self._tokens = saved["step"], saved["work"], saved["tokens"]
+        self._joined = False
+
+    def _all_parts(self) -> list[Part]:
+        return self._parts + self._buffers
+
+    def _contract(self) -> dict[str, object]:
+        parts = self._all_parts()
+        return {
+            "sync_every": self.schedule.sync_every,
+            "codec": repr(self._parts[0].codec),
+            "outer": repr(self._parts[0].outer),
+            "parameters": {name: list(shape) for name, shape in self._shapes.items()},
+            "shard": self._sharding,
+            "fragments": {str(p.number): [[q.name, q.start, q.stop] for q in p.fragment] for p in parts},
+        }
+
+    def _attach(self, optimizer: torch.optim.Optimizer) -> list[Any]:
+        def before(*_: object) -> None:
+            self.join()
+
+        def after(*_: object) -> None:
+            self._stepped.add(id(optimizer))
+            if len(self._stepped) == len(self._optimizers):
+                self._stepped.clear()
+                self.step()
+
+        return [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
+
+    def _detach(self) -> None:
+        for handle in self._hooks:
+            handle.remove()
+        self._hooks = []
+
+
+def _as_list(optimizer: Optimizers) -> list[torch.optim.Optimizer]:
+    optimizers = [] if optimizer is None else [optimizer] if not isinstance(optimizer, Sequence) else list(optimizer)
+    for o in optimizers:
+        if not hasattr(o, "register_step_post_hook"):
+            raise ConfigError(
+                f"optimizer is a {type(o).__name__}: give a torch.optim.Optimizer or a list of them, or None and call "
+                "step() after each step"
+            )
+    return optimizers
+
+
+def _sharding(parameters: dict[str, Tensor]) -> str:
+    """Which shard of the model this process holds, as a name."""
+    for p in parameters.values():
+        if isinstance(p, DTensor) and p.device_mesh.size() > 1:
+            return f"shard {p.device_mesh.get_rank() - int(p.device_mesh.mesh.min())} of {p.device_mesh.size()}"
+    return "shard 0 of 1"
+
+
+def _default_reduce(parameters: dict[str, Tensor]) -> Reduce:
+    from diloco.reduce.collective import Collective
+
+    if any(isinstance(p, DTensor) and p.device_mesh.size() > 1 for p in parameters.values()):
+        raise ConfigError(
+            "the parameters are sharded, so only ranks that hold the same shard may talk: make a mesh with a dimension "
+            'for the replicas, mesh = init_device_mesh(device, (replicas, shards), mesh_dim_names=("replica", '
+            '"shard")), shard over mesh["shard"], and pass reduce=Collective(mesh.get_group("replica"))'
+        )
+    return Collective()

@@ -1,0 +1,152 @@
+"""Reduce over a torch.distributed group: fixed members, lowest latency.
+
+One communication thread, fed by an ordered queue: all replicas issue the same collectives in the same order. On it
+the delta is encoded, exchanged, decoded and averaged; the training thread only waits, if at all, in `take`.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from diloco.codec import Codec, pack, unpack
+from diloco.errors import ConfigError
+from diloco.reduce import Contract, Delta, Dropped, Round, State
+from diloco.reduce.header import NBYTES, Header, Kind, check_round, settling
+from diloco.reduce.join import compare, sources
+from diloco.reduce.line import Line
+from diloco.reduce.mean import GATHER, mean, parts
+
+
+class Collective:
+    """The mean over the replicas of a process group.
+
+    Args:
+        group: the ranks that hold the same part of the model, one per replica; by default all ranks. With FSDP2 inside
+            a replica, the group of the mesh's replica dimension: `mesh.get_group("replica")`.
+        inner: with DDP inside a replica, its ranks: each of them carries its share of the traffic.
+        streams: TCP connections to use at once; on a long link one stream does not fill it.
+        timeout: seconds without an answer after which a peer counts as lost.
+        backend: what carries the deltas. They are on the host: gloo also with GPUs, unless NCCL reaches all replicas.
+        second: the codec of the averaged shares (4 or more replicas); by default that of the deltas.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        *,
+        inner: dist.ProcessGroup | None = None,
+        streams: int = 1,
+        timeout: float = 600.0,
+        backend: str = "gloo",
+        second: Codec | None = None,
+    ) -> None:
+        if not dist.is_available() or not dist.is_initialized():
+            raise ConfigError(
+                "there is no process group: call torch.distributed.init_process_group() before DiLoCo and start the "
+                "script with `torchrun --nproc_per_node 2 script.py`, or pass reduce= (see diloco.reduce)"
+            )
+        if streams < 1 or timeout <= 0 or backend not in ("gloo", "nccl"):
+            raise ConfigError(f"streams={streams}, timeout={timeout}, backend={backend!r}: give at least 1 stream, a "
+                              "positive timeout in seconds, and 'gloo' or 'nccl'")  # fmt: skip
+        self._ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+        self._inner_ranks = dist.get_process_group_ranks(inner) if inner else [dist.get_rank()]
+        self.replicas, self.replica = len(self._ranks), self._ranks.index(dist.get_rank())
+        self._streams, self._timeout, self._backend, self._second = streams, timeout, backend, second
+        self._device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
+        self._codecs: Sequence[Codec] = ()
+        self._rounds: dict[tuple[int, int], Future[Round | Dropped]] = {}
+        self._line: Line | None = None
+
+    def join(self, contract: Contract, states: Sequence[State], codecs: Sequence[Codec]) -> list[State]:
+        self._codecs = codecs
+        if self._line is None:
+            self._line = Line(self._ranks, self._inner_ranks, self._streams, self._timeout, self._backend)
+        return self._line.submit("join", lambda line: self._join(line, contract, states)).result()
+
+    def due(self, fragment: int, index: int, steps: int, slot: bool) -> bool:
+        return slot
+
+    def send(self, fragment: int, index: int, delta: Callable[[], Delta]) -> None:
+        assert self._line is not None
+        began = time.perf_counter()
+        what = f"fragment {fragment}, round {index}"
+        work = self._line.submit(what, lambda line: self._round(line, fragment, index, delta(), began))
+        self._rounds[fragment, index] = work
+
+    def take(self, fragment: int, index: int) -> Round | Dropped | None:
+        future = self._rounds.pop((fragment, index), None)
+        return future.result() if future else None
+
+    def applied(self, fragment: int, state: State) -> None:
+        pass
+
+    def settle(self) -> None:
+        assert self._line is not None
+
+        def settle(line: Line) -> None:
+            while not all(h.kind is Kind.SETTLE for h in line.exchange(Header(Kind.SETTLE))):
+                pass  # a replica still trains: the round that it has just started is dropped
+
+        self._line.submit("finish", settle).result()
+
+    def leave(self) -> None:
+        if self._line is not None:
+            self._line.close()
+            self._line = None
+
+    def _join(self, line: Line, contract: Contract, states: Sequence[State]) -> list[State]:
+        check_round(line.exchange(Header(Kind.JOIN)))
+        compare(line.gather_json(contract))
+        held = line.gather_json([(s.index, s.fingerprint()) for s in states])
+        out = list(states)
+        for i, source in enumerate(sources([[tuple(h) for h in replica] for replica in held])):
+            if source is None:
+                continue
+            mine = held[self.replica][i] == held[source][i]
+            state = State(held[source][i][0], states[i].anchor.clone(), states[i].outer.clone())
+            for tensor in (state.anchor, state.outer):
+                line.broadcast(tensor, self._ranks[source])
+            out[i] = states[i] if mine else state
+        return out
+
+    def _round(self, line: Line, fragment: int, index: int, delta: Delta, began: float) -> Round | Dropped:
+        fault = -1 if delta.fault is None else delta.fault
+        mine = Header(Kind.ROUND, delta.tokens, fragment, index, delta.weight, delta.fingerprint, fault)
+        headers = line.exchange(mine)
+        if settling(headers):
+            return Dropped()
+        check_round(headers)
+        weights = [h.weight for h in headers]
+        members = {str(m): weight for m, weight in enumerate(weights)}
+        faults = {str(m): h.fault for m, h in enumerate(headers) if h.fault >= 0}
+        if faults:
+            return Round(index, delta.values, members, faults=faults)
+        before = line.sent
+        share = parts(len(delta.values), len(self._inner_ranks))[self._inner_ranks.index(dist.get_rank())]
+        average = self._mean_by_gather if self.replicas <= GATHER else self._mean_by_parts
+        averaged = average(line, self._codecs[fragment], delta.values[share], weights)
+        averaged = line.gather_inner(averaged, len(delta.values))
+        sent = line.sent - before + NBYTES * (self.replicas - 1)
+        return Round(index, averaged, members, sent=sent, received=sent, seconds=time.perf_counter() - began)
+
+    def _mean_by_gather(self, line: Line, codec: Codec, values: Tensor, weights: list[float]) -> Tensor:
+        """Everyone gets all deltas, its own too as the others see it, and averages."""
+        return mean(codec, line.all_gather(pack(codec, values)), weights, len(values))
+
+    def _mean_by_parts(self, line: Line, codec: Codec, values: Tensor, weights: list[float]) -> Tensor:
+        """Everyone averages one part and hands it round; quantised deltas are never summed on their way."""
+        second = self._second or codec
+        cuts = parts(len(values), self.replicas)
+        mine = cuts[self.replica].stop - cuts[self.replica].start
+        received = line.all_to_all([pack(codec, values[cut]) for cut in cuts], codec.nbytes(mine))
+        averaged = pack(second, mean(codec, received, weights, mine))
+        padded = torch.zeros(second.nbytes(cuts[0].stop), dtype=torch.uint8)
+        padded[: len(averaged)] = averaged
+        out = torch.empty(len(values), dtype=torch.float32)
+        for cut, payload in zip(cuts, line.all_gather(padded), strict=True):
+            out[cut] = unpack(second, payload, cut.stop - cut.start)
+        return out

@@ -1,0 +1,67 @@
+"""The few bytes that go before each payload, so that all replicas end a round alike instead of hanging."""
+
+import enum
+import struct
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
+
+from diloco.errors import Diverged, Mismatch
+
+_FORMAT = struct.Struct("<BB?xiqdqi")
+_PROTOCOL = 1
+NBYTES = _FORMAT.size
+
+
+class Kind(enum.IntEnum):
+    ROUND = 1
+    JOIN = 2
+    SETTLE = 3
+
+
+@dataclass(frozen=True)
+class Header:
+    kind: Kind
+    tokens: bool = False
+    fragment: int = -1
+    index: int = -1
+    weight: float = 0.0
+    fingerprint: int = 0
+    fault: int = -1
+
+    def pack(self) -> bytes:
+        return _FORMAT.pack(_PROTOCOL, *astuple(self))
+
+    @staticmethod
+    def unpack(data: bytes) -> "Header":
+        protocol, kind, *rest = _FORMAT.unpack(data)
+        if protocol != _PROTOCOL:
+            raise Mismatch(f"a replica speaks protocol {protocol}, this one {_PROTOCOL}: install the same version")
+        return Header(Kind(kind), *rest)
+
+
+def settling(headers: Sequence[Header]) -> bool:
+    """Whether some replica is done with its steps, so that a round which others start is dropped by all."""
+    return any(h.kind is Kind.SETTLE for h in headers)
+
+
+def check_round(headers: Sequence[Header]) -> None:
+    """Raise, alike on every replica, unless all bring a delta of the same round against the same state."""
+    first = headers[0]
+    for m, h in enumerate(headers):
+        if h.kind is not first.kind:
+            raise Mismatch(
+                f"replica {m} is about to {h.kind.name.lower()} while replica 0 is about to {first.kind.name.lower()}: "
+                "load a state on all replicas or on none, before the first step"
+            )
+        if (h.fragment, h.index) != (first.fragment, first.index):
+            raise Mismatch(
+                f"replica {m} sends round {h.index} of fragment {h.fragment} while replica 0 sends round {first.index} "
+                f"of fragment {first.fragment}: they resumed from different steps; resume all from the same one"
+            )
+        if h.tokens is not first.tokens:
+            raise Mismatch(f"of the replicas 0 and {m} only one calls count(tokens): let all call it or none")
+        if h.fingerprint != first.fingerprint:
+            raise Diverged(
+                f"replicas 0 and {m} hold different anchors or outer state at round {h.index - 1} of fragment "
+                f"{h.fragment}: resume all from the last checkpoint"
+            )

@@ -1,0 +1,51 @@
+"""What replicas compare before the first round, as pure functions of what each of them said."""
+
+from collections.abc import Sequence
+
+from diloco.errors import Diverged, Mismatch
+from diloco.reduce import Contract
+
+
+def compare(contracts: Sequence[Contract]) -> None:
+    """Raise a Mismatch that names every setting on which replicas differ, with both values."""
+    differences = []
+    for key in dict.fromkeys(key for contract in contracts for key in contract):
+        values = [contract.get(key) for contract in contracts]
+        other = next((m for m, value in enumerate(values) if value != values[0]), None)
+        if other is not None:
+            differences.append(_difference(key, values[0], values[other], other))
+    if differences:
+        raise Mismatch("replicas disagree: " + "; ".join(differences) + ". Start all with the same settings and model.")
+
+
+def _difference(key: str, first: object, second: object, other: int) -> str:
+    if isinstance(first, dict) and isinstance(second, dict):
+        names = [name for name in [*first, *second] if first.get(name) != second.get(name)]
+        shown = [f"{name} is {_show(first.get(name))} / {_show(second.get(name))}" for name in dict.fromkeys(names)]
+        more = f" and {len(shown) - 3} more" if len(shown) > 3 else ""
+        return f"{key} of replica 0 / replica {other}: {', '.join(shown[:3])}{more}"
+    return f"{key} is {_show(first)} on replica 0, {_show(second)} on replica {other}"
+
+
+def _show(value: object) -> str:
+    return "absent" if value is None else str(value)
+
+
+def sources(held: Sequence[Sequence[tuple[int, int]]]) -> list[int | None]:
+    """For each fragment the replica whose state all take, or None where all are equal.
+
+    `held[replica][fragment]` is (index, fingerprint). Who is behind gets the state of one that is ahead. At round 0
+    states may differ (other seeds): the first replica's is taken. Later they must not.
+    """
+    out: list[int | None] = []
+    for fragment, states in enumerate(zip(*held, strict=True)):
+        newest = max(index for index, _ in states)
+        ahead = [m for m, (index, _) in enumerate(states) if index == newest]
+        other = next((m for m in ahead if states[m] != states[ahead[0]]), None)
+        if newest > 0 and other is not None:
+            raise Diverged(
+                f"replicas {ahead[0]} and {other} both hold round {newest} of fragment {fragment}, with different "
+                "anchors or outer state: they come from different runs. Resume all from checkpoints of one run."
+            )
+        out.append(ahead[0] if any(state != states[0] for state in states) else None)
+    return out

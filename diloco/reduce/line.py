@@ -1,0 +1,155 @@
+"""The communication thread of a process, its queue and its process groups."""
+
+import json
+import queue
+import re
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from diloco.errors import PeerLost
+from diloco.reduce.header import NBYTES, Header
+
+
+class Line:
+    """The communication thread and its process groups. The collectives below run on that thread only."""
+
+    def __init__(self, ranks: list[int], inner: list[int], streams: int, timeout: float, backend: str) -> None:
+        def group(members: list[int], backend: str) -> Any:
+            return dist.new_group(members, timedelta(seconds=timeout), backend, use_local_synchronization=True)
+
+        # Groups of our own: the user's collectives come from another thread, in an order we do not know.
+        self._control = group(ranks, "gloo")
+        self._payload = [group(ranks, backend) for _ in range(streams)]
+        self._inner = group(inner, "gloo") if len(inner) > 1 else None
+        self._replicas, self._inner_size, self._timeout = len(ranks), len(inner), timeout
+        self._device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
+        self._lost: str | None = None
+        self._jobs: queue.SimpleQueue[tuple[str, Callable[[Line], Any], Future[Any]] | None] = queue.SimpleQueue()
+        self.sent = 0
+        # torch keeps the number of threads per thread, but new threads inherit what was set last.
+        threads, ready = torch.get_num_threads(), threading.Event()
+        threading.Thread(target=self._serve, args=(ready,), name="diloco", daemon=True).start()
+        ready.wait()
+        torch.set_num_threads(threads)
+
+    def submit(self, what: str, work: Callable[["Line"], Any]) -> Future[Any]:
+        future: Future[Any] = Future()
+        self._jobs.put((what, work, future))
+        return future
+
+    def close(self) -> None:
+        """Stop after the job under way. Closing the sockets is what tells the others."""
+        self._jobs.put(None)
+
+    def _serve(self, ready: threading.Event) -> None:
+        torch.set_num_threads(1)  # one core's worth of work; the others belong to training
+        ready.set()
+        while (job := self._jobs.get()) is not None:
+            what, work, future = job
+            began = time.perf_counter()
+            try:
+                if self._lost is not None:
+                    raise PeerLost(self._lost)
+                future.set_result(work(self))
+            except _Broken as error:
+                self._lost = f"{what}, {time.perf_counter() - began:.1f} s: {error}. The state can still be saved."
+                self._drop()  # at once, so that survivors who wait for us learn of it too
+                future.set_exception(PeerLost(self._lost))
+            except BaseException as error:
+                future.set_exception(error)
+        self._drop()
+
+    def _drop(self) -> None:
+        groups = [self._control, *self._payload, *([self._inner] if self._inner else [])]
+        self._control, self._payload, self._inner = None, [], None
+        for group in groups:
+            if dist.is_initialized():
+                dist.destroy_process_group(group)
+
+    def _wait(self, works: Sequence[Any]) -> None:
+        try:
+            for work in works:
+                work.wait()
+        except RuntimeError as error:
+            raise _Broken(_explain(str(error), self._timeout)) from None
+
+    def exchange(self, header: Header) -> list[Header]:
+        out = torch.empty(NBYTES * self._replicas, dtype=torch.uint8)
+        mine = torch.frombuffer(bytearray(header.pack()), dtype=torch.uint8)
+        self._wait([dist.all_gather_single(out, mine, group=self._control, async_op=True)])
+        return [Header.unpack(bytes(row.tolist())) for row in out.view(self._replicas, -1)]
+
+    def gather_json(self, value: object) -> list[Any]:
+        data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        lengths = torch.empty(self._replicas, dtype=torch.int64)
+        length = torch.tensor([len(data)])
+        self._wait([dist.all_gather_single(lengths, length, group=self._control, async_op=True)])
+        padded = torch.zeros(int(lengths.max()), dtype=torch.uint8)
+        padded[: len(data)] = data
+        out = torch.empty(self._replicas * len(padded), dtype=torch.uint8)
+        self._wait([dist.all_gather_single(out, padded, group=self._control, async_op=True)])
+        rows = zip(out.view(self._replicas, -1), lengths.tolist(), strict=True)
+        return [json.loads(row[:n].numpy().tobytes()) for row, n in rows]
+
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        if len(tensor):
+            self._wait([dist.broadcast(tensor, source, group=self._control, async_op=True)])
+
+    def all_gather(self, payload: Tensor) -> list[Tensor]:
+        """Each replica's payload, all of one size."""
+        outs, works = [], []
+        for group, part in zip(self._payload, payload.tensor_split(len(self._payload)), strict=True):
+            outs.append(torch.empty(self._replicas * len(part), dtype=torch.uint8, device=self._device))
+            if len(part):
+                works.append(dist.all_gather_single(outs[-1], part.to(self._device), group=group, async_op=True))
+        self._wait(works)
+        self.sent += len(payload) * (self._replicas - 1)
+        rows = [out.cpu().view(self._replicas, -1) for out in outs]
+        return [rows[0][m] if len(rows) == 1 else torch.cat([r[m] for r in rows]) for m in range(self._replicas)]
+
+    def all_to_all(self, payloads: list[Tensor], expected: int) -> list[Tensor]:
+        """The payload that each replica has for this one, `expected` bytes each."""
+        streams = len(self._payload)
+        outs, works = [], []
+        for i, group in enumerate(self._payload):
+            ours = [payload.tensor_split(streams)[i] for payload in payloads]
+            size = len(torch.empty(expected, dtype=torch.uint8).tensor_split(streams)[i])
+            data = torch.cat(ours).to(self._device)
+            outs.append(torch.empty(size * self._replicas, dtype=torch.uint8, device=self._device))
+            sizes = [size] * self._replicas, [len(part) for part in ours]
+            works.append(dist.all_to_all_single(outs[-1], data, *sizes, group=group, async_op=True))
+        self._wait(works)
+        self.sent += sum(map(len, payloads)) - expected
+        rows = [out.cpu().view(self._replicas, -1) for out in outs]
+        return [torch.cat([r[m] for r in rows]) for m in range(self._replicas)]
+
+    def gather_inner(self, share: Tensor, n: int) -> Tensor:
+        """The whole of n values from the share that each rank of this replica has."""
+        if self._inner is None:
+            return share
+        padded = torch.zeros(-(-n // self._inner_size))
+        padded[: len(share)] = share
+        out = torch.empty(len(padded) * self._inner_size)
+        self._wait([dist.all_gather_single(out, padded, group=self._inner, async_op=True)])
+        return out[:n]
+
+
+class _Broken(Exception):
+    """The backend gave up a collective."""
+
+
+def _explain(message: str, timeout: float) -> str:
+    if "Timed out" in message:
+        return f"another replica did not answer within {timeout:g} s"
+    peer = re.search(r"\[[^\]]*\]:\d+(?!\])", message)
+    if "closed by peer" in message or "reset by peer" in message:
+        return f"another replica{f' ({peer[0]})' if peer else ''} is gone: its connection was closed"
+    return f"the exchange failed: {message.splitlines()[0][:200]}"

@@ -1,0 +1,208 @@
+"""Reduce between M replicas in one process, for studies and tests: the same loop, the same bits as the collective.
+
+M threads run the unmodified loop, one at a time; a replica that would wait hands the baton to the next that can go on.
+So the order of execution, and with it every random number, is the same each time.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from diloco.codec import Codec
+from diloco.errors import ConfigError, DiLoCoError, PeerLost
+from diloco.reduce import Contract, Delta, Dropped, Round, State
+from diloco.reduce.header import Header, Kind, check_round
+from diloco.reduce.join import compare, sources
+from diloco.reduce.mean import GATHER, mean_in_one_place
+
+T = TypeVar("T")
+
+
+def run(replicas: int, loop: Callable[["Local"], T], *, second: Codec | None = None) -> list[T]:
+    """Run `loop(reduce)` once for each replica and return their results, in order.
+
+    Give each replica `DiLoCo(…, reduce=reduce)`; `reduce.replica` is its number. The first error is raised.
+    """
+    if replicas < 1:
+        raise ConfigError(f"replicas={replicas}: give at least 1")
+    board = _Board(replicas, second)
+    results: list[Any] = [None] * replicas
+    errors: list[BaseException] = []
+
+    def play(m: int) -> None:
+        try:
+            board.begin(m)
+            results[m] = loop(Local(board, m))
+        except BaseException as error:
+            errors.append(error)
+        finally:
+            board.gone.add(m)
+            board.pass_on(m)
+
+    threads = [threading.Thread(target=play, args=(m,), name=f"replica {m}", daemon=True) for m in range(replicas)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return results
+
+
+class _Board:
+    """What the replicas share, and whose turn it is."""
+
+    def __init__(self, replicas: int, second: Codec | None) -> None:
+        self.replicas, self.second = replicas, second
+        self.holder = 0
+        self.condition = threading.Condition()
+        self.waiting: dict[int, Callable[[], bool]] = {}
+        self.joins: list[_Join] = []
+        self.deltas: dict[tuple[int, int], dict[int, Delta]] = {}
+        self.outcomes: dict[tuple[int, int], tuple[Round | DiLoCoError, set[int]]] = {}
+        self.dropped: set[tuple[int, tuple[int, int]]] = set()
+        self.settled: set[int] = set()
+        self.gone: set[int] = set()
+
+    def begin(self, m: int) -> None:
+        with self.condition:
+            self.condition.wait_for(lambda: self.holder == m)
+
+    def wait(self, m: int, until: Callable[[], bool]) -> None:
+        """Hand the baton on and come back with it once `until` holds."""
+        with self.condition:
+            self.waiting[m] = until
+            if self.holder == m:
+                self._next(m)
+            self.condition.wait_for(lambda: self.holder == m)
+            del self.waiting[m]
+
+    def some_will_not_send(self, deltas: Collection[int]) -> bool:
+        """Whether a replica that is done with its steps is missing, while others still train."""
+        return len(self.settled) < self.replicas and any(m not in deltas for m in self.settled)
+
+    def pass_on(self, m: int) -> None:
+        with self.condition:
+            self._next(m)
+
+    def _next(self, m: int) -> None:
+        """The next replica in turn that can go on. If none can, the one after m goes on, to find out why."""
+        order = [(m + i) % self.replicas for i in range(1, self.replicas + 1)]
+        alive = [r for r in order if r not in self.gone]
+        able = [r for r in alive if r not in self.waiting or self.waiting[r]()]
+        self.holder = next(iter(able or alive), -1)
+        self.condition.notify_all()
+
+
+@dataclass
+class _Join:
+    offers: dict[int, tuple[Contract, Sequence[State]]] = field(default_factory=dict)
+    done: set[int] = field(default_factory=set)
+
+
+class Local:
+    """One replica's view of the board. Made by `run`."""
+
+    def __init__(self, board: _Board, replica: int) -> None:
+        self._board, self.replica, self.replicas = board, replica, board.replicas
+        self._codecs: Sequence[Codec] = ()
+        self._began: dict[tuple[int, int], float] = {}
+        self._joins = 0
+
+    def join(self, contract: Contract, states: Sequence[State], codecs: Sequence[Codec]) -> list[State]:
+        self._codecs = codecs
+        if len(self._board.joins) == self._joins:
+            self._board.joins.append(_Join())
+        meeting = self._board.joins[self._joins]
+        self._joins += 1
+        meeting.offers[self.replica] = (contract, states)
+        self._wait("join", lambda: len(meeting.offers) == self.replicas)
+        offers = [meeting.offers[m] for m in range(self.replicas)]
+        compare([theirs for theirs, _ in offers])
+        held = [[(s.index, s.fingerprint()) for s in theirs] for _, theirs in offers]
+        out = list(states)
+        for i, source in enumerate(sources(held)):
+            if source is not None and held[source][i] != held[self.replica][i]:
+                theirs = offers[source][1][i]
+                out[i] = State(theirs.index, theirs.anchor.clone(), theirs.outer.clone())
+        meeting.done.add(self.replica)  # a source must not train on before all have copied
+        self._wait("join", lambda: len(meeting.done) == self.replicas)
+        return out
+
+    def due(self, fragment: int, index: int, steps: int, slot: bool) -> bool:
+        return slot
+
+    def send(self, fragment: int, index: int, delta: Callable[[], Delta]) -> None:
+        self._began[fragment, index] = time.perf_counter()
+        self._board.deltas.setdefault((fragment, index), {})[self.replica] = delta()
+
+    def take(self, fragment: int, index: int) -> Round | Dropped | None:
+        key = fragment, index
+        began = self._began.pop(key, None)
+        if began is None:
+            return None
+        board = self._board
+        if (self.replica, key) in board.dropped:
+            board.dropped.remove((self.replica, key))
+            return Dropped()
+        deltas = board.deltas[key]
+        what = f"fragment {fragment}, round {index}"
+        self._wait(what, lambda: len(deltas) == self.replicas or board.some_will_not_send(deltas))
+        if len(deltas) < self.replicas:
+            del deltas[self.replica]
+            return Dropped()
+        if key not in board.outcomes:
+            board.outcomes[key] = _outcome(index, [deltas[m] for m in range(self.replicas)], fragment, board.second,
+                                           self._codecs[fragment]), set()  # fmt: skip
+        outcome, taken = board.outcomes[key]
+        taken.add(self.replica)
+        if len(taken) == self.replicas:
+            del board.outcomes[key], board.deltas[key]
+        if isinstance(outcome, DiLoCoError):
+            raise outcome
+        return Round(mean=outcome.mean.clone(), index=index, members=outcome.members, faults=outcome.faults,
+                     sent=outcome.sent, received=outcome.sent, seconds=time.perf_counter() - began)  # fmt: skip
+
+    def applied(self, fragment: int, state: State) -> None:
+        pass
+
+    def settle(self) -> None:
+        board = self._board
+        board.settled.add(self.replica)
+        if len(board.settled) == self.replicas:
+            for key in [key for key, deltas in board.deltas.items() if len(deltas) < self.replicas]:
+                board.dropped.update((m, key) for m in board.deltas.pop(key))
+        self._wait("finish", lambda: len(board.settled) == self.replicas)
+
+    def leave(self) -> None:
+        pass
+
+    def _wait(self, what: str, until: Callable[[], bool]) -> None:
+        if not until():
+            self._board.wait(self.replica, until)
+        if not until():
+            gone = ", ".join(str(m) for m in sorted(self._board.gone))
+            raise PeerLost(f"{what}: replica {gone or '?'} is gone without finish(), so this one would wait for ever")
+
+
+def _outcome(index: int, deltas: list[Delta], fragment: int, second: Codec | None, codec: Codec) -> Round | DiLoCoError:
+    """What the collective would give to all replicas: a round, or the same error."""
+    faults = [-1 if d.fault is None else d.fault for d in deltas]
+    headers = [
+        Header(Kind.ROUND, d.tokens, fragment, index, d.weight, d.fingerprint, fault)
+        for d, fault in zip(deltas, faults, strict=True)
+    ]
+    try:
+        check_round(headers)
+    except DiLoCoError as error:
+        return error
+    members = {str(m): d.weight for m, d in enumerate(deltas)}
+    if any(fault >= 0 for fault in faults):
+        named = {str(m): fault for m, fault in enumerate(faults) if fault >= 0}
+        return Round(index, deltas[0].values, members, faults=named)
+    mean = mean_in_one_place(codec, second or codec, [d.values for d in deltas], [d.weight for d in deltas])
+    replicas, n = len(deltas), len(mean)
+    legs = replicas - 1 if replicas <= GATHER else 2 * (replicas - 1) / replicas
+    return Round(index, mean, members, sent=round(legs * codec.nbytes(n)))

@@ -1,0 +1,114 @@
+"""The part of a fragment that lives in this process: where anchors meet the model's own tensors.
+
+The one place that knows of sharded parameters (DTensor), devices and parameter types. Values cross as flat fp32 on
+the host; parameters are read and written in place, never replaced, so optimizers, compiled graphs and FSDP keep them.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from diloco.fragment import Fragment
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This process's part of a tensor, sharing its memory; at least one dimension."""
+    mine = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return mine.detach().unsqueeze(0) if mine.dim() == 0 else mine.detach()
+
+
+def first_row(tensor: Tensor) -> int:
+    """The row of the whole tensor at which this process's part begins."""
+    if not isinstance(tensor, DTensor) or tensor.dim() == 0:
+        return 0
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return offset[0]
+
+
+@dataclass(frozen=True)
+class Span:
+    """Rows of one local tensor, and where they lie in the fragment's flat values."""
+
+    name: str
+    tensor: Tensor
+    start: int
+    stop: int
+    position: int
+
+    def rows(self) -> Tensor:
+        return local(self.tensor)[self.start : self.stop]
+
+    def of(self, flat: Tensor) -> Tensor:
+        """The same rows of flat values."""
+        rows = self.rows()
+        return flat[self.position : self.position + rows.numel()].view(rows.shape)
+
+
+class Shard:
+    """A fragment's values in this process, in the fragment's order."""
+
+    def __init__(self, fragment: Fragment, tensors: Mapping[str, Tensor]) -> None:
+        self.spans: list[Span] = []
+        self.size = 0
+        for piece in fragment:
+            tensor = tensors[piece.name]
+            mine, begin = local(tensor), first_row(tensor)
+            start = min(max(piece.start - begin, 0), len(mine))
+            stop = min(max(piece.stop - begin, start), len(mine))
+            self.spans.append(Span(piece.name, tensor, start, stop, self.size))
+            self.size += mine[start:stop].numel()
+
+    def read(self, out: Tensor) -> None:
+        """out ← the model's values."""
+        for span in self.spans:
+            span.of(out).copy_(span.rows())
+
+    def write(self, values: Tensor) -> None:
+        """The model's values ← values."""
+        for span in self.spans:
+            span.rows().copy_(span.of(values), non_blocking=True)
+
+    def subtract(self, anchor: Tensor, out: Tensor) -> Callable[[], None]:
+        """out ← anchor − the model's values. Call what is returned before reading `out`: copies may be under way."""
+        events = []
+        for span in self.spans:
+            rows, a, o = span.rows(), span.of(anchor), span.of(out)
+            if rows.device.type == "cpu":
+                torch.sub(a, rows, out=o)
+            else:
+                o.copy_(a.to(rows.device, non_blocking=True) - rows, non_blocking=True)
+                events.append(torch.Event(rows.device))
+                events[-1].record()
+
+        def wait() -> None:
+            for event in events:
+                event.synchronize()
+
+        return wait
+
+    def merge(self, anchor: Tensor, keep_local: float) -> None:
+        """local ← keep_local · local + (1 − keep_local) · anchor."""
+        if keep_local == 0:
+            self.write(anchor)
+        for span in self.spans if 0 < keep_local < 1 else ():
+            rows = span.rows()
+            target = span.of(anchor).to(rows.device, non_blocking=True)
+            rows.copy_(keep_local * rows.float() + (1 - keep_local) * target)
+
+    def carry(self, new: Tensor, old: Tensor) -> None:
+        """local ← local + new − old: follow the anchor and keep all local work."""
+        for span in self.spans:
+            rows = span.rows()
+            rows.copy_(rows.float() + (span.of(new) - span.of(old)).to(rows.device))
+
+    def find_fault(self, values: Tensor) -> int | None:
+        """Which span holds inf or nan. A sum is enough to know that there is none, at a quarter of the cost."""
+        if torch.isfinite(values.sum()):
+            return None
+        faulty = (i for i, span in enumerate(self.spans) if not torch.isfinite(span.of(values)).all())
+        return next(faulty, None)

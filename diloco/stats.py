@@ -1,0 +1,45 @@
+"""What communication cost: bytes, and seconds hidden behind training or exposed to it, per round and in sum."""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class RoundStats:
+    """One applied round."""
+
+    fragment: int
+    index: int
+    sent_step: int | None  # None: the replica did not send in this round
+    applied_step: int
+    sent_at: float  # seconds since the epoch
+    bytes_sent: int
+    bytes_received: int
+    seconds: float  # from send to result
+    seconds_exposed: float  # of these, spent waiting by the training thread
+    members: int
+    counted: bool
+
+    @property
+    def seconds_hidden(self) -> float:
+        return max(self.seconds - self.seconds_exposed, 0.0)
+
+
+@dataclass
+class Stats:
+    """Sums over all rounds, and the last 10,000 of them one by one."""
+
+    rounds: int = 0
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    seconds_hidden: float = 0.0
+    seconds_exposed: float = 0.0
+    last: deque[RoundStats] = field(default_factory=lambda: deque(maxlen=10_000))
+
+    def add(self, round: RoundStats) -> None:
+        self.rounds += 1
+        self.bytes_sent += round.bytes_sent
+        self.bytes_received += round.bytes_received
+        self.seconds_hidden += round.seconds_hidden
+        self.seconds_exposed += round.seconds_exposed
+        self.last.append(round)
