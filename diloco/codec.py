@@ -35,11 +35,8 @@ class Codec(Protocol):
 def pack(codec: Codec, x: Tensor) -> Tensor:
     """Encode chunk by chunk into one payload of `codec.nbytes(len(x))` bytes."""
     payload = torch.empty(codec.nbytes(len(x)), dtype=torch.uint8)
-    position = 0
-    for chunk in x.split(CHUNK):
-        encoded = codec.encode(chunk)
-        payload[position : position + len(encoded)] = encoded
-        position += len(encoded)
+    for values, data in chunks(codec, len(x)):
+        payload[data] = codec.encode(x[values])
     return payload
 
 

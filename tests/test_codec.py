@@ -1,0 +1,97 @@
+"""Codec contracts, the same for all, and what is particular to E3M0."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from diloco import E3M0, BFloat16, Float8, Float32, Int8, codec
+
+ALL = [Float32(), BFloat16(), Int8(), Float8(), E3M0()]
+# Largest error of a value, relative to it and to the largest of its block. Int8 has 127 equal steps; e4m3 has 3 bits
+# of mantissa and, at 2^-7·2^-9 of the scale, a smallest step; E3M0 drops what is below 3/4 of the smallest code, 2^-6
+# of a scale that may be 4/3 of the largest value.
+ERROR = {"Float32": (0, 0), "BFloat16": (2**-8, 0), "Int8": (0, 0.502 / 127), "Float8": (2**-4, 2**-17),
+         "E3M0": (1 / 3, 2**-6)}  # fmt: skip
+every = pytest.mark.parametrize("c", ALL, ids=lambda c: type(c).__name__)
+lengths = st.sampled_from([0, 1, 2, 3, 255, 256, 257, 511, 512, 513, codec.CHUNK, codec.CHUNK + 1])
+finite = hnp.arrays("float32", st.integers(0, 700), elements=st.floats(-(2.0**100), 2.0**100, width=32))
+
+
+@every
+@given(n=lengths)
+def test_a_payload_is_flat_bytes_of_exactly_the_stated_size(c, n):
+    payload = codec.pack(c, torch.randn(n))
+    assert payload.dtype is torch.uint8
+    assert payload.shape == (c.nbytes(n),)
+    assert codec.unpack(c, payload, n).shape == (n,)
+
+
+@every
+@given(x=finite)
+def test_the_error_is_bounded(c, x):
+    x = torch.from_numpy(x)
+    back = codec.unpack(c, codec.pack(c, x), len(x))
+    relative, of_largest = ERROR[type(c).__name__]
+    for part, decoded in zip(x.double().split(256), back.double().split(256), strict=True) if len(x) else ():
+        # 2^-118: the smallest scales are sent as zero
+        bound = relative * part.abs() + of_largest * part.abs().amax() + (2.0**-118 if relative else 2.0**-112)
+        assert ((part - decoded).abs() <= bound * (c != Float32())).all()
+
+
+@every
+@given(x=finite)
+def test_encoding_what_was_decoded_changes_nothing(c, x):
+    payload = codec.pack(c, torch.from_numpy(x))
+    once = codec.unpack(c, payload, len(x))
+    twice = codec.unpack(c, codec.pack(c, once), len(x))
+    torch.testing.assert_close(once, twice, rtol=1e-6 if c == Int8() else 0, atol=0)
+
+
+@every
+@given(x=finite)
+def test_signs_are_kept_and_zero_stays_zero(c, x):
+    x = torch.from_numpy(x)
+    back = codec.unpack(c, codec.pack(c, x), len(x))
+    assert (back * x.sign() >= 0).all()
+    assert (back[x == 0] == 0).all()
+
+
+@every
+def test_packing_in_chunks_gives_the_values_of_one_piece(c):
+    x = torch.randn(2 * codec.CHUNK + 300)
+    whole = c.decode(c.encode(x), len(x))
+    assert torch.equal(codec.unpack(c, codec.pack(c, x), len(x)), whole)
+
+
+@every
+def test_encoding_leaves_its_input_alone(c):
+    x = torch.randn(1000)
+    before = x.clone()
+    payload = c.encode(x)
+    c.decode(payload, len(x)).mul_(2)
+    assert torch.equal(x, before)
+    assert torch.equal(c.decode(payload, len(x)), c.decode(c.encode(before), len(x)))
+
+
+@settings(max_examples=300)
+@given(x=hnp.arrays("float32", st.integers(1, 600), elements=st.floats(2.0**-10, 2.0**10, width=32)), data=st.data())
+def test_e3m0_goes_to_the_nearest_power_of_two(x, data):
+    signs = data.draw(hnp.arrays("bool", len(x)))
+    x = torch.from_numpy(x) * torch.where(torch.from_numpy(signs), -1, 1)
+    back = E3M0().decode(E3M0().encode(x), len(x))
+    for part, decoded in zip(x.split(256), back.split(256), strict=True):
+        _, exponent = torch.frexp(part.abs())
+        floor = torch.ldexp(torch.ones_like(part), exponent - 1)
+        power = torch.where(part.abs() >= 1.5 * floor, 2 * floor, floor)
+        expected = torch.where(power >= power.max() / 64, power, 0) * part.sign()
+        assert torch.equal(decoded, expected)
+
+
+def test_e3m0_on_gaussian_data_has_the_stated_error():
+    x = torch.randn(1_000_000, generator=torch.Generator().manual_seed(0))
+    back = codec.unpack(E3M0(), codec.pack(E3M0(), x), len(x))
+    assert (back - x).norm() / x.norm() == pytest.approx(0.19, abs=0.01)
+    assert torch.cosine_similarity(back, x, dim=0) == pytest.approx(0.98, abs=0.005)
+    assert E3M0().nbytes(len(x)) * 8 / len(x) == pytest.approx(4.03, abs=0.005)

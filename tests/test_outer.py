@@ -1,0 +1,55 @@
+"""The outer rules, against torch.optim.SGD as an oracle with tolerance."""
+
+import pytest
+import torch
+
+from diloco import SGD, ConfigError, Nesterov
+from diloco.outer import CHUNK, host
+
+RULES = [(Nesterov(0.4, 0.9), 0.4, 0.9), (Nesterov(0.7, 0.0), 0.7, 0.0), (SGD(1.0), 1.0, 0.0), (SGD(0.3), 0.3, 0.0)]
+
+
+@pytest.mark.parametrize(("rule", "lr", "momentum"), RULES, ids=lambda v: repr(v))
+@pytest.mark.parametrize("n", [0, 1, 1000, CHUNK + 7])
+def test_an_outer_rule_is_torchs_sgd_up_to_rounding(rule, lr, momentum, n):
+    torch.manual_seed(0)
+    anchor = torch.randn(n)
+    parameter = torch.nn.Parameter(anchor.clone())
+    oracle = torch.optim.SGD([parameter], lr=lr, momentum=momentum, nesterov=momentum > 0)
+    state = rule.state(n)
+    for _ in range(5):
+        delta = torch.randn(n)
+        parameter.grad = delta.clone()
+        oracle.step()
+        rule.step(anchor, delta, state)
+        torch.testing.assert_close(anchor, parameter.detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_nesterov_rounds_every_multiply_and_add_by_itself():
+    """Bit for bit what scalar fp32 arithmetic without fused multiply-adds gives, on any CPU."""
+    import numpy as np
+
+    rng = np.random.default_rng(0)
+    anchor, v = rng.standard_normal((2, 20_000)).astype(np.float32)
+    mine, state = torch.from_numpy(anchor.copy()), torch.from_numpy(v.copy())
+    lr, mu = np.float32(0.4), np.float32(0.9)
+    for _ in range(3):
+        delta = rng.standard_normal(20_000).astype(np.float32)
+        Nesterov(0.4, 0.9).step(mine, torch.from_numpy(delta.copy()), state)
+        v = mu * v + delta
+        anchor = anchor - lr * (mu * v + delta)
+    assert np.array_equal(mine.numpy(), anchor)
+    assert np.array_equal(state.numpy(), v)
+
+
+def test_state_is_fp32_on_the_host_and_starts_at_zero():
+    assert torch.equal(Nesterov().state(5), torch.zeros(5))
+    assert Nesterov().state(5).device.type == host(1).device.type == "cpu"
+    assert len(SGD().state(5)) == 0
+
+
+@pytest.mark.parametrize("make", [lambda: Nesterov(lr=0), lambda: Nesterov(momentum=1.0), lambda: SGD(lr=-1.0),
+                                  lambda: Nesterov(lr=float("nan"))])  # fmt: skip
+def test_impossible_rules_are_refused_with_what_is_allowed(make):
+    with pytest.raises(ConfigError, match=r"give a (positive )?number.*the paper"):
+        make()
