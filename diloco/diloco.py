@@ -57,6 +57,7 @@ class DiLoCo:
         check_overlap(overlap, sync_every)
         if not 0 <= keep_local <= 1:
             raise ConfigError(f"keep_local={keep_local}: give a number from 0 (take the anchor) to 1 (never take it)")
+        self._optimizers = _as_list(optimizer)
         parameters: dict[str, Tensor] = dict(trainable(model))
         shapes = {name: tuple(p.shape) for name, p in parameters.items()}
         pieces = fragments.split(shapes, find_layers(model, parameters))
@@ -64,7 +65,6 @@ class DiLoCo:
         self.overlap, self.keep_local = overlap, keep_local
         self.reduce = _default_reduce(parameters) if reduce is None else reduce
         self._shapes, self._sharding = shapes, _sharding(parameters)
-        self._optimizers = _as_list(optimizer)
         self._parts = [Part(i, piece, parameters, outer, codec) for i, piece in enumerate(pieces)]
         # Float buffers train alone; finish() averages them, exactly. They are one more fragment without a slot.
         buffers = {clean(name): b for name, b in model.named_buffers() if b.is_floating_point()}

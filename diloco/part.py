@@ -104,19 +104,19 @@ class Part:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        flight = b""
+        flight = bytearray()  # which torch.load(weights_only=True) takes, unlike bytes
         if self.flight is not None:
             self.flight.ready()
             buffer, f = io.BytesIO(), self.flight
             torch.save((f.index, f.step, f.work, f.weight, f.values), buffer)
-            flight = buffer.getvalue()
+            flight = bytearray(buffer.getvalue())
         return {
             "index": self.state.index,
             "sent_step": self.sent_step,
             "counted": self.counted,
             "anchor": self.state.anchor,
             "outer": self.state.outer,
-            "flight": flight,  # bytes: checkpoints want the same tensors in every save, and a flight comes and goes
+            "flight": flight,  # no tensor: checkpoints want the same tensors in every save, and a flight comes and goes
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:

@@ -45,6 +45,9 @@ def run(n: int, function: Callable[..., Any], *args: Any, seconds: float = 60, m
         try:
             for (read, _), process in zip(pipes, processes, strict=True):
                 if not read.poll(max(deadline - time.monotonic(), 0)):
+                    if may_die:
+                        results.append(Died(None))
+                        continue
                     raise TimeoutError(f"rank {len(results)} of {n} has not answered within {seconds} s")
                 try:
                     results.append(pickle.loads(read.recv_bytes()))

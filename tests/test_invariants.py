@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from diloco import SGD, Balanced, BFloat16, DiLoCo, E3M0, Float8, Float32, Int8, Nesterov, Sequential, Strided  # noqa: I001
+from diloco import E3M0, SGD, Balanced, BFloat16, DiLoCo, Float8, Float32, Int8, Nesterov, Sequential, Strided
 from diloco.reduce import local
 from tests.models import Tiny, adamw, anchors, flat, loss_of, steps, train
 from tests.processes import run

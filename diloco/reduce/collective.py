@@ -109,7 +109,7 @@ class Collective:
             mine = held[self.replica][i] == held[source][i]
             state = State(held[source][i][0], states[i].anchor.clone(), states[i].outer.clone())
             for tensor in (state.anchor, state.outer):
-                line.broadcast(tensor, self._ranks[source])
+                line.broadcast(tensor, source)
             out[i] = states[i] if mine else state
         return out
 

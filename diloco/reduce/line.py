@@ -5,10 +5,11 @@ import queue
 import re
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -21,16 +22,17 @@ from diloco.reduce.header import NBYTES, Header
 class Line:
     """The communication thread and its process groups. The collectives below run on that thread only."""
 
-    def __init__(self, ranks: list[int], inner: list[int], streams: int, timeout: float, backend: str) -> None:
-        def group(members: list[int], backend: str) -> Any:
-            return dist.new_group(members, timedelta(seconds=timeout), backend, use_local_synchronization=True)
+    _opened: ClassVar[Counter[str]] = Counter()
 
-        # Groups of our own: the user's collectives come from another thread, in an order we do not know.
-        self._control = group(ranks, "gloo")
-        self._payload = [group(ranks, backend) for _ in range(streams)]
-        self._inner = group(inner, "gloo") if len(inner) > 1 else None
-        self._replicas, self._inner_size, self._timeout = len(ranks), len(inner), timeout
+    def __init__(self, ranks: list[int], inner: list[int], streams: int, timeout: float, backend: str) -> None:
+        # Groups of our own: the user's collectives come from another thread, in an order we do not know. They are not
+        # registered with torch.distributed, whose names and keys would be used again after a group was destroyed.
+        self._timeout = timeout
+        self._replicas, self._inner_size = len(ranks), len(inner)
         self._device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
+        self._control = self._group("control", ranks, "gloo")
+        self._payload = [self._group(f"payload {i}", ranks, backend) for i in range(streams)]
+        self._inner = self._group("inner", inner, "gloo") if len(inner) > 1 else None
         self._lost: str | None = None
         self._jobs: queue.SimpleQueue[tuple[str, Callable[[Line], Any], Future[Any]] | None] = queue.SimpleQueue()
         self.sent = 0
@@ -39,6 +41,20 @@ class Line:
         threading.Thread(target=self._serve, args=(ready,), name="diloco", daemon=True).start()
         ready.wait()
         torch.set_num_threads(threads)
+
+    def _group(self, name: str, ranks: list[int], backend: str) -> Any:
+        name = f"diloco/{name}/{','.join(map(str, ranks))}"
+        self._opened[name] += 1  # every member opens its lines in the same order
+        store = dist.PrefixStore(f"{name}/{self._opened[name]}", dist.distributed_c10d._get_default_store())
+        rank, timeout = ranks.index(dist.get_rank()), timedelta(seconds=self._timeout)
+        try:
+            if backend == "nccl":
+                options = dist.ProcessGroupNCCL.Options()
+                options._timeout = timeout
+                return dist.ProcessGroupNCCL(store, rank, len(ranks), options)
+            return dist.ProcessGroupGloo(store, rank, len(ranks), timeout)
+        except RuntimeError as error:
+            raise PeerLost(f"join: {_explain(str(error), self._timeout)}") from None
 
     def submit(self, what: str, work: Callable[["Line"], Any]) -> Future[Any]:
         future: Future[Any] = Future()
@@ -68,11 +84,7 @@ class Line:
         self._drop()
 
     def _drop(self) -> None:
-        groups = [self._control, *self._payload, *([self._inner] if self._inner else [])]
         self._control, self._payload, self._inner = None, [], None
-        for group in groups:
-            if dist.is_initialized():
-                dist.destroy_process_group(group)
 
     def _wait(self, works: Sequence[Any]) -> None:
         try:
@@ -84,24 +96,24 @@ class Line:
     def exchange(self, header: Header) -> list[Header]:
         out = torch.empty(NBYTES * self._replicas, dtype=torch.uint8)
         mine = torch.frombuffer(bytearray(header.pack()), dtype=torch.uint8)
-        self._wait([dist.all_gather_single(out, mine, group=self._control, async_op=True)])
+        self._wait([self._control._allgather_base(out, mine)])
         return [Header.unpack(bytes(row.tolist())) for row in out.view(self._replicas, -1)]
 
     def gather_json(self, value: object) -> list[Any]:
         data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         lengths = torch.empty(self._replicas, dtype=torch.int64)
         length = torch.tensor([len(data)])
-        self._wait([dist.all_gather_single(lengths, length, group=self._control, async_op=True)])
+        self._wait([self._control._allgather_base(lengths, length)])
         padded = torch.zeros(int(lengths.max()), dtype=torch.uint8)
         padded[: len(data)] = data
         out = torch.empty(self._replicas * len(padded), dtype=torch.uint8)
-        self._wait([dist.all_gather_single(out, padded, group=self._control, async_op=True)])
+        self._wait([self._control._allgather_base(out, padded)])
         rows = zip(out.view(self._replicas, -1), lengths.tolist(), strict=True)
         return [json.loads(row[:n].numpy().tobytes()) for row, n in rows]
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         if len(tensor):
-            self._wait([dist.broadcast(tensor, source, group=self._control, async_op=True)])
+            self._wait([self._control.broadcast(tensor, source)])
 
     def all_gather(self, payload: Tensor) -> list[Tensor]:
         """Each replica's payload, all of one size."""
@@ -109,7 +121,7 @@ class Line:
         for group, part in zip(self._payload, payload.tensor_split(len(self._payload)), strict=True):
             outs.append(torch.empty(self._replicas * len(part), dtype=torch.uint8, device=self._device))
             if len(part):
-                works.append(dist.all_gather_single(outs[-1], part.to(self._device), group=group, async_op=True))
+                works.append(group._allgather_base(outs[-1], part.to(self._device)))
         self._wait(works)
         self.sent += len(payload) * (self._replicas - 1)
         rows = [out.cpu().view(self._replicas, -1) for out in outs]
@@ -125,7 +137,7 @@ class Line:
             data = torch.cat(ours).to(self._device)
             outs.append(torch.empty(size * self._replicas, dtype=torch.uint8, device=self._device))
             sizes = [size] * self._replicas, [len(part) for part in ours]
-            works.append(dist.all_to_all_single(outs[-1], data, *sizes, group=group, async_op=True))
+            works.append(group.alltoall_base(outs[-1], data, *sizes))
         self._wait(works)
         self.sent += sum(map(len, payloads)) - expected
         rows = [out.cpu().view(self._replicas, -1) for out in outs]
@@ -138,7 +150,7 @@ class Line:
         padded = torch.zeros(-(-n // self._inner_size))
         padded[: len(share)] = share
         out = torch.empty(len(padded) * self._inner_size)
-        self._wait([dist.all_gather_single(out, padded, group=self._inner, async_op=True)])
+        self._wait([self._inner._allgather_base(out, padded)])
         return out[:n]
 
 

@@ -1,0 +1,86 @@
+"""How fast codecs encode and decode on one core, and what they lose. Run: python -m benchmarks.codec
+
+Speed on 8M Gaussian values, as GB/s of fp32 and as a ratio to a warm `out.copy_(x)` of the same tensor:
+    encode  `pack`
+    decode  chunk by chunk into the same warm memory as the copy, which is what the mean of a round does
+    fresh   `unpack`, which also allocates its result: 32 MB of new pages, which cost as much as the decoding
+All are timed in turn, repetition by repetition; a ratio is the median over repetitions, so that a machine whose speed
+drifts gives the same figure.
+Loss: relative error |x − decoded| / |x| and cosine between x and decoded, on the same values.
+"""
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+from benchmarks.record import Record, Target, write
+from diloco.codec import E3M0, BFloat16, Codec, Float8, Float32, Int8, chunks, pack, unpack
+
+CODECS: tuple[Codec, ...] = (E3M0(), Float8(), Int8(), BFloat16(), Float32())
+WAYS = ("encode", "decode", "fresh")
+WARM_UP = 2
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="speed and loss of the codecs")
+    parser.add_argument("--values", type=int, default=8 << 20)
+    parser.add_argument("--repetitions", type=int, default=25)
+    arguments = parser.parse_args()
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    torch.set_num_threads(1)
+    x = torch.randn(arguments.values, generator=torch.Generator().manual_seed(0))
+    print(f"{'codec':10} {'bits':>6}", *(f"{way:>16}" for way in WAYS), f"{'error':>9} {'cosine':>9}")
+    results: Record = {}
+    for codec in CODECS:
+        found = results[type(codec).__name__] = measure(codec, x, arguments.repetitions)
+        speeds = [f"{found[f'{way}_gbyte_s']:5.2f} GB/s {found[f'{way}_ratio']:4.2f}×" for way in WAYS]
+        print(f"{type(codec).__name__:10} {found['bits']:6.3f}", *(f"{speed:>16}" for speed in speeds), end=" ")
+        print(f"{found['relative_error']:9.2g} {found['cosine']:9.6f}")
+    targets = [
+        Target(f"E3M0 {way}, speed relative to a copy", results["E3M0"][f"{way}_ratio"], at_least=0.2)
+        for way in ("encode", "decode")
+    ]
+    write("codec", {**vars(arguments), "cores_used": 1}, results, targets)
+
+
+def measure(codec: Codec, x: torch.Tensor, repetitions: int) -> Record:
+    n, out, payload = len(x), torch.empty_like(x), pack(codec, x)
+
+    def decode() -> None:
+        for values, data in chunks(codec, n):
+            out[values] = codec.decode(payload[data], values.stop - values.start)
+
+    work: dict[str, Callable[[], object]] = {
+        "copy": lambda: out.copy_(x),
+        "encode": lambda: pack(codec, x),
+        "decode": decode,
+        "fresh": lambda: unpack(codec, payload, n),
+    }
+    times: dict[str, list[float]] = {name: [] for name in work}
+    for repetition in range(WARM_UP + repetitions):
+        for name, function in work.items():
+            began = time.perf_counter()
+            function()
+            if repetition >= WARM_UP:
+                times[name].append(time.perf_counter() - began)
+    exact, decoded = x.double(), unpack(codec, payload, n).double()
+    record: Record = {
+        "bits": 8 * codec.nbytes(n) / n,
+        "relative_error": float((exact - decoded).norm() / exact.norm()),
+        "cosine": float(torch.dot(exact, decoded) / (exact.norm() * decoded.norm())),
+        "copy_gbyte_s": 4e-9 * n / statistics.median(times["copy"]),
+    }
+    for way in WAYS:
+        ratios = [copy / other for copy, other in zip(times["copy"], times[way], strict=True)]
+        record[f"{way}_gbyte_s"] = 4e-9 * n / statistics.median(times[way])
+        record[f"{way}_ratio"] = statistics.median(ratios)
+    return record
+
+
+if __name__ == "__main__":
+    main()

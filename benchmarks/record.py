@@ -1,0 +1,60 @@
+"""What a benchmark leaves behind: results/<name>.json with settings, values, targets and the machine."""
+
+import json
+import os
+import platform
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+RESULTS = Path(__file__).parent / "results"
+
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Target:
+    """A measured value and the bound that it should keep."""
+
+    what: str
+    measured: float
+    at_least: float | None = None
+    at_most: float | None = None
+
+    @property
+    def met(self) -> bool:
+        low = self.at_least is None or self.measured >= self.at_least
+        return low and (self.at_most is None or self.measured <= self.at_most)
+
+    def __str__(self) -> str:
+        bound = f"≥ {self.at_least:g}" if self.at_least is not None else f"≤ {self.at_most:g}"
+        return f"{self.what}: {self.measured:.4g} (target {bound}, {'met' if self.met else 'MISSED'})"
+
+
+def write(name: str, settings: Record, values: Record, targets: list[Target]) -> None:
+    """Save, and print the targets."""
+    record = {"settings": settings, "machine": machine(), "values": values, "targets": [asdict(t) for t in targets]}
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / f"{name}.json").write_text(json.dumps(record, indent=2) + "\n")
+    print(*targets, sep="\n")
+
+
+def read(name: str) -> Record | None:
+    path = RESULTS / f"{name}.json"
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def machine() -> Record:
+    """What the figures depend on; nothing that names the machine itself."""
+    information = Path("/proc/cpuinfo")
+    lines = information.read_text().splitlines() if information.exists() else []
+    models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return {
+        "cpu": models[0] if models else platform.machine(),
+        "cores": os.cpu_count(),
+        "system": platform.system(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
