@@ -221,7 +221,7 @@ def test_tokens_on_one_side_and_steps_on_the_other_are_refused():
         assert "only one calls count(tokens)" in message
 
 
-def _twice(rank, first_error):
+def _twice(rank):
     """An error that the user catches leaves nothing behind: the next DiLoCo works."""
     for attempt in range(2):
         model = Tiny()
@@ -230,16 +230,16 @@ def _twice(rank, first_error):
             with DiLoCo(model, optimizer, sync_every=4):
                 for step in steps(model, optimizer, rank, 1, 12):
                     if attempt == 0 and step == 6:
-                        raise RuntimeError("mine")
-        except RuntimeError as error:
-            assert str(error) == "mine"
-            assert not optimizer._optimizer_step_post_hooks
-    return flat(model)
+                        raise ZeroDivisionError
+        except ZeroDivisionError:
+            attached = bool(optimizer._optimizer_step_post_hooks)
+    return flat(model), attached
 
 
 def test_leaving_by_an_exception_detaches_and_a_new_start_works():
-    one, two = run(2, _twice, True)
-    assert torch.equal(one, two)
+    one, two = run(2, _twice)
+    assert torch.equal(one[0], two[0])
+    assert not one[1]
 
 
 def _local(**settings):
@@ -304,4 +304,4 @@ def test_a_replica_in_one_process_that_dies_ends_the_others():
     with pytest.raises((ZeroDivisionError, PeerLost)):
         local.run(3, loop)
     assert seen[1] == 9
-    assert seen[0] < 20 and seen[2] < 20  # noqa: PT018
+    assert seen[0] < 20 and seen[2] < 20

@@ -140,7 +140,7 @@ def _merged(rank):
 
 def test_5_the_delta_is_taken_against_the_anchor_and_merging_keeps_its_share():
     # Sent after step 2: locals 2 and 6, anchor 0 → 4. Applied after step 3: locals 3 and 9 → 3.5 and 6.5.
-    # Sent after step 4: locals 4.5 and 9.5; against the anchor 4: mean 7. Applied after step 5: 5.5 and 12.5 → 6.25, 9.75
+    # Sent after step 4: locals 4.5 and 9.5, anchor 4 → 7. Applied after step 5: locals 5.5 and 12.5 → 6.25 and 9.75.
     one, two = run(2, _merged)
     assert one == [1, 2, 3.5, 4.5, 6.25]
     assert two == [3, 6, 6.5, 9.5, 9.75]
@@ -199,7 +199,7 @@ def test_9_anchors_are_shown_and_taken_out_again_and_finish_ends_with_local_equa
     one, two = run(2, _anchors_and_local)
     assert not torch.equal(one[0], two[0])  # the replicas are apart
     assert torch.equal(one[1], two[1])  # what is evaluated is common
-    assert one[2] and two[2] and one[3] and two[3]
+    assert all([one[2], two[2], one[3], two[3]])
     assert torch.equal(one[5], two[5])
 
 

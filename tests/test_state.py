@@ -133,9 +133,9 @@ def test_a_state_of_another_model_is_refused():
             Mismatch, match=r"fragment 0 has \(anchor, outer state\) of \(\d+, \d+\) values in the saved"
         ):
             small.load_state_dict(DiLoCo(Tiny(), None, reduce=reduce, **SETTINGS).state_dict())
+        few = DiLoCo(Tiny(), None, reduce=reduce, **(SETTINGS | {"fragments": Balanced(3)}))
         with pytest.raises(Mismatch, match="4 fragments, this model 3"):
-            few = SETTINGS | {"fragments": Balanced(3)}
-            DiLoCo(Tiny(), None, reduce=reduce, **few).load_state_dict(small.state_dict())
+            few.load_state_dict(small.state_dict())
         with pytest.raises(Mismatch, match="outer rule"):
             DiLoCo(Tiny(width=8), None, reduce=reduce, outer=SGD(), **SETTINGS).load_state_dict(small.state_dict())
         with pytest.raises(Mismatch, match="is of shard 1 of 2, this process is shard 0 of 1"):

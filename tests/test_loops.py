@@ -1,0 +1,315 @@
+"""The loops people have: compiled models, accumulation, scalers, bf16, other optimizers, DDP and FSDP2 inside."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from diloco import Balanced, Collective, ConfigError, DiLoCo, Float32
+from tests.models import Tiny, adamw, anchors, flat, loss_of, steps, train
+from tests.processes import run
+
+
+def _compiled(rank):
+    model = Tiny()
+    compiled = torch.compile(model, backend="eager")
+    optimizer = adamw(model)
+    with DiLoCo(compiled, optimizer, sync_every=5) as diloco:
+        for step in range(1, 21):
+            loss_of(compiled, rank, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    frames = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    return flat(model), [p.name for f in diloco._parts for p in f.fragment], frames
+
+
+def test_a_compiled_model_is_synced_without_recompiling_and_has_the_same_names():
+    plain = run(2, _plain_names)
+    for (weights, names, graphs), (expected, expected_names) in zip(run(2, _compiled), plain, strict=True):
+        torch.testing.assert_close(weights, expected)
+        assert names == expected_names
+        assert graphs == 1
+
+
+def _plain_names(rank):
+    model = Tiny()
+    optimizer = adamw(model)
+    with DiLoCo(model, optimizer, sync_every=5) as diloco:
+        for _ in steps(model, optimizer, rank, 1, 20):
+            pass
+    return flat(model), [p.name for f in diloco._parts for p in f.fragment]
+
+
+def _accumulated(rank):
+    model = Tiny()
+    optimizer = adamw(model)
+    with DiLoCo(model, optimizer, sync_every=5, overlap=1) as diloco:
+        for micro in range(1, 41):
+            (loss_of(model, rank, micro) / 2).backward()
+            if micro % 2 == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+    return diloco.step_count, flat(model), {r.sent_step for r in diloco.stats.last}
+
+
+def test_with_gradient_accumulation_a_step_is_an_optimizer_step():
+    one, two = run(2, _accumulated)
+    assert one[0] == 20
+    assert torch.equal(one[1], two[1])
+    assert {5, 10, 15, 20} <= one[2]
+
+
+def _scaled(rank, fused):
+    model = Tiny()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    with DiLoCo(model, optimizer, sync_every=5, overlap=1) as diloco:
+        for step in range(1, 31):
+            scaler.scale(loss_of(model, rank, step)).backward()
+            if rank == 1 and step in (3, 12, 13):
+                model.head.weight.grad.fill_(float("inf"))  # this replica skips these steps
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    return diloco.step_count, flat(model)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_steps_that_a_grad_scaler_skips_do_not_hang_or_part_the_replicas(fused):
+    one, two = run(2, _scaled, fused)
+    assert one[0] == 30
+    assert two[0] == (30 if fused else 27)  # a fused optimizer fires its hook also on a skipped step
+    assert torch.equal(one[1], two[1])
+    assert torch.isfinite(one[1]).all()
+
+
+def _bf16(rank):
+    model = Tiny().bfloat16()
+    optimizer = adamw(model)
+    with DiLoCo(model, optimizer, sync_every=5, overlap=1) as diloco:
+        for _ in steps(model, optimizer, rank, 1, 20):
+            pass
+        kinds = {p.state.anchor.dtype for p in diloco._parts} | {p.state.outer.dtype for p in diloco._parts}
+    exact = torch.cat([span.of(p.state.anchor).flatten() for p in diloco._parts for span in p.shard.spans])
+    local = torch.cat([span.rows().flatten() for p in diloco._parts for span in p.shard.spans])
+    return kinds, exact, local
+
+
+def test_bf16_parameters_have_fp32_anchors():
+    one, two = run(2, _bf16)
+    assert one[0] == {torch.float32}
+    assert torch.equal(one[1], two[1])
+    assert one[2].dtype is torch.bfloat16
+    assert torch.equal(one[2], one[1].bfloat16())
+    assert not torch.equal(one[1], one[1].bfloat16().float())  # the anchors hold what bf16 cannot
+
+
+def _sgd(rank):
+    make = lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)  # noqa: E731
+    return train(rank, 20, optimizer=make, sync_every=5)["weights"]
+
+
+def test_sgd_inside():
+    one, two = run(2, _sgd)
+    assert torch.equal(one, two)
+
+
+def _muon(rank):
+    model = Tiny()
+    matrices = [p for p in model.layers.parameters() if p.dim() == 2]
+    rest = [p for p in model.parameters() if not any(p is m for m in matrices)]
+    optimizers = [torch.optim.Muon(matrices, lr=1e-2), torch.optim.AdamW(rest, lr=1e-2)]
+    with DiLoCo(model, optimizers, sync_every=5, overlap=1) as diloco:
+        for step in range(1, 21):
+            loss_of(model, rank, step).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    return diloco.step_count, flat(model)
+
+
+def test_muon_for_matrices_and_adamw_for_the_rest_count_as_one_step():
+    one, two = run(2, _muon)
+    assert one[0] == 20
+    assert torch.equal(one[1], two[1])
+
+
+def _without_hook(rank):
+    model = Tiny()
+    optimizer = adamw(model)
+    diloco = DiLoCo(model, sync_every=5)
+    diloco.join()
+    for _ in steps(model, optimizer, rank, 1, 20):
+        diloco.step()
+    diloco.finish()
+    return flat(model)
+
+
+def test_calling_step_oneself_is_the_same_as_the_hook():
+    expected = run(2, _plain_names)
+    for weights in run(2, _without_hook):
+        assert torch.equal(weights, expected[0][0])
+
+
+def _without_with(rank):
+    model = Tiny()
+    optimizer = adamw(model)
+    diloco = DiLoCo(model, optimizer, sync_every=5)
+    for _ in steps(model, optimizer, rank, 1, 20):
+        pass
+    diloco.finish()
+    return flat(model)
+
+
+def test_without_with_the_first_step_joins():
+    expected = run(2, _plain_names)
+    for weights in run(2, _without_with):
+        assert torch.equal(weights, expected[0][0])
+
+
+def _tokens(rank):
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with DiLoCo(model, optimizer, sync_every=1, overlap=0, codec=Float32(), outer=_mean()) as diloco:
+        diloco.count(3000 if rank else 1000)
+        model.weight.grad = torch.full((1, 1), -4.0 * rank)  # replica 1 goes to 4, replica 0 stays
+        optimizer.step()
+        return model.weight.item(), dict(diloco.stats.last[0].__dict__)
+
+
+def _mean():
+    from diloco import SGD
+
+    return SGD(1.0)
+
+
+def test_replicas_weigh_by_the_tokens_they_counted():
+    for value, _ in run(2, _tokens):
+        assert value == 3.0
+
+
+def _ddp(rank):
+    """Two replicas of two DDP ranks: each rank carries half of the traffic."""
+    across = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    within = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    model = Tiny()
+    wrapped = DistributedDataParallel(model, process_group=within[rank // 2])
+    optimizer = adamw(model)
+    reduce = Collective(across[rank % 2], inner=within[rank // 2])
+    with DiLoCo(wrapped, optimizer, sync_every=5, codec=Float32(), reduce=reduce) as diloco:
+        for step in range(1, 21):
+            loss_of(wrapped, rank, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return flat(model), diloco.stats.bytes_sent
+
+
+def test_ddp_inside_a_replica_shares_the_traffic_and_trains_as_one_larger_batch():
+    results = run(4, _ddp)
+    weights = [r[0] for r in results]
+    assert all(torch.equal(w, weights[0]) for w in weights)
+    expected, sent = run(2, _pairs_of_batches)[0]
+    torch.testing.assert_close(weights[0], expected, rtol=1e-4, atol=1e-5)
+    assert results[0][1] < 0.55 * sent
+
+
+def _pairs_of_batches(rank):
+    model = Tiny()
+    optimizer = adamw(model)
+    with DiLoCo(model, optimizer, sync_every=5, codec=Float32()) as diloco:
+        for step in range(1, 21):
+            ((loss_of(model, 2 * rank, step) + loss_of(model, 2 * rank + 1, step)) / 2).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return flat(model), diloco.stats.bytes_sent
+
+
+def _fsdp(rank, codec):
+    """Two replicas of two shards each: only ranks with the same shard talk."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
+    model = Tiny(width=15)  # 15 rows do not divide by two
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh["shard"])
+    fully_shard(model, mesh=mesh["shard"])
+    optimizer = adamw(model)
+    reduce = Collective(mesh.get_group("replica"))
+    with DiLoCo(model, optimizer, sync_every=5, overlap=2, codec=codec, reduce=reduce) as diloco:
+        for _ in steps(model, optimizer, rank // 2, 1, 30):
+            pass
+        saved = diloco.state_dict()
+    whole = torch.cat([p.full_tensor().detach().flatten() for p in model.parameters()])
+    return whole, [len(p["anchor"]) for p in next(iter(saved.values()))["parts"].values()], list(saved)
+
+
+def _unsharded(rank, codec):
+    model = Tiny(width=15)
+    optimizer = adamw(model)
+    with DiLoCo(model, optimizer, sync_every=5, overlap=2, codec=codec) as diloco:
+        for _ in steps(model, optimizer, rank, 1, 30):
+            pass
+    return flat(model), [len(p.state.anchor) for p in diloco._parts]
+
+
+def test_fsdp2_inside_a_replica_gives_the_anchors_of_unsharded_replicas():
+    sharded, unsharded = run(4, _fsdp, Float32()), run(2, _unsharded, Float32())
+    for weights, _, _ in sharded:
+        torch.testing.assert_close(weights, unsharded[0][0], rtol=1e-4, atol=1e-5)
+    sizes = [a + b for a, b in zip(sharded[0][1], sharded[1][1], strict=True)]
+    assert sizes == unsharded[0][1]  # the two shards of a fragment are the fragment
+    assert [r[2] for r in sharded] == [["shard 0 of 2"], ["shard 1 of 2"]] * 2
+
+
+def _tiny_shards(rank):
+    """More shards than rows: some ranks hold nothing of a parameter."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
+    model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1), nn.Linear(1, 3))
+    fully_shard(model, mesh=mesh["shard"])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with DiLoCo(
+        model, optimizer, sync_every=2, fragments=Balanced(3), reduce=Collective(mesh.get_group("replica"))
+    ) as d:
+        for step in range(6):
+            model(torch.full((2, 1), float(step + rank // 2))).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return anchors(d), [p.shard.size for p in d._parts]
+
+
+def test_empty_shards_take_part():
+    results = run(4, _tiny_shards)
+    assert 0 in results[1][1]
+    for shard in (0, 1):
+        assert torch.equal(results[shard][0], results[shard + 2][0])
+
+
+def _forgot_the_group(rank):
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
+    model = Tiny()
+    fully_shard(model, mesh=mesh)
+    with pytest.raises(ConfigError, match=r'reduce=Collective\(mesh.get_group\("replica"\)\)'):
+        DiLoCo(model, adamw(model))
+    return True
+
+
+def test_sharded_parameters_without_a_group_are_refused_with_the_line_to_write():
+    assert run(2, _forgot_the_group) == [True, True]
+
+
+def test_a_step_leaves_a_graph_that_is_still_alive_detectably_changed():
+    """Parameters are written in place, not through .data: a backward over the old values fails instead of lying."""
+    from diloco.reduce import local
+
+    def loop(reduce):
+        model = nn.Linear(3, 3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with DiLoCo(model, optimizer, sync_every=1, overlap=0, reduce=reduce) as diloco:
+            x = model(torch.ones(1, 3, requires_grad=True)) ** 2
+            diloco.step()
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                x.sum().backward()
+
+    local.run(1, loop)

@@ -1,0 +1,148 @@
+"""The core against a reducer that does what an elastic one may do: rounds without us, jumps, drops, calls, delays."""
+
+import torch
+from torch import nn
+
+from diloco import SGD, Balanced, DiLoCo, Float32, Nesterov
+from diloco.reduce import Dropped, Jump, Round, State
+
+
+class Script:
+    """A reducer that plays back outcomes: {(fragment, index): [(step from which it is there, outcome), …]}."""
+
+    def __init__(self, outcomes=None, calls=()):
+        self.outcomes, self.calls = outcomes or {}, set(calls)
+        self.sent, self.applied_states, self.asked, self.left, self.now = [], [], [], 0, 0
+
+    def join(self, contract, states, codecs):
+        self.contract = contract
+        return list(states)
+
+    def due(self, fragment, index, steps, slot):
+        self.asked.append((fragment, index, steps, slot))
+        return slot or len(self.asked) in self.calls
+
+    def send(self, fragment, index, delta):
+        self.sent.append((fragment, index, delta()))
+
+    def take(self, fragment, index):
+        queue = self.outcomes.get((fragment, index), [])
+        return queue.pop(0)[1] if queue and queue[0][0] <= self.now else None
+
+    def applied(self, fragment, state):
+        self.applied_states.append((fragment, state.index, state.anchor.clone()))
+
+    def settle(self):
+        pass
+
+    def leave(self):
+        self.left += 1
+
+
+def mean(index, value, counted, weight=1.0):
+    return Round(index, torch.tensor([value]), {"a": weight}, counted=counted)
+
+
+def start(script, **settings):
+    """One parameter that starts at 0 and goes up by 1 a step."""
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    settings = {
+        "sync_every": 4,
+        "overlap": 2,
+        "outer": SGD(1.0),
+        "codec": Float32(),
+        "fragments": Balanced(1),
+    } | settings
+    diloco = DiLoCo(model, reduce=script, **settings)
+
+    def step():
+        with torch.no_grad():
+            model.weight += 1
+        script.now += 1
+        diloco.step()
+        return model.weight.item()
+
+    return diloco, step
+
+
+def test_a_round_that_did_not_count_this_replica_is_carried_and_no_local_work_is_lost():
+    # Sent after 4 (delta −4); the record is of others, mean −10: anchor 0 → 10, local 6 → 16.
+    script = Script({(0, 1): [(5, mean(1, -10.0, counted=False))], (0, 2): [(9, mean(2, -6.0, counted=True))]})
+    diloco, step = start(script)
+    assert [step() for _ in range(8)] == [1, 2, 3, 4, 5, 16, 17, 18]
+    # The next delta is against the new anchor, 10, and holds all 8 steps; so does its weight.
+    assert [(f, i, d.values.item(), d.weight) for f, i, d in script.sent] == [(0, 1, -4.0, 4.0), (0, 2, -8.0, 8.0)]
+    # Counted at last: anchor 10 − −6 = 16, local 20 → 16, and the weight starts anew.
+    assert [step() for _ in range(4)] == [19, 16, 17, 18]
+    assert script.sent[-1][2].weight == 4.0
+    assert diloco.stats.last[0].counted is False
+
+
+def test_a_round_that_this_replica_did_not_send_is_applied_at_once():
+    script = Script({(0, 1): [(1, mean(1, -10.0, counted=False))], (0, 2): [(1, mean(2, -1.0, counted=False))]})
+    _, step = start(script)
+    assert step() == 12  # both rounds, in order
+    assert script.applied_states[0][1:] == (1, torch.tensor([10.0]))
+    assert script.applied_states[1][1:] == (2, torch.tensor([11.0]))
+    assert [step() for _ in range(3)] == [13, 14, 15]
+    assert [(i, d.values.item()) for _, i, d in script.sent] == [(3, 11.0 - 15.0)]  # index = index held + 1
+
+
+def test_a_jump_takes_anchor_outer_state_and_index_and_overwrites_local():
+    state = State(7, torch.tensor([100.0]), torch.tensor([0.5]))
+    script = Script({(0, 1): [(1, Jump(state))], (0, 8): [(5, mean(8, 1.0, counted=True))]})
+    diloco, step = start(script, outer=Nesterov(lr=1.0, momentum=0.5))
+    assert [step() for _ in range(4)] == [100, 101, 102, 103]
+    fragment, index, delta = script.sent[0]
+    assert (fragment, index, delta.values.item(), delta.weight) == (0, 8, -3.0, 3.0)
+    # v = 1 + 0.5·0.5 = 1.25; θ = 100 − (1 + 0.5·1.25): the state that came with the jump was used
+    assert [step() for _ in range(2)] == [104, 98.375]
+    assert diloco._parts[0].state.index == 8
+
+
+def test_a_result_that_is_late_is_applied_at_the_first_step_at_which_it_is_there():
+    script = Script({(0, 1): [(7, mean(1, -4.0, counted=True))]})
+    diloco, step = start(script, keep_local=0.5)
+    # due after 6, there after 7: half of 7 and half of 4
+    assert [step() for _ in range(7)] == [1, 2, 3, 4, 5, 6, 5.5]
+    assert diloco.stats.last[0].applied_step == 7
+
+
+def test_a_dropped_round_changes_nothing_and_its_work_is_in_the_next_delta():
+    script = Script({(0, 1): [(6, Dropped()), (10, mean(1, -8.0, counted=True))]})
+    _, step = start(script)
+    assert [step() for _ in range(6)] == [1, 2, 3, 4, 5, 6]
+    assert [step() for _ in range(4)] == [7, 8, 9, 8]
+    assert [(i, d.values.item(), d.weight) for _, i, d in script.sent] == [(1, -4.0, 4.0), (1, -8.0, 8.0)]
+
+
+def test_a_replica_sends_when_it_is_called_and_is_asked_with_its_own_steps():
+    script = Script(calls=[2])
+    _, step = start(script)
+    for _ in range(4):
+        step()
+    assert [(i, d.values.item()) for _, i, d in script.sent] == [(1, -2.0), (1, -4.0)]  # called after 2, slot after 4
+    assert script.asked == [(0, 1, 1, False), (0, 1, 2, False), (0, 1, 1, False), (0, 1, 2, True)]
+
+
+def test_a_round_in_which_nobody_trained_moves_nothing_not_even_by_momentum():
+    script = Script({(0, 1): [(1, mean(1, 0.0, counted=False, weight=0.0))]})
+    diloco, step = start(script, outer=Nesterov(lr=1.0, momentum=0.5))
+    diloco._parts[0].state.outer.fill_(8.0)
+    assert step() == 1
+    assert diloco._parts[0].state.anchor.item() == 0
+    assert diloco._parts[0].state.index == 1
+
+
+def test_finish_is_a_last_round_for_every_fragment_then_leaves_once():
+    script = Script()
+    script.settle = lambda: script.outcomes.update({(0, 1): [(4, mean(1, -2.5, counted=True))]})
+    script.send = lambda fragment, index, delta: setattr(script, "now", 4)
+    diloco, step = start(script, keep_local=0.5)
+    assert [step() for _ in range(3)] == [1, 2, 3]
+    diloco.finish()
+    diloco.finish()
+    assert diloco._parts[0].state.anchor.item() == 2.5
+    assert diloco._parts[0].shard.spans[0].rows().item() == 2.5  # keep_local is 0 here
+    assert script.left == 1
