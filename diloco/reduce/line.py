@@ -1,5 +1,6 @@
 """The communication thread of a process, its queue and its process groups."""
 
+import atexit
 import json
 import queue
 import re
@@ -30,15 +31,18 @@ class Line:
         self._timeout = timeout
         self._replicas, self._inner_size = len(ranks), len(inner)
         self._device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
-        self._control = self._group("control", ranks, "gloo")
+        self._control: Any = self._group("control", ranks, "gloo")
         self._payload = [self._group(f"payload {i}", ranks, backend) for i in range(streams)]
-        self._inner = self._group("inner", inner, "gloo") if len(inner) > 1 else None
+        self._inner: Any = self._group("inner", inner, "gloo") if len(inner) > 1 else None
         self._lost: str | None = None
         self._jobs: queue.SimpleQueue[tuple[str, Callable[[Line], Any], Future[Any]] | None] = queue.SimpleQueue()
+        self._closing, self._exiting = threading.Lock(), False
         self.sent = 0
         # torch keeps the number of threads per thread, but new threads inherit what was set last.
         threads, ready = torch.get_num_threads(), threading.Event()
-        threading.Thread(target=self._serve, args=(ready,), name="diloco", daemon=True).start()
+        self._thread = threading.Thread(target=self._serve, args=(ready,), name="diloco", daemon=True)
+        self._thread.start()
+        atexit.register(self._stay)
         ready.wait()
         torch.set_num_threads(threads)
 
@@ -62,8 +66,19 @@ class Line:
         return future
 
     def close(self) -> None:
-        """Stop after the job under way. Closing the sockets is what tells the others."""
+        """Stop after the job under way. Closing the sockets is what tells the others.
+
+        Wait for it, unless the job waits for others.
+        """
         self._jobs.put(None)
+        self._thread.join(timeout=1.0)
+        if not self._thread.is_alive():
+            atexit.unregister(self._stay)
+
+    def _stay(self) -> None:
+        """At exit: leave the groups to the system, for closing one while the interpreter ends aborts the process."""
+        with self._closing:
+            self._exiting = True
 
     def _serve(self, ready: threading.Event) -> None:
         torch.set_num_threads(1)  # one core's worth of work; the others belong to training
@@ -84,9 +99,20 @@ class Line:
         self._drop()
 
     def _drop(self) -> None:
-        self._control, self._payload, self._inner = None, [], None
+        with self._closing:
+            if not self._exiting:
+                self._control, self._payload, self._inner = None, [], None
+                return
+        threading.Event().wait()  # for the end of the process
 
     def _wait(self, works: Sequence[Any]) -> None:
+        """Sleep until all are done, checking after ever longer pauses: at most 5 % more time, and little work.
+
+        Not in `work.wait()`: a thread that is in there when the interpreter ends aborts the process.
+        """
+        began = time.perf_counter()
+        while not all(work.is_completed() for work in works):
+            time.sleep(min(max((time.perf_counter() - began) / 20, 1e-4), 0.02))
         try:
             for work in works:
                 work.wait()
