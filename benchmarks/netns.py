@@ -1,4 +1,4 @@
-"""A network of its own on this machine: one namespace per host, joined by virtual Ethernet, with links as slow as asked.
+"""A network of its own on this machine: a namespace per host, joined by virtual Ethernet, with links as slow as asked.
 
 Two hosts share one cable; more hang on a bridge in a further namespace. Nothing outside can be reached from inside,
 and no interface or address outside is touched. Needs root, and `ip` and `tc` (iproute2).

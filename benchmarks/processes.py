@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -27,6 +28,8 @@ def run(
     If a worker fails or time is up, all of them are ended and an error is raised.
     """
     workers: list[subprocess.Popen[str]] = []
+    # Else a polite kill would leave the workers behind, and the network that the caller made for them.
+    previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         for rank in range(replicas):
             names = {"RANK": str(rank), "WORLD_SIZE": str(replicas)}
@@ -46,3 +49,4 @@ def run(
         for worker in workers:
             worker.kill()
             worker.wait()
+        signal.signal(signal.SIGTERM, previous)

@@ -28,9 +28,12 @@ class Target:
         low = self.at_least is None or self.measured >= self.at_least
         return low and (self.at_most is None or self.measured <= self.at_most)
 
+    @property
+    def bound(self) -> str:
+        return f"≥ {self.at_least:.4g}" if self.at_least is not None else f"≤ {self.at_most:.4g}"
+
     def __str__(self) -> str:
-        bound = f"≥ {self.at_least:g}" if self.at_least is not None else f"≤ {self.at_most:g}"
-        return f"{self.what}: {self.measured:.4g} (target {bound}, {'met' if self.met else 'MISSED'})"
+        return f"{self.what}: {self.measured:.4g} (target {self.bound}, {'met' if self.met else 'MISSED'})"
 
 
 def write(name: str, settings: Record, values: Record, targets: list[Target]) -> None:

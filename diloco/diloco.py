@@ -221,6 +221,11 @@ class DiLoCo:
         self.step_count, self._work, self._tokens = saved["step"], saved["work"], saved["tokens"]
         self._joined = False
 
+    @property
+    def in_flight(self) -> int:
+        """Rounds that were sent and are not applied yet."""
+        return sum(part.flight is not None for part in self._all_parts())
+
     def _all_parts(self) -> list[Part]:
         return self._parts + self._buffers
 

@@ -32,6 +32,7 @@ class Stats:
     rounds: int = 0
     bytes_sent: int = 0
     bytes_received: int = 0
+    largest_round: int = 0  # bytes sent
     seconds_hidden: float = 0.0
     seconds_exposed: float = 0.0
     last: deque[RoundStats] = field(default_factory=lambda: deque(maxlen=10_000))
@@ -40,6 +41,11 @@ class Stats:
         self.rounds += 1
         self.bytes_sent += round.bytes_sent
         self.bytes_received += round.bytes_received
+        self.largest_round = max(self.largest_round, round.bytes_sent)
         self.seconds_hidden += round.seconds_hidden
         self.seconds_exposed += round.seconds_exposed
         self.last.append(round)
+
+    def since(self, rounds: int) -> list[RoundStats]:
+        """The rounds that came after the first so many."""
+        return list(self.last)[len(self.last) - (self.rounds - rounds) :] if self.rounds > rounds else []

@@ -123,7 +123,7 @@ class Collective:
         weights = [h.weight for h in headers]
         members = {str(m): weight for m, weight in enumerate(weights)}
         faults = {str(m): h.fault for m, h in enumerate(headers) if h.fault >= 0}
-        if faults:
+        if faults or not any(weights):  # nothing will be applied, so nothing need be sent
             return Round(index, delta.values, members, faults=faults)
         before = line.sent
         share = parts(len(delta.values), len(self._inner_ranks))[self._inner_ranks.index(dist.get_rank())]

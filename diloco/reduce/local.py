@@ -199,8 +199,8 @@ def _outcome(index: int, deltas: list[Delta], fragment: int, second: Codec | Non
     except DiLoCoError as error:
         return error
     members = {str(m): d.weight for m, d in enumerate(deltas)}
-    if any(fault >= 0 for fault in faults):
-        named = {str(m): fault for m, fault in enumerate(faults) if fault >= 0}
+    named = {str(m): fault for m, fault in enumerate(faults) if fault >= 0}
+    if named or not any(d.weight for d in deltas):
         return Round(index, deltas[0].values, members, faults=named)
     mean = mean_in_one_place(codec, second or codec, [d.values for d in deltas], [d.weight for d in deltas])
     replicas, n = len(deltas), len(mean)

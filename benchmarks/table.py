@@ -1,0 +1,134 @@
+"""Write docs/benchmarks.md from results/*.json. Run: python -m benchmarks.table
+
+A benchmark is one section: a function that turns its record into Markdown, and a line in SECTIONS.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from benchmarks.record import Record, Target, read
+
+PAGE = Path(__file__).parent.parent / "docs" / "benchmarks.md"
+
+HEAD = """# Benchmarks
+
+Every figure here comes from `benchmarks/results/*.json`, which `make bench` measures and this page is generated from.
+Times are compared within one run, in turn, because machines and hours differ; a speed in GB/s or ms is for orientation.
+"""
+
+
+def main() -> None:
+    text = HEAD
+    for name, (title, section) in SECTIONS.items():
+        record = read(name)
+        text += f"\n## {title}\n\n"
+        if record is None:
+            text += f"Not measured: there is no `benchmarks/results/{name}.json`. Run `python -m benchmarks.{name}`.\n"
+        else:
+            text += f"{section(record).strip()}\n\n{targets(record)}\n{machine(record)}\n"
+    PAGE.parent.mkdir(exist_ok=True)
+    PAGE.write_text(text)
+    print(f"wrote {PAGE.name}")
+
+
+def codec(record: Record) -> str:
+    settings = record["settings"]
+    columns = ("codec", "bits a value", "encode", "decode", "decode to new memory", "relative error", "cosine")
+    rows = [
+        (
+            name,
+            f"{found['bits']:.2f}",
+            *(f"{found[f'{way}_ratio']:.2f} × ({found[f'{way}_gbyte_s']:.1f} GB/s)" for way in ("encode", "decode")),
+            f"{found['fresh_ratio']:.2f} × ({found['fresh_gbyte_s']:.1f} GB/s)",
+            f"{found['relative_error']:.2g}",
+            f"{found['cosine']:.5f}",
+        )
+        for name, found in record["values"].items()
+    ]
+    return f"""
+`python -m benchmarks.codec`: {settings["values"]:,} Gaussian values on one core. Speed is relative to a copy of the
+same fp32 tensor into warm memory, timed in turn with it (median of {settings["repetitions"]} repetitions). Decoding
+goes to warm memory too, as in a round; into newly allocated memory it also pays for the pages.
+
+{table(columns, rows)}"""
+
+
+def reduce(record: Record) -> str:
+    settings, values = record["settings"], record["values"]
+    link, seconds = settings["link"], values["seconds"]
+    columns = ("replicas", "bound, bytes a parameter", "payload", "sent, with TCP", "received, with TCP", "sent again")
+    rows = [
+        (
+            str(m),
+            f"{found['bound_bytes_per_parameter']:g}",
+            *(f"{found[key]:.3f} ×" for key in ("payload", "tx", "rx")),
+            f"{found['retransmitted_segments']} segments",
+        )
+        for m, found in ((m, values[f"bytes_{m}"]) for m in (2, 4))
+    ]
+    return f"""
+`python -m benchmarks.reduce`, as root: replicas in network namespaces of their own, gloo over virtual Ethernet (MTU
+{settings["mtu"]}), each sending at most {link["mbit"]:g} Mbit/s (`tc tbf`, burst {link["burst_kbyte"]} kB, latency
+{link["latency_ms"]} ms; no delay is added). Bytes are those of a fragment of {settings["fragment"]:,} parameters with
+{settings["codec"]}, per round and replica, in units of the bound 2(M−1)/M · 4 bits; "with TCP" is what the kernel
+counted on the interface, Ethernet headers and acknowledgements included.
+
+{table(columns, rows)}
+
+A 4-bit mean of {settings["parameters"]:,} parameters between 2 replicas took {seconds["e3m0_seconds"]:.2f} s, gloo's
+fp32 `all_reduce` of as many {seconds["fp32_seconds"]:.2f} s: {seconds["ratio"]:.1f} times as long (median of
+{settings["repetitions"]} repetitions, in turn). The bytes alone would give
+{32 / 4 / values["bytes_2"]["payload"]:.1f}."""
+
+
+def overhead(record: Record) -> str:
+    settings, speed, memory = record["settings"], record["values"]["speed"], record["values"]["memory"]
+    low, high = speed["interval"]
+    cpu = speed["cpu_ns"]
+    peaks = [
+        ("joining, where the weights differ", f"{memory['join_mb']:.0f} MB", ""),
+        ("during rounds", f"{memory['rounds_mb']:.0f} MB", f"{memory['rounds_allowed_mb']:.0f} MB"),
+        ("in `finish()`", f"{memory['finish_mb']:.0f} MB", f"{memory['finish_allowed_mb']:.0f} MB"),
+    ]
+    return f"""
+`python -m benchmarks.overhead`: two processes with one core each, shared by training, communication thread and gloo,
+over loopback; {speed["parameters"]:,} parameters, {settings["fragments"]} fragments, sync_every
+{settings["sync_every"]}, overlap {settings["overlap"]}, {settings["codec"]}, steps of {speed["step_ms"]:.0f} ms. Blocks
+of one sync_every with DiLoCo and without alternate (ABBA, {settings["pairs"]} pairs).
+
+With DiLoCo the two make {speed["ratio"]:.4f} of the steps per second they make without (median over pairs; 95 %
+bootstrap interval {low:.4f} to {high:.4f}). Training waited {speed["exposed_ms_per_round"]:.1f} ms a round for its
+result. CPU time a parameter and round: {cpu["hook"]:.1f} ns on the training thread, {cpu["thread"]:.1f} ns on the
+communication thread, {cpu["gloo"]:.1f} ns in gloo's threads.
+
+Memory on {memory["parameters"]:,} parameters, peak of resident bytes above what was there before (freed heap given
+back to the system before the first reading), the larger of both processes. Allowed are 8 bytes a parameter, 12 for
+each in flight (one fragment during rounds, all in `finish()`), and 32 MB:
+
+{table(("peak", "measured", "allowed"), peaks)}"""
+
+
+SECTIONS: dict[str, tuple[str, Callable[[Record], str]]] = {
+    "codec": ("Codecs: speed and loss", codec),
+    "reduce": ("A round: bytes and seconds", reduce),
+    "overhead": ("What training pays", overhead),
+}
+
+
+def targets(record: Record) -> str:
+    found = [Target(**target) for target in record["targets"]]
+    rows = [(t.what, t.bound, f"{t.measured:.4g}", "yes" if t.met else "**no**") for t in found]
+    return table(("target", "bound", "measured", "met"), rows)
+
+
+def machine(record: Record) -> str:
+    made = record["machine"]
+    return f"\n{made['cpu']}, {made['cores']} cores, {made['system']}, Python {made['python']}, torch {made['torch']}."
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    return "\n".join(f"| {' | '.join(row)} |" for row in [columns, ["---"] * len(columns), *rows])
+
+
+if __name__ == "__main__":
+    main()

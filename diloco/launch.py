@@ -1,0 +1,180 @@
+"""Start the processes of a run here, or understand that torchrun or Slurm has started them.
+
+The only place that reads environment variables.
+"""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from diloco.errors import ConfigError
+
+GRACE = 10.0
+"""Seconds that the others get to end by themselves after one has failed."""
+
+
+@dataclass(frozen=True)
+class World:
+    """Which process of the run this is. Ranks of one replica follow each other."""
+
+    rank: int
+    size: int
+    local_rank: int
+    shards: int = 1
+
+    @property
+    def replica(self) -> int:
+        return self.rank // self.shards
+
+    @property
+    def replicas(self) -> int:
+        return self.size // self.shards
+
+    @property
+    def shard(self) -> int:
+        return self.rank % self.shards
+
+
+def world_from(environment: Mapping[str, str], shards: int, replicas: int | None) -> World | None:
+    """This process's place if torchrun or Slurm gave it one, else None."""
+    if {"RANK", "WORLD_SIZE"} <= environment.keys():
+        rank, size, local = (int(environment.get(key, 0)) for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    elif int(environment.get("SLURM_NTASKS", 1)) > 1 and "SLURM_PROCID" in environment:
+        rank, size, local = (int(environment[key]) for key in ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"))
+    else:
+        return None
+    if size % shards or (replicas is not None and replicas * shards != size):
+        wanted = f"replicas={replicas}, shards={shards}" if replicas else f"shards={shards}"
+        raise ConfigError(f"{wanted} with {size} processes: start replicas · shards of them")
+    return World(rank, size, local, shards)
+
+
+def address_from(environment: Mapping[str, str]) -> tuple[str, int]:
+    """Where the first process listens: torchrun's variables, or the first node of the Slurm job."""
+    if "MASTER_ADDR" in environment:
+        return environment["MASTER_ADDR"], int(environment.get("MASTER_PORT", 29500))
+    nodes = environment.get("SLURM_STEP_NODELIST", environment.get("SLURM_JOB_NODELIST", ""))
+    port = 20_000 + int(environment.get("SLURM_JOB_ID", 0)) % 10_000  # the same for all, rarely another job's
+    return first_node(nodes), port
+
+
+def first_node(nodes: str) -> str:
+    """
+    >>> first_node("gpu[07-09,12],cpu3")
+    'gpu07'
+    """
+    match = re.match(r"([^,\[]+)(?:\[(\d+))?", nodes)
+    if match is None:
+        raise ConfigError(
+            "Slurm gives no list of nodes (SLURM_STEP_NODELIST); set MASTER_ADDR to the first node's name"
+        )
+    return match[1] + (match[2] or "")
+
+
+def own_world(shards: int, replicas: int | None) -> World | None:
+    return world_from(os.environ, shards, replicas)
+
+
+def own_address() -> tuple[str, int]:
+    return address_from(os.environ)
+
+
+def start(words: Sequence[str], size: int, folder: Path, shards: int, watch: Callable[[], None]) -> tuple[int, str]:
+    """Run `python -m diloco WORDS` in `size` processes here; return their exit code and the reason if they failed.
+
+    `watch` is called several times a second. If one process fails, all stop.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = {
+        "WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // size, 1))),
+    }
+    if sys.platform == "linux":
+        common["GLOO_SOCKET_IFNAME"] = "lo"  # the machine's name may not resolve, above all without a network
+    processes = []
+    for rank in range(size):
+        world = World(rank, size, rank, shards)
+        home = folder / f"replica-{world.replica}"
+        home.mkdir(parents=True, exist_ok=True)
+        log = home / ("log.txt" if world.shard == 0 else f"log-{world.shard}.txt")
+        (home / f"error-{world.shard}.json").unlink(missing_ok=True)
+        with log.open("a") as out:
+            processes.append(subprocess.Popen(
+                [sys.executable, "-m", "diloco", *words], stdout=out, stderr=out, stdin=subprocess.DEVNULL,
+                env=os.environ | common | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+                start_new_session=True,  # Ctrl-C reaches us; we pass it on once
+            ))  # fmt: skip
+    return _attend(processes, folder, watch)
+
+
+def _attend(processes: list[subprocess.Popen[bytes]], folder: Path, watch: Callable[[], None]) -> tuple[int, str]:
+    asked: list[int] = []
+    before = {s: signal.signal(s, lambda number, _: asked.append(number)) for s in (signal.SIGINT, signal.SIGTERM)}
+    passed_on, failed_at = 0, None
+    try:
+        while any(p.poll() is None for p in processes):
+            if failed_at is None and any(p.poll() for p in processes):
+                failed_at = time.monotonic()
+            if len(asked) > passed_on:  # the first asks for a checkpoint, the second does not wait for it
+                passed_on = len(asked)
+                _signal_all(processes, signal.SIGTERM if passed_on == 1 else signal.SIGKILL)
+            if failed_at is not None and time.monotonic() - failed_at > GRACE:
+                _signal_all(processes, signal.SIGKILL)
+            watch()
+            time.sleep(0.1)
+    finally:
+        _signal_all(processes, signal.SIGKILL)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    watch()
+    if failed_at is None and not any(p.returncode for p in processes):
+        return (130, "") if asked else (0, "")
+    return (130, "") if passed_on > 1 else _reason(processes, folder)
+
+
+def _signal_all(processes: list[subprocess.Popen[bytes]], number: int) -> None:
+    for process in processes:
+        if process.poll() is None:
+            process.send_signal(number)
+
+
+def _reason(processes: list[subprocess.Popen[bytes]], folder: Path) -> tuple[int, str]:
+    """The error that came first: those that only say that another replica is gone come last."""
+    errors = [json.loads(path.read_text()) for path in sorted(folder.glob("replica-*/error-*.json"))]
+    errors.sort(key=lambda e: (e["type"] == "PeerLost", e["time"]))
+    killed = [f"process {rank} was killed by signal {-p.returncode}" for rank, p in enumerate(processes)
+              if p.returncode < 0]  # fmt: skip
+    if errors and errors[0]["type"] != "PeerLost":
+        return errors[0]["code"], errors[0]["message"]
+    if killed:
+        return 1, f"{killed[0]}; resume with --resume; the logs are in {folder}/replica-*/log.txt"
+    if errors:
+        return errors[0]["code"], errors[0]["message"]
+    return 1, f"a process failed; the logs are in {folder}/replica-*/log.txt"
+
+
+def write_error(folder: Path, world: World, error: BaseException, code: int) -> None:
+    """Leave the reason of a failure where the process that started this one finds it."""
+    home = folder / f"replica-{world.replica}"
+    home.mkdir(parents=True, exist_ok=True)
+    message = str(error) if str(error) else type(error).__name__
+    if code != 2:
+        message = f"replica {world.replica}: {type(error).__name__}: {message}; see {home / 'log.txt'}"
+    value = {"type": type(error).__name__, "message": message, "code": code, "time": time.time()}
+    (home / f"error-{world.shard}.json").write_text(json.dumps(value))
+
+
+def cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,85 @@
+"""A model as the planner sees it: how many values its layers have, and which of them form a fragment."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from diloco import layers as rules
+from diloco.errors import ConfigError
+from diloco.plan.simulate import Message
+from diloco.presets import PRESETS, Shape
+from diloco.train.config import parse_fragments
+
+
+@dataclass(frozen=True)
+class Model:
+    """Layers of equal compute, and what is no layer: tensors as (rows, values a row), the input embedding first."""
+
+    name: str
+    layers: tuple[float, ...]
+    rest: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def parameters(self) -> float:
+        return sum(self.layers) + sum(rows * width for rows, width in self.rest)
+
+    def pieces(self) -> tuple[float, ...]:
+        """Values that a whole sync moves for each layer. What is no layer is needed first and ready last: layer 0."""
+        return (self.layers[0] + self.parameters - sum(self.layers), *self.layers[1:])
+
+    def fragments(self, text: str) -> list[list[Message]]:
+        """The fragments that the library makes of "strided:3", "sequential:3" or "balanced:4", as (layer, values)."""
+        kind, count = parse_fragments(text)
+        if kind == "balanced":
+            tensors = [*self.rest[:1], *((round(n), 1) for n in self.layers), *self.rest[1:]]
+            before = len(self.rest[:1])
+            return [
+                [(_layer_of(i - before, len(self.layers)), (b - a) * tensors[i][1]) for i, a, b in cut]
+                for cut in rules.cut(tensors, count)
+            ]
+        if count > len(self.layers):
+            raise ConfigError(
+                f"fragments={text!r} with {len(self.layers)} layers: take {kind}:1 to {kind}:{len(self.layers)}"
+            )
+        rule = rules.strided if kind == "strided" else rules.sequential
+        groups = [[(layer, self.layers[layer]) for layer in group] for group in rule(len(self.layers), count)]
+        limit = max(size(group) for group in groups)
+        rest = rules.cut_below(self.rest, int(limit)) if self.rest else []
+        return groups + [[(0, sum((b - a) * self.rest[i][1] for i, a, b in cut))] for cut in rest]
+
+
+def size(fragment: Sequence[Message]) -> float:
+    return sum(values for _, values in fragment)
+
+
+def equal(parameters: float, layers: int, name: str = "") -> Model:
+    """All parameters in equal layers, as in the paper's simulator."""
+    return Model(name or f"{parameters:.3g} parameters", (parameters / layers,) * layers)
+
+
+def of_shape(shape: Shape, name: str) -> Model:
+    embedding, norm = (shape.vocabulary, shape.width), (shape.width, 1)
+    head = () if shape.tied else (embedding,)
+    return Model(name, (shape.layer_parameters,) * shape.layers, (embedding, norm, *head))
+
+
+def named(name: str) -> Model:
+    if name.lower() not in PRESETS:
+        raise ConfigError(f"model={name!r}: known are {', '.join(PRESETS)}; or give parameters and layers")
+    return of_shape(PRESETS[name.lower()], name.lower())
+
+
+def as_fragments(text: str, layers: int) -> str:
+    """ "8" → "strided:3" for 24 layers: a bare number is the number of fragments."""
+    if not text.lstrip("-").isdigit():
+        parse_fragments(text)
+        return text
+    count = int(text)
+    if not 1 <= count <= layers:
+        raise ConfigError(
+            f"fragments={text!r} with {layers} layers: take 1 to {layers}, or balanced:N, which also cuts layers"
+        )
+    return f"strided:{-(-layers // count)}"
+
+
+def _layer_of(tensor: int, layers: int) -> int:
+    return tensor if 0 <= tensor < layers else 0

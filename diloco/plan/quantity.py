@@ -1,0 +1,81 @@
+"""Quantities with units, as people write them: 1gbit, 80ms, 1.3b, 24gb."""
+
+import math
+import re
+
+from diloco.errors import ConfigError
+
+RATES = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12}
+TIMES = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
+SIZES = {"b": 1.0, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12}
+
+_NUMBER = re.compile(r"\s*([-+]?[0-9.]+(?:e[-+]?[0-9]+)?)\s*([a-z]*)(?:/s)?\s*", re.IGNORECASE)
+
+
+def rate(text: str, name: str = "link") -> float:
+    """Bits a second.
+
+    >>> rate("1gbit"), rate("50 Mbit/s")
+    (1000000000.0, 50000000.0)
+    """
+    return _quantity(text, name, RATES, "1gbit, 100mbit or 500kbit")
+
+
+def seconds(text: str, name: str = "round_trip", *, zero: bool = True) -> float:
+    """
+    >>> seconds("80ms"), seconds("7d")
+    (0.08, 604800.0)
+    """
+    return _quantity(text, name, TIMES, "80ms, 1.5s, 10min, 2h or 7d", zero=zero)
+
+
+def count(text: str, name: str = "tokens") -> int:
+    """
+    >>> count("1.3b"), count("70000")
+    (1300000000, 70000)
+    """
+    return round(_quantity(text, name, COUNTS, "25b, 700m, 64k or a whole number"))
+
+
+def size(text: str, name: str = "memory") -> float:
+    """Bytes.
+
+    >>> size("80gb")
+    80000000000.0
+    """
+    return _quantity(text, name, SIZES, "80gb or 512mb")
+
+
+def up_down(text: str, name: str = "link") -> tuple[float, float]:
+    """One rate for both directions, or both apart, in bits a second.
+
+    >>> up_down("1gbit"), up_down("up=50mbit,down=500mbit")
+    ((1000000000.0, 1000000000.0), (50000000.0, 500000000.0))
+    """
+    if "=" not in text:
+        both = rate(text, name)
+        return both, both
+    parts: dict[str, str] = {}
+    for part in text.replace(" ", "").split(","):
+        direction, _, value = part.partition("=")
+        parts[direction] = value
+    if set(parts) != {"up", "down"}:
+        raise ConfigError(f"{name}={text!r}: give one rate (1gbit), or both as up=50mbit,down=500mbit")
+    return rate(parts["up"], f"{name} up"), rate(parts["down"], f"{name} down")
+
+
+def _quantity(text: str, name: str, units: dict[str, float], examples: str, *, zero: bool = False) -> float:
+    match = _NUMBER.fullmatch(text)
+    try:
+        number = float(match[1]) if match else math.nan
+    except ValueError:
+        number = math.nan
+    if match is None or math.isnan(number):
+        raise ConfigError(f"{name}={text!r}: no quantity; write {examples}")
+    unit = match[2].lower()
+    if unit not in units:
+        raise ConfigError(f"{name}={text!r}: unit {match[2] or 'missing'}; allowed: {', '.join(filter(None, units))}")
+    if number < 0 or (number == 0 and not zero) or math.isinf(number):
+        raise ConfigError(f"{name}={text!r}: must be {'0 or more' if zero else 'above 0'}; write {examples}")
+    return number * units[unit]

@@ -1,0 +1,210 @@
+"""How busy a replica is when it shares what it learnt over a link: the paper's simulator (sections 3.1 and appendix).
+
+A step of T seconds is a forward pass (T/3) and a backward pass (2T/3) over L equal layers. When the backward pass of a
+layer that is due has ended, its message queues for the link, which carries one at a time. The forward pass of that
+layer, `overlap` steps later than the next, waits for it. Utilisation is time computing / total time.
+
+That is all of the paper. Beyond it, and off by default, are round trips, codec time, links that differ up and down,
+more than two replicas, replicas of unequal speed and jitter (`Group`), and rounds as this library makes them
+(`in_turn`): a whole fragment after the step, one round after another, awaited by the whole model.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from diloco.plan.traffic import Array, Bytes, Link, Reduce, moved, transfer, trips
+
+Message = tuple[int, float]
+"""(layer, values): sent when the layer's backward pass has ended, awaited by its forward pass."""
+Sends = Callable[[int], Sequence[Message]]
+"""The messages of a step, from the last layer to the first."""
+
+MOST_PERIODS = 64
+"""Near the least bandwidth a queue builds up slowly. Stopping after n periods overstates utilisation by at most
+(overlap + 1) / (n · period)."""
+SETTLED = 1e-11
+"""Seconds in a second by which two periods may differ and count as the same."""
+
+
+@dataclass(frozen=True)
+class Method:
+    """What is sent when, and in how many bytes."""
+
+    layers: int
+    sends: Sends
+    nbytes: Bytes
+    period: int
+    """After how many steps the sends repeat."""
+    overlap: int = 0
+    reduce: Reduce = "collective"
+    in_turn: bool = False
+    """Whether a round begins only when the one before has ended; else messages follow each other on the link."""
+    first: int = 1
+    """The step from which the sends repeat."""
+
+    def values(self) -> float:
+        """Values sent in a period."""
+        return sum(n for t in range(self.first, self.first + self.period) for _, n in self.sends(t))
+
+
+@dataclass(frozen=True)
+class Group:
+    """The replicas and what lies between them, but for the rate of the link."""
+
+    step_seconds: float
+    replicas: int = 2
+    round_trip: float = 0.0
+    codec_ns: float = 0.0
+    """Nanoseconds that the communication thread needs to encode and decode a value."""
+    speeds: tuple[float, ...] = ()
+    """Of each replica, 1 is `step_seconds` a step. Empty: all 1."""
+    jitter: float = 0.0
+    """Standard deviation of a step's time, as a share of it, independent from step to step."""
+    seed: int = 0
+
+    def step_times(self, steps: int) -> Array:
+        """Seconds of each step of each replica: (replicas or 1, steps or 1)."""
+        means = self.step_seconds / np.asarray(self.speeds or (1.0,), dtype=np.float64)[:, None]
+        if not self.jitter:
+            return means
+        draws = np.random.default_rng(self.seed).normal(1.0, self.jitter, (self.replicas, steps))
+        return means * np.maximum(draws, 0.1)  # no step takes no time
+
+
+def simulate(
+    method: Method, group: Group, link: Link, steps: int, *, begin: int = 1, times: Array | None = None
+) -> Array:
+    """Utilisation of a run of so many steps, with all that is under way at its end awaited; for each link.
+
+    `begin` is the number of its first step; `times` the seconds of each step of each replica, if they are known.
+    """
+    times = group.step_times(steps) if times is None else times
+    state = _start(method, group, link, times)
+    for step in range(begin, begin + steps):
+        _advance(state, step)
+    computed = np.broadcast_to(times, (len(times), steps)).sum(axis=1).mean()
+    return computed / np.maximum(state.clock.max(axis=0), state.latest)
+
+
+def utilization(method: Method, group: Group, link: Link) -> Array:
+    """Utilisation of a run that never ends, for each link: the start is left out, the sends repeat."""
+    up, down = np.broadcast_arrays(np.atleast_1d(link.up), np.atleast_1d(link.down))
+    dead = (up == 0) | (down == 0)  # exact, and not 0/0: nothing arrives, nothing goes on
+    live = Link(np.where(dead, 1.0, up).astype(float), np.where(dead, 1.0, down).astype(float))
+    share = np.minimum(_settled(method, group, live), _link_bound(method, group, live))
+    return np.where(dead & (method.values() > 0) & (group.replicas > 1), 0.0, share)
+
+
+def needed(method: Method, group: Group, targets: Sequence[float], like: Link | None = None) -> list[float]:
+    """The least rate, in bits a second, at which utilisation reaches each target; inf if none does.
+
+    Of both directions; or, if a link is given, of its slower one, the other in proportion.
+    """
+    like = like or Link.same(1.0)
+    low, high = np.full(len(targets), 1e3), np.full(len(targets), 1e15)
+    points = 48
+    wanted = np.asarray(targets)
+    if group.replicas == 1:
+        return [0.0] * len(targets)
+    for _ in range(5):  # 12 decades / 47^5: eight digits
+        rates = np.geomspace(low, high, points)
+        reached = utilization(method, group, like.scaled(rates.ravel())).reshape(points, -1) >= wanted
+        at = np.where(reached.any(axis=0), reached.argmax(axis=0), points - 1)
+        columns = np.arange(len(targets))
+        low, high = rates[np.maximum(at - 1, 0), columns], rates[at, columns]
+    return [float(rate) if rate < 9e14 else float("inf") for rate in high]
+
+
+@dataclass
+class _State:
+    """Clocks in seconds: (replicas, links) for the compute, (links,) for the link."""
+
+    method: Method
+    times: Array
+    cost: Callable[[float], tuple[Array, float]]
+    clock: Array
+    net: Array
+    latest: Array
+    need: dict[int, list[tuple[int, Array]]] = field(default_factory=dict)
+    """By step: (layer, when its message is there)."""
+
+
+def _start(method: Method, group: Group, link: Link, times: Array) -> _State:
+    costs: dict[float, tuple[Array, float]] = {}
+    latency = group.round_trip * trips(group.replicas, method.reduce)
+
+    def cost(values: float) -> tuple[Array, float]:
+        """Seconds that a message occupies the link, and seconds that it takes to arrive after that."""
+        if values not in costs:
+            nbytes = moved(values, method.nbytes, group.replicas, method.reduce)
+            busy = transfer(*nbytes, link, method.reduce)
+            if group.replicas > 1:
+                busy = busy + values * group.codec_ns * 1e-9
+            costs[values] = (busy + latency, 0.0) if method.in_turn else (busy, latency)
+        return costs[values]
+
+    links = len(cost(1.0)[0])
+    return _State(method, times, cost, np.zeros((len(times), links)), np.zeros(links), np.zeros(links))
+
+
+def _advance(state: _State, step: int) -> None:
+    """One step of every replica."""
+    layers, clock = state.method.layers, state.clock
+    forward = state.times[:, (step - 1) % state.times.shape[1], None] / (3 * layers)
+    done = 0
+    for layer, ready in sorted(state.need.pop(step, ()), key=lambda message: message[0]):
+        if layer > done:
+            clock = clock + (layer - done) * forward
+            done = layer
+        clock = np.maximum(clock, ready)
+    clock = clock + (layers - done) * forward
+    above = layers
+    for layer, values in state.method.sends(step):
+        if layer < above:
+            clock = clock + (above - layer) * 2 * forward
+            above = layer
+        busy, latency = state.cost(values)
+        state.net = np.maximum(clock.max(axis=0), state.net) + busy
+        ready = state.net + latency
+        state.latest = np.maximum(state.latest, ready)
+        state.need.setdefault(step + 1 + state.method.overlap, []).append((layer, ready))
+    state.clock = clock + above * 2 * forward if above else clock
+
+
+def _settled(method: Method, group: Group, link: Link) -> Array:
+    """Simulate period after period until one is like the one before."""
+    most = MOST_PERIODS if not group.jitter else max(8, -(-400 // method.period))
+    state = _start(method, group, link, group.step_times(method.first + most * method.period))
+    before, ends = None, [np.zeros_like(state.net)]
+    for number in range(most):
+        begin = method.first + number * method.period
+        for step in range(begin, begin + method.period):
+            _advance(state, step)
+        ends.append(state.clock.max(axis=0))
+        waiting = [ready for _, messages in sorted(state.need.items()) for _, ready in messages]
+        now = np.stack([state.net, *state.clock, *waiting]) - ends[-1]
+        alike = before is not None and before.shape == now.shape and (np.abs(now - before) <= SETTLED * ends[-1]).all()
+        if alike and not group.jitter:
+            return _computed(method, state.times, number, number + 1) / (ends[-1] - ends[-2])
+        before = now
+    return _computed(method, state.times, most // 2, most) / (ends[-1] - ends[most // 2])
+
+
+def _computed(method: Method, times: Array, begin: int, end: int) -> float:
+    """Seconds of compute in these periods, averaged over replicas."""
+    steps = (end - begin) * method.period
+    if times.shape[1] == 1:
+        return float(times.mean()) * steps
+    start = method.first - 1 + begin * method.period
+    return float(times[:, start : start + steps].sum(axis=1).mean())
+
+
+def _link_bound(method: Method, group: Group, link: Link) -> Array:
+    """A period cannot be shorter than its messages take on the link."""
+    state = _start(method, group, link, group.step_times(method.first + method.period))
+    messages = [n for t in range(method.first, method.first + method.period) for _, n in method.sends(t)]
+    total = sum((state.cost(n)[0] for n in messages), start=np.zeros_like(state.net))
+    with np.errstate(divide="ignore"):
+        return np.minimum(_computed(method, state.times, 0, 1) / total, 1.0)

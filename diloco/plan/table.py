@@ -1,0 +1,138 @@
+"""What `diloco plan` prints, as text."""
+
+import io
+import json
+import shutil
+import textwrap
+from dataclasses import asdict
+
+from diloco.plan import laws, paper
+from diloco.plan.plan import Choice
+from diloco.plan.rows import Conditions, Row
+from diloco.report.units import percent, size
+
+TRAINING_BYTES = 16
+"""Of a parameter: weight, gradient and two moments, in fp32."""
+
+
+def plan_tables(conditions: Conditions, rows: list[Row], choice: Choice, notes: list[str]) -> str:
+    group, model = conditions.group, conditions.model
+    link = conditions.link
+    rates = f"{_rate(float(link.up))} up, {_rate(float(link.down))} down"
+    title = (
+        f"{model.name}: {model.parameters:,.0f} parameters, {len(model.layers)} layers; "
+        f"{group.step_seconds:g} s a step; {group.replicas} replicas, {rates}, "
+        f"round trip {group.round_trip * 1000:g} ms"
+    )
+    ways = "each way" if link.up == link.down else "of the slower direction, the other in proportion"
+    busy = [[row.name, percent(row.utilization, digits=1), *map(_rate, row.needed.values())] for row in rows]
+    head = ["method", "busy", *(f"for {target[:-1]} %" for target in rows[0].needed)]
+    failing = conditions.mtbf != float("inf")
+    priced = any(row.price_per_day is not None for row in rows)
+    costs = [
+        [
+            row.name,
+            size(row.bytes_per_day),
+            size(row.largest_burst),
+            f"{row.hours:,.1f}",
+            *([percent(row.goodput, digits=1)] if failing else []),
+            *(["–" if row.price_per_day is None else f"{row.price_per_day:,.2f}"] if priced else []),
+            size(row.device_bytes),
+            size(row.host_bytes),
+            percent(row.loss_gap, signed=True, digits=1),
+        ]
+        for row in rows
+    ]
+    costs_head = ["method", "sent a day", "burst", "hours", *(["goodput"] if failing else []),
+                  *(["price a day"] if priced else []), "more on device", "on host", "loss (estimate)"]  # fmt: skip
+    settings = asdict(choice.settings) | {"outer_lr": choice.outer_lr}
+    chosen = [[name, str(value), choice.reasons[name]] for name, value in settings.items()]
+    return (
+        title
+        + "\n\n"
+        + _table(f"Utilisation on this link, and the rate for a utilisation, {ways}", head, busy)
+        + _table("What it costs", costs_head, costs)
+        + _table("Recommended", ["setting", "value", "why"], chosen, left=3)
+        + "".join(f"{textwrap.fill(note, 110)}\n" for note in notes)
+    )
+
+
+def notes(conditions: Conditions, choice: Choice, memory: float | None) -> list[str]:
+    """What one should know when reading the tables."""
+    settings, group, parameters = choice.settings, conditions.group, conditions.model.parameters
+    estimate = laws.loss_gap(parameters, group.replicas, settings.sync_every, settings.overlap)
+    caution = f" Caution: {estimate.caution}." if estimate.caution else ""
+    out = [
+        f"Hours are for {conditions.steps:,} steps. Bytes and bursts are what one replica sends.",
+        f"Loss against data-parallel is an estimate from {estimate.source}.{caution}",
+        "Real links give 50 to 90 % of their nominal rate; give the rate that you measured.",
+    ]
+    if choice.utilization < 0.5:
+        out.append("This link keeps the accelerators idle most of the time, whatever the settings.")
+    if memory is not None:
+        asked = TRAINING_BYTES * parameters
+        verdict = "fit" if asked <= memory else "do not fit"
+        out.append(
+            f"Weights, gradients and optimizer ({size(asked)}, activations not counted) {verdict} in {size(memory)}."
+        )
+    return out
+
+
+def paper_tables() -> str:
+    out = ""
+    cells = paper.table_4()
+    for number in paper.SIZES:
+        mine = [cell for cell in cells if cell.table.endswith(f", {number}")]
+        out += _cells(f"Table 4, {number}: Gbit/s for a utilisation, ours (published)", mine)
+    equal, near, count = paper.score(cells)
+    nominal = paper.score(paper.table_4(1.0))
+    out += f"Table 4: {equal} of {count} cells equal, {near} within one grid step; parameters "
+    out += f"{percent(paper.SCALE - 1, signed=True)}, as Table 1 implies.\n"
+    out += f"With nominal sizes: {nominal[0]} equal, {nominal[1]} within one grid step. A grid step is 21 %.\n\n"
+    other = paper.other_tables()
+    for name in dict.fromkeys(cell.table for cell in other):
+        out += _cells(name, [cell for cell in other if cell.table == name])
+    for source in ("2503.09799 Table 6", "2502.12996 Table 5"):
+        score = paper.score(cell for cell in other if cell.table.startswith(source))
+        out += f"arXiv {source}: {score[0]} of {score[2]} cells equal, {score[1]} within one grid step.\n"
+    checks = [[check.what, check.published, check.computed] for check in paper.checks()]
+    return out + "\n" + _table("Other numbers", ["what", "published", "ours"], checks, left=3)
+
+
+def paper_json() -> str:
+    nominal, scaled, other = paper.table_4(1.0), paper.table_4(), paper.other_tables()
+    cells = [asdict(cell) | {"computed": cell.computed} for cell in (*scaled, *other)]
+    scores = {"table 4": paper.score(scaled), "table 4, nominal": paper.score(nominal), "others": paper.score(other)}
+    return json.dumps({"scores": scores, "cells": cells, "checks": [asdict(c) for c in paper.checks()]}) + "\n"
+
+
+def _cells(title: str, cells: list[paper.Cell]) -> str:
+    lines = []
+    for row in dict.fromkeys(cell.row for cell in cells):
+        mine = [cell for cell in cells if cell.row == row]
+        marks = (f"{c.computed} ({c.published}){'' if c.computed == c.published else ' *'}" for c in mine)
+        lines.append([row, *marks])
+    return _table(title, ["method", *(percent(target, digits=0) for target in paper.TARGETS)], lines)
+
+
+def _table(title: str, head: list[str], lines: list[list[str]], left: int = 1) -> str:
+    """Rendered for the terminal's width, but never so narrow that figures break."""
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    for i, name in enumerate(head):
+        table.add_column(name, justify="left" if i < left else "right", no_wrap=left == 1 or i + 1 < len(head))
+    for line in lines:
+        table.add_row(*line)
+    text = io.StringIO()
+    width = max(shutil.get_terminal_size((120, 24)).columns, 110)
+    Console(file=text, width=width, color_system=None).print(table)
+    return "\n".join(line.rstrip() for line in text.getvalue().splitlines()) + "\n\n"
+
+
+def _rate(rate: float) -> str:
+    from diloco.plan.plot import rate_text
+
+    return "never" if rate == float("inf") else rate_text(rate)

@@ -1,0 +1,101 @@
+"""What one round moves through a replica's link: bytes, round trips and seconds."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from diloco import sizes
+
+Array = NDArray[np.float64]
+Bytes = Callable[[Any], float]
+"""Bytes that n values take on the wire."""
+Reduce = Literal["collective", "bucket", "ring"]
+"""Who computes the mean: this library's two, and the ring all-reduce of data-parallel."""
+
+CODECS: dict[str, Bytes] = {
+    "e3m0": sizes.e3m0,
+    "float8": sizes.float8,
+    "int8": sizes.int8,
+    "bfloat16": sizes.bfloat16,
+    "float32": sizes.float32,
+}
+
+GATHER = 3
+"""Up to so many replicas everyone gets all deltas; above, everyone averages a part (reduce/collective.py)."""
+BUCKET_TRIPS = 3.0
+"""Put the delta, read the closing record, get the deltas."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """Bits a second of the slowest replica, each way; arrays are many links at once."""
+
+    up: float | Array
+    down: float | Array
+
+    @classmethod
+    def same(cls, rate: float | Array) -> "Link":
+        return cls(rate, rate)
+
+    @property
+    def rate(self) -> float:
+        """The slower direction of one link."""
+        return float(np.minimum(self.up, self.down).min())
+
+    def scaled(self, rates: Array) -> "Link":
+        """Links of these rates in the slower direction, with this link's ratio of up to down."""
+        return Link(rates * (self.up / self.rate), rates * (self.down / self.rate))
+
+
+def moved(n: float, nbytes: Bytes, replicas: int, reduce: Reduce = "collective") -> tuple[float, float]:
+    """Bytes that a replica sends and receives in a round of n values.
+
+    >>> moved(1000, sizes.bfloat16, 2), moved(1000, sizes.bfloat16, 3), moved(1000, sizes.bfloat16, 4)
+    ((2000, 2000), (4000, 4000), (3000, 3000))
+    """
+    others = replicas - 1
+    if others == 0 or n == 0:
+        return 0, 0
+    if reduce == "bucket":
+        return nbytes(n), others * nbytes(n)
+    if reduce == "ring":
+        both = 2 * others / replicas * nbytes(n)
+    elif replicas <= GATHER:
+        both = others * nbytes(n)
+    else:
+        both = 2 * others * nbytes(math.ceil(n / replicas))
+    return both, both
+
+
+def trips(replicas: int, reduce: Reduce = "collective") -> float:
+    """Round trips of a round. An all-gather passes what it has round a ring of replicas, half a round trip a hop.
+
+    >>> trips(2), trips(8), trips(8, "ring")
+    (1.0, 7.5, 7.0)
+    """
+    if replicas == 1:
+        return 0.0
+    if reduce == "bucket":
+        return BUCKET_TRIPS
+    ring = (replicas - 1) / 2
+    if reduce == "ring":
+        return 2 * ring
+    return 2 * ring if replicas <= GATHER else 2 * ring + 0.5  # header, payload; above, one exchange of parts more
+
+
+def transfer(up: float, down: float, link: Link, reduce: Reduce = "collective") -> Array:
+    """Seconds on the link. Both directions at once; through a bucket one after the other: first put, then got."""
+    sending, receiving = _seconds(up, link.up), _seconds(down, link.down)
+    return sending + receiving if reduce == "bucket" else np.maximum(sending, receiving)
+
+
+def _seconds(nbytes: float, rate: float | Array) -> Array:
+    rates = np.atleast_1d(np.asarray(rate, dtype=np.float64))
+    if nbytes == 0:
+        return np.zeros_like(rates)
+    with np.errstate(divide="ignore"):
+        return 8 * nbytes / rates

@@ -1,0 +1,145 @@
+"""Several runs side by side: what distinguishes them, and their gap to data-parallel.
+
+A gap is taken between runs of the same seed, which began alike and saw the same batches; its interval is over seeds.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean, stdev
+
+from diloco.report.run import Run
+
+_NEVER = {"name", "out", "seed", "method", "resume", "track", "device", "keep", "save_every", "timeout", "json"}
+_SYNC = {"sync_every", "fragments", "overlap", "keep_local", "codec", "outer_lr", "outer_momentum"}
+_UNUSED = {"dp": _SYNC, "local": _SYNC, "diloco": {"fragments", "overlap", "keep_local", "codec"}}
+"""Settings that a method does not read; runs that differ only in them are the same setting."""
+
+
+@dataclass(frozen=True)
+class Gap:
+    """Loss over that of data-parallel, minus 1: mean over seeds, and half the width of its 95 % interval."""
+
+    mean: float
+    half_width: float | None
+    seeds: int
+
+
+@dataclass(frozen=True)
+class Row:
+    """One setting: means over its seeds."""
+
+    label: str
+    runs: tuple[Run, ...]
+    loss: float | None
+    gap: Gap | None
+    bytes_sent: float | None
+    factor: float | None
+    largest_burst: float | None
+    seconds: float | None
+    seconds_exposed: float | None
+
+
+def compare(runs: Sequence[Run]) -> list[Row]:
+    """One row per setting, data-parallel first, the others in the order given."""
+    groups: dict[str, list[Run]] = {}
+    for run, label in zip(runs, labels(runs), strict=True):
+        groups.setdefault(label, []).append(run)
+    rows = [_row(label, group, runs) for label, group in groups.items()]
+    return sorted(rows, key=lambda row: row.runs[0].method != "dp")
+
+
+def labels(runs: Sequence[Run]) -> list[str]:
+    """What distinguishes each run from the others, its seed apart: the method, then what varies among its runs."""
+    return [_label(run, _varied([other for other in runs if other.method == run.method])) for run in runs]
+
+
+def interval(values: Sequence[float]) -> tuple[float, float | None]:
+    """Mean, and half the width of its 95 % interval by Student's t; None for a single value.
+
+    >>> mean, half = interval([1.0, 2.0, 3.0])
+    >>> round(mean, 3), round(half, 3)
+    (2.0, 2.484)
+    """
+    if len(values) < 2:
+        return fmean(values), None
+    return fmean(values), student(len(values) - 1) * stdev(values) / math.sqrt(len(values))
+
+
+def student(freedom: int) -> float:
+    """The t that 95 % of Student's distribution lie within, both sides.
+
+    The probability within ±t is a finite sum in θ = atan(t/√ν) for whole ν (Abramowitz and Stegun, 26.7.3 and 26.7.4).
+
+    >>> [round(student(n), 3) for n in (1, 2, 5, 30)]
+    [12.706, 4.303, 2.571, 2.042]
+    """
+    low, high = 0.0, math.pi / 2
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _within(middle, freedom) < 0.95 else (low, middle)
+    return math.tan(low) * math.sqrt(freedom)
+
+
+def _within(angle: float, freedom: int) -> float:
+    cosine, odd = math.cos(angle), freedom % 2
+    term, total = (cosine if odd else 1.0), 0.0
+    for k in range(odd, freedom - 1, 2):
+        total += term
+        term *= cosine**2 * (k + 1) / (k + 2)
+    return 2 / math.pi * (angle + math.sin(angle) * total) if odd else math.sin(angle) * total
+
+
+def _row(label: str, group: Sequence[Run], runs: Sequence[Run]) -> Row:
+    return Row(
+        label=label,
+        runs=tuple(group),
+        loss=_mean([run.loss for run in group]),
+        gap=None if group[0].method == "dp" else _gap(group, runs),
+        bytes_sent=_mean([run.bytes_sent for run in group]),
+        factor=_mean([run.factor for run in group]),
+        largest_burst=_mean([run.largest_burst for run in group]),
+        seconds=_mean([run.seconds for run in group]),
+        seconds_exposed=_mean([run.seconds_exposed for run in group]),
+    )
+
+
+def _gap(group: Sequence[Run], runs: Sequence[Run]) -> Gap | None:
+    data_parallel = [run for run in runs if run.method == "dp" and run.loss]
+    varied = _varied(data_parallel)
+    gaps: dict[int, float] = {}
+    for run in group:
+        paired = [other for other in data_parallel if other.seed == run.seed]
+        if paired and run.loss is not None:
+            # With several of that seed (another lr, say): the one most like this run.
+            like = max(paired, key=lambda other: sum(_setting(other, key) == _setting(run, key) for key in varied))
+            gaps[run.seed] = run.loss / (like.loss or math.nan) - 1
+    if not gaps:
+        return None
+    mean, half_width = interval(list(gaps.values()))
+    return Gap(mean, half_width, len(gaps))
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return fmean(known) if known else None
+
+
+def _varied(runs: Sequence[Run]) -> list[str]:
+    """Keys in which two of the runs differ that both read them."""
+    keys = dict.fromkeys(key for run in runs for key in run.config if key not in _NEVER)
+    return [key for key in keys if len({_setting(run, key) for run in runs if _reads(run, key)}) > 1]
+
+
+def _reads(run: Run, key: str) -> bool:
+    return key not in _UNUSED.get(run.method, ())
+
+
+def _setting(run: Run, key: str) -> str:
+    value = run.config.get(key)
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _label(run: Run, varied: Sequence[str]) -> str:
+    settings = [f"{key} {_setting(run, key)}" for key in varied if _reads(run, key)]
+    return ", ".join([run.method, *settings])

@@ -1,0 +1,233 @@
+"""A run while it goes on, from the files that its replicas write: a panel in a terminal, plain lines elsewhere."""
+
+import sys
+import time
+import tomllib
+from collections import deque
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TextIO
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.live import Live as Screen
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from diloco.report import units
+from diloco.report.lines import Step, parsed, training
+
+_BLOCKS = "▁▂▃▄▅▆▇█"
+_HISTORY = 512
+
+
+class Live:
+    """Show a run to whoever started it. Call `refresh` as often as is convenient; it keeps its own pace.
+
+    Args:
+        folder: the run directory; it may still be empty.
+        steps: of the whole run; 0 if only its config.toml will tell.
+        every: seconds between two plain lines, when `stream` is no terminal.
+    """
+
+    def __init__(
+        self, folder: Path, replicas: int, steps: int, stream: TextIO | None = None, *, every: float = 5.0
+    ) -> None:
+        self.folder, self.steps = folder, steps
+        self.watched = [_Watched(folder / f"replica-{number}") for number in range(replicas)]
+        self.console = Console(file=stream or sys.stderr)
+        self.panel = self.console.is_terminal and not self.console.is_dumb_terminal
+        self.pace = 0.25 if self.panel else every
+        self.screen = Screen(console=self.console, auto_refresh=False, transient=False) if self.panel else None
+        self.began = time.monotonic()
+        self.shown = -float("inf")
+        self.printed = -1
+        self.sync_every = 0
+
+    def __enter__(self) -> Self:
+        if self.screen:
+            self.screen.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.refresh(force=True)
+        if self.screen:
+            self.screen.stop()
+
+    def refresh(self, force: bool = False) -> None:
+        """Read what was written since the last call, and show it if it is time to."""
+        now = time.monotonic()
+        if not force and now - self.shown < self.pace:
+            return
+        self.shown = now
+        if not self.sync_every:
+            config = _config(self.folder / "config.toml")
+            self.sync_every, self.steps = config.get("sync_every", 0), self.steps or config.get("steps", 0)
+        for replica in self.watched:
+            replica.read()
+        if self.screen:
+            self.screen.update(self._panel(), refresh=True)
+        elif self.step != self.printed and any(replica.last for replica in self.watched):
+            self.printed = self.step
+            self.console.print(self._line(now - self.began), soft_wrap=True, markup=False, highlight=False)
+
+    @property
+    def step(self) -> int:
+        """The step that all replicas have done."""
+        return min(replica.last.step if replica.last else 0 for replica in self.watched)
+
+    @property
+    def seconds_left(self) -> float | None:
+        """By the pace of the slowest replica over its last lines, evaluations and saving included."""
+        paces = [replica.seconds_per_step for replica in self.watched]
+        if any(pace is None for pace in paces):
+            return None
+        return max(pace for pace in paces if pace is not None) * max(0, self.steps - self.step)
+
+    def _line(self, elapsed: float) -> str:
+        last = [replica.last for replica in self.watched]
+        losses = " ".join(f"{step.loss:.3f}" if step else "–" for step in last)
+        speed = units.amount(sum(step.tokens_per_second for step in last if step))
+        sent = units.size(max((step.bytes_sent for step in last if step), default=0))
+        left = units.duration(self.seconds_left)
+        done = f"{_clock(elapsed)}  step {self.step}/{self.steps}"
+        return f"{done}  loss {losses}  {speed} tokens/s  sent {sent}  left {left}"
+
+    def _panel(self) -> RenderableType:
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), show_edge=False)
+        table.add_column("replica", justify="right")
+        for name in ("step", "loss"):
+            table.add_column(name, justify="right", no_wrap=True)
+        table.add_column("", no_wrap=True, style="cyan")
+        for name in ("tokens/s", "in flight", "sent", "hidden", "exposed"):
+            table.add_column(name, justify="right", no_wrap=True)
+        for number, replica in enumerate(self.watched):
+            # The other columns take 71, so all fit into a terminal of 80.
+            width = max(4, min(24, self.console.width - 72))
+            table.add_row(str(number), *replica.cells(self.sync_every, width))
+        done = self.step / self.steps if self.steps else 0.0
+        footer = Table.grid(padding=(0, 1))
+        footer.add_row(
+            ProgressBar(total=1.0, completed=done, width=32),
+            f"{done:4.0%}",
+            Text(f"step {self.step}/{self.steps}"),
+            Text(f"{_clock(time.monotonic() - self.began)} gone, {units.duration(self.seconds_left)} left", "dim"),
+        )
+        return Group(table, footer)
+
+
+class _Watched:
+    """One replica's files, read on from where the last look ended."""
+
+    def __init__(self, folder: Path) -> None:
+        self.metrics, self.events = _Tail(folder / "metrics.jsonl"), _Tail(folder / "events.jsonl")
+        self.last: Step | None = None
+        self.recent: deque[Step] = deque(maxlen=64)
+        self.losses: list[float] = []
+        self.width = 1  # steps that one entry of `losses` is the mean of
+        self.pending: list[float] = []
+        self.sent: dict[int, int] = {}  # fragment: step at which its last known round was sent
+
+    def read(self) -> None:
+        for line in self.metrics.lines():
+            if step := training(line):
+                if self.last and step.step <= self.last.step:
+                    self.recent.clear()  # resumed: the clock of the earlier lines says nothing about the pace
+                self.last = step
+                self.recent.append(step)
+                self._remember(step.loss)
+        for line in self.events.lines():
+            if line.get("event") == "round" and isinstance(line.get("sent_step"), int):
+                self.sent[line.get("fragment", 0)] = line["sent_step"]
+
+    @property
+    def seconds_per_step(self) -> float | None:
+        if len(self.recent) < 2:
+            return None
+        first, last = self.recent[0], self.recent[-1]
+        return max(0.0, last.seconds - first.seconds) / max(1, last.step - first.step)
+
+    def cells(self, sync_every: int, width: int) -> list[str]:
+        step = self.last
+        if step is None:
+            return ["starting", *[""] * 7]
+        return [
+            str(step.step),
+            f"{step.loss:.4f}",
+            sparkline(self.losses or [step.loss], width),
+            units.amount(step.tokens_per_second),
+            self._in_flight(step, sync_every),
+            units.size(step.bytes_sent),
+            units.duration(step.seconds_hidden),
+            units.duration(step.seconds_exposed),
+        ]
+
+    def _in_flight(self, step: Step, sync_every: int) -> str:
+        """The fragments, as f3, where the rounds so far tell which and they are few; else how many."""
+        due = sorted(f for f, sent in self.sent.items() if sync_every and sent + sync_every <= step.step)
+        if 0 < step.in_flight == len(due) <= 3:
+            return " ".join(f"f{fragment}" for fragment in due)
+        return str(step.in_flight or "–")
+
+    def _remember(self, loss: float) -> None:
+        self.pending.append(loss)
+        if len(self.pending) == self.width:
+            self.losses.append(sum(self.pending) / self.width)
+            self.pending.clear()
+        if len(self.losses) == _HISTORY:
+            self.losses = [(a + b) / 2 for a, b in zip(self.losses[::2], self.losses[1::2], strict=True)]
+            self.width *= 2
+
+
+class _Tail:
+    """The whole lines that were added to a file since the last look."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.offset = 0
+
+    def lines(self) -> list[dict[str, Any]]:
+        try:
+            with self.path.open("rb") as file:
+                if file.seek(0, 2) < self.offset:
+                    self.offset = 0  # written anew
+                file.seek(self.offset)
+                new = file.read()
+        except FileNotFoundError:
+            return []
+        whole = new[: new.rfind(b"\n") + 1]
+        self.offset += len(whole)
+        return [parsed(line) for line in whole.splitlines()]
+
+
+def sparkline(values: list[float], width: int = 20) -> str:
+    """A curve of one line in eight heights, from the lowest to the highest value.
+
+    >>> sparkline([8, 4, 2, 1], width=4)
+    '█▄▂▁'
+    """
+    cells = min(width, len(values))
+    means = []
+    for k in range(cells):
+        part = values[k * len(values) // cells : (k + 1) * len(values) // cells]
+        means.append(sum(part) / len(part))
+    finite = [mean for mean in means if abs(mean) < float("inf")]
+    # Halved, so that no difference of two finite numbers is infinite.
+    low, span = min(finite, default=0.0) / 2, max(finite, default=0.0) / 2 - min(finite, default=0.0) / 2
+    heights = [(mean / 2 - low) / span if span > 0 else 0.0 for mean in means]
+    return "".join(_BLOCKS[round(height * 7)] if abs(height) <= 1 else "?" for height in heights)
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
+
+
+def _config(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
+        return {}

@@ -1,0 +1,132 @@
+// The timeline of one run: a lane of training and a lane per fragment for every replica, on one canvas, over seconds.
+const drawTimeline = () => {
+  const { replicas, fragments, windows } = page.timeline;
+  const frame = byId("timeline"), canvas = frame.querySelector("canvas"), tip = frame.querySelector(".tip"), bar = byId("windows");
+  const LANE = 13, GAP = 2, HEAD = 20, AXIS = 22, BETWEEN = 12;
+  const ends = replicas.flatMap(r => [...r.steps.map(s => s[1]), ...r.rounds.map(b => Math.max(b[2], b[0] + b[1]))]);
+  const end = ends.reduce((a, b) => Math.max(a, b), 0);
+  if (!end) { frame.innerHTML = '<p class="empty">Nothing written yet.</p>'; return; }
+  const full = [0, end * 1.005];
+  let view = full, shown = replicas.length > 4 ? [replicas[0]] : replicas, drag = null, hits = [], left = 88;
+  const lanes = fragments + 1, tall = HEAD + lanes * (LANE + GAP);
+  const x = t => left + (t - view[0]) / (view[1] - view[0]) * (canvas.clientWidth - left - 2);
+  const time = px => view[0] + (px - left) / (canvas.clientWidth - left - 2) * (view[1] - view[0]);
+
+  const draw = () => {
+    const width = frame.clientWidth, high = AXIS + shown.length * (tall + BETWEEN), scale = devicePixelRatio || 1;
+    left = width < 560 ? 62 : 88;
+    canvas.style.height = high + "px"; canvas.width = width * scale; canvas.height = high * scale;
+    const g = canvas.getContext("2d");
+    g.scale(scale, scale); g.font = "12px system-ui, sans-serif"; g.textBaseline = "middle";
+    hits = [];
+    grid(g, high);
+    shown.forEach((replica, k) => lanesOf(g, replica, AXIS + k * (tall + BETWEEN)));
+    if (drag) { g.globalAlpha = 0.2; g.fillStyle = color("flight"); g.fillRect(Math.min(drag.from, drag.to), AXIS, Math.abs(drag.to - drag.from), high); g.globalAlpha = 1; }
+    canvas.dataset.bars = hits.length;
+  };
+  const grid = (g, high) => {
+    const step = nice((view[1] - view[0]) / Math.max(3, (canvas.clientWidth - left) / 80));
+    g.textAlign = "center";
+    for (let t = Math.ceil(view[0] / step) * step; t <= view[1]; t += step) {
+      g.fillStyle = color("line"); g.fillRect(Math.round(x(t)), AXIS - 4, 1, high);
+      if (x(t) > left + 12 && x(t) < canvas.clientWidth - 16) { g.fillStyle = color("quiet"); g.fillText(+t.toFixed(6) + " s", x(t), 8); }
+    }
+  };
+  const nice = rough => { const p = 10 ** Math.floor(Math.log10(rough)); return [1, 2, 5, 10].find(m => m * p >= rough) * p; };
+  const clipped = (g, fill, from, to, y, h) => {
+    const a = Math.max(left, x(from)), b = Math.min(canvas.clientWidth - 1, x(to));
+    if (b < left || a > canvas.clientWidth) return null;
+    g.fillStyle = color(fill); g.fillRect(a, y, Math.max(1, b - a), h);
+    return [a, Math.max(a + 1, b)];
+  };
+  const lanesOf = (g, replica, top) => {
+    g.textAlign = "left"; g.fillStyle = color("ink"); g.font = "600 12px system-ui, sans-serif";
+    g.fillText("replica " + replica.number, 0, top + HEAD / 2);
+    g.font = "11px system-ui, sans-serif"; g.fillStyle = color("quiet");
+    const y = lane => top + HEAD + lane * (LANE + GAP);
+    for (let lane = 0; lane < lanes; lane++) {
+      g.fillStyle = color("soft"); g.fillRect(left, y(lane), canvas.clientWidth - left, LANE);
+      g.fillStyle = color("quiet"); g.fillText(lane ? (left > 70 ? "fragment " : "frag. ") + (lane - 1) : "training", 0, y(lane) + LANE / 2 + 1);
+    }
+    steps(g, replica, y(0));
+    for (const round of replica.rounds) bars(g, round, y(round[4] + 1));
+    for (const [event, at, step] of replica.events) {
+      if (!["save", "resume", "stop"].includes(event) || x(at) < left) continue;
+      g.fillStyle = color("ink"); g.beginPath(); g.moveTo(x(at) - 3.5, y(0) - 6); g.lineTo(x(at) + 3.5, y(0) - 6); g.lineTo(x(at), y(0) - 1); g.fill();
+      hits.push({ box: [x(at) - 5, x(at) + 5, y(0) - 8, y(0)], text: `${event} after step ${step}\nat ${seconds(at)}` });
+    }
+  };
+  const steps = (g, replica, y) => {
+    for (const [from, to, exposed, step, count] of replica.steps) {
+      const spot = clipped(g, "compute", from, to, y, LANE);
+      if (!spot) continue;
+      if (exposed > 0) clipped(g, "exposed", to - exposed, to, y, LANE);
+      if (spot[1] - spot[0] > 4) { g.fillStyle = color("page"); g.fillRect(spot[1] - 0.5, y, 1, LANE); }
+      const name = count > 1 ? `steps ${step - count + 1} to ${step}` : `step ${step}`;
+      hits.push({ box: [...spot, y, y + LANE], text: `${name}: ${seconds(to - from)}` + (exposed > 0 ? `\nwaited ${seconds(exposed)}` : "") });
+    }
+  };
+  const bars = (g, [sent, flight, applied, exposed, fragment, index, sentStep, step, bytes, members], y) => {
+    const there = sent + flight;
+    if (applied > there) clipped(g, "flight", there, applied, y + LANE / 2 - 0.5, 1);
+    const spot = clipped(g, "flight", sent, there, y + 1, LANE - 2);
+    if (exposed > 0) clipped(g, "exposed", Math.max(sent, there - exposed), there, y + 1, LANE - 2);
+    if (x(applied) >= left) { g.fillStyle = color("ink"); const thick = spot && spot[1] - spot[0] < 5 ? 1 : 2; g.fillRect(Math.round(x(applied)) - thick / 2, y, thick, LANE); }
+    if (spot) hits.push({ box: [spot[0] - 3, Math.max(spot[1], x(applied)) + 3, y, y + LANE], text:
+      `fragment ${fragment}, round ${index}\nsent after step ${sentStep}, applied after ${step}\nin flight ${seconds(flight)}, exposed ${seconds(exposed)}\n${size(bytes)}, ${members} members` });
+  };
+
+  const show = (next, button) => {
+    const span = Math.min(Math.max(next[1] - next[0], end / 20000), full[1]);
+    const from = Math.min(Math.max(full[0], next[0]), full[1] - span);
+    view = [from, from + span];
+    for (const other of bar.querySelectorAll("button")) other.setAttribute("aria-pressed", String(other === button));
+    tip.hidden = true;
+    draw();
+  };
+  const add = (text, title, window) => {
+    const button = Object.assign(document.createElement("button"), { type: "button", textContent: text, title });
+    button.addEventListener("click", () => show(window, button));
+    bar.append(button);
+    return button;
+  };
+  const all = add("whole run", "0", full);
+  windows.forEach((w, k) => add(k ? `${["", "second", "third"][k]} slowest` : "slowest sync period",
+    `steps ${w.steps[0]} to ${w.steps[1]}, exposed ${seconds(w.exposed)} on all replicas`, [w.start, w.end]));
+  if (replicas.length > 4) {
+    const select = document.createElement("select");
+    select.setAttribute("aria-label", "Replica");
+    replicas.forEach((r, k) => select.append(new Option("replica " + r.number, k)));
+    select.addEventListener("change", () => { shown = [replicas[select.value]]; draw(); });
+    bar.append(select);
+  }
+  const zoom = by => { const middle = (view[0] + view[1]) / 2, half = (view[1] - view[0]) / 2 * by; show([middle - half, middle + half]); };
+  const move = by => { const span = view[1] - view[0]; show([view[0] + by * span, view[1] + by * span]); };
+  const keys = { "+": () => zoom(0.5), "=": () => zoom(0.5), "-": () => zoom(2), ArrowLeft: () => move(-0.2), ArrowRight: () => move(0.2), 0: () => show(full, all) };
+  canvas.addEventListener("keydown", event => { if (keys[event.key]) { event.preventDefault(); keys[event.key](); } });
+  canvas.addEventListener("dblclick", () => show(full, all));
+  canvas.addEventListener("pointerdown", event => { drag = { from: event.offsetX, to: event.offsetX }; });
+  canvas.addEventListener("pointermove", event => {
+    if (drag) { drag.to = event.offsetX; draw(); }
+    const hit = hits.findLast(({ box }) => event.offsetX >= box[0] && event.offsetX <= box[1] && event.offsetY >= box[2] && event.offsetY <= box[3]);
+    tip.hidden = !hit;
+    if (hit) {
+      tip.textContent = hit.text;
+      tip.style.left = Math.max(0, Math.min(event.offsetX + 14, frame.clientWidth - tip.offsetWidth)) + "px";
+      tip.style.top = Math.max(0, Math.min(event.offsetY + 16, canvas.clientHeight - tip.offsetHeight)) + "px";
+    }
+  });
+  addEventListener("pointerup", () => {
+    if (!drag) return;
+    const { from, to } = drag;
+    drag = null;
+    if (Math.abs(to - from) > 6) show([time(Math.min(from, to)), time(Math.max(from, to))]); else draw();
+  });
+  canvas.addEventListener("pointerleave", () => { tip.hidden = true; });
+  const omitted = replicas.reduce((sum, r) => sum + r.left_out, 0);
+  if (omitted) { byId("left-out").hidden = false; byId("left-out").textContent = `${whole(omitted)} rounds outside the slowest sync periods are left out, evenly.`; }
+  let before = 0;
+  new ResizeObserver(() => { if (frame.clientWidth !== before) { before = frame.clientWidth; draw(); } }).observe(frame);
+  built.push({ redraw: draw });
+  show(full, all);
+};

@@ -1,0 +1,86 @@
+"""Numbers as people read them: bytes, seconds, factors, counts. Decimal prefixes, three digits."""
+
+import math
+
+
+def size(count: float | None) -> str:
+    """Bytes with a decimal prefix, as links are sold.
+
+    >>> size(0), size(999), size(1_234_567), size(None)
+    ('0 B', '999 B', '1.23 MB', '–')
+    """
+    return _prefixed(count, ("B", "kB", "MB", "GB", "TB", "PB"))
+
+
+def amount(count: float | None) -> str:
+    """A count with a decimal prefix.
+
+    >>> amount(950), amount(35_000_000)
+    ('950', '35 M')
+    """
+    return _prefixed(count, ("", "k", "M", "G", "T", "P")).strip()
+
+
+def duration(seconds: float | None) -> str:
+    """Seconds in the units in which one would say them.
+
+    >>> duration(0.0123), duration(7.25), duration(192), duration(7260)
+    ('12.3 ms', '7.25 s', '3 min 12 s', '2 h 01 min')
+    """
+    if seconds is None or not math.isfinite(seconds):
+        return "–"
+    if 0 < seconds < 0.9995:
+        return f"{_digits(seconds * 1000)} ms"
+    if round(seconds) < 100:
+        return f"{_digits(seconds)} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    hours, minutes = divmod(round(seconds / 60), 60)
+    return f"{hours} h {minutes:02d} min"
+
+
+def factor(value: float | None) -> str:
+    """How many times less.
+
+    >>> factor(399.2), factor(1), factor(float("inf"))
+    ('399 ×', '1 ×', '∞')
+    """
+    if value is None or math.isnan(value):
+        return "–"
+    return "∞" if math.isinf(value) else f"{_digits(value)} ×"
+
+
+def loss(value: float | None) -> str:
+    """Nats to four decimals.
+
+    >>> loss(1.43219), loss(None), loss(float("nan"))
+    ('1.4322', '–', 'nan')
+    """
+    return "–" if value is None else f"{value:.4f}"
+
+
+def percent(value: float | None, *, signed: bool = False, digits: int = 2) -> str:
+    """A share of 1 as percent.
+
+    >>> percent(0.9921), percent(0.0041, signed=True), percent(None)
+    ('99.21 %', '+0.41 %', '–')
+    """
+    return "–" if value is None else f"{value * 100:{'+' if signed else ''}.{digits}f} %"
+
+
+def _prefixed(count: float | None, prefixes: tuple[str, ...]) -> str:
+    if count is None or not math.isfinite(count):
+        return "–"
+    power = 0
+    while abs(count) >= 999.5 and power < len(prefixes) - 1:
+        count, power = count / 1000, power + 1
+    return f"{_digits(count)} {prefixes[power]}"
+
+
+def _digits(value: float) -> str:
+    """Three significant digits, never an exponent, no trailing zeros."""
+    if abs(value) >= 99.95:
+        return f"{value:.0f}"
+    text = f"{value:.{1 if abs(value) >= 9.995 else 2}f}"
+    return text.rstrip("0").rstrip(".")

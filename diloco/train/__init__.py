@@ -1,0 +1,1 @@
+"""The reference trainer. It imports the algorithm; the algorithm never imports it."""

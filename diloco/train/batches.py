@@ -1,0 +1,111 @@
+"""The order of training: every window of the corpus once per epoch, in an order computed, not stored.
+
+Window w is the tokens from w·context on. The permutation of (seed, epoch) puts all windows of the corpus in a row; the
+row is dealt out, `sequences` to each replica in turn. So step t of all replicas together takes the same windows for
+any number of replicas and for any method, as long as replicas · sequences is the same: runs with the same seed and
+global batch can be compared. Within an epoch no two replicas see the same window. For the ranks of a sharded replica,
+count ranks instead of replicas; for gradient accumulation take several batches a step: the sum stays the same.
+"""
+
+import hashlib
+import math
+from functools import lru_cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from diloco.errors import ConfigError
+
+_ROUNDS = 6
+_MULTIPLY = np.uint64(0xBF58476D1CE4E5B9)  # of splitmix64
+_MULTIPLY_AGAIN = np.uint64(0x94D049BB133111EB)
+_SHIFT, _SHIFT_AGAIN = np.uint64(31), np.uint64(27)
+
+
+class Batches:
+    """What one replica trains on. The position is all there is to save."""
+
+    def __init__(
+        self, tokens: np.ndarray, *, replica: int, replicas: int, sequences: int, context: int, seed: int
+    ) -> None:
+        if not 0 <= replica < replicas:
+            raise ConfigError(f"replica={replica}: give a number from 0 to {replicas - 1}")
+        self.windows = max(len(tokens) - 1, 0) // context
+        if self.windows < replicas * sequences:
+            raise ConfigError(
+                f"the corpus has {len(tokens)} train tokens, {self.windows} windows of context {context}, fewer than "
+                f"one batch of {replicas * sequences}: give more --data, or lower --batch or --context"
+            )
+        self._tokens, self._seed = tokens, seed
+        self._first, self._sequences, self._stride = replica * sequences, sequences, replicas * sequences
+        self._window = np.arange(context + 1)
+        self._context = context
+        self._position = 0
+
+    def next(self) -> tuple[Tensor, Tensor]:
+        """Inputs and, one token later, targets: int64 of (sequences, context)."""
+        starts = self.take() * self._context
+        both = torch.from_numpy(self._tokens[starts[:, None] + self._window].astype(np.int64))
+        return both[:, :-1].contiguous(), both[:, 1:].contiguous()
+
+    def take(self) -> np.ndarray:
+        """The numbers of the next batch's windows."""
+        places = np.arange(self._sequences) + (self._position + self._first)
+        self._position += self._stride
+        epochs, places = np.divmod(places, self.windows)
+        if epochs[0] == epochs[-1]:
+            return permuted(places, self.windows, self._seed, int(epochs[0]))
+        later = epochs > epochs[0]  # a batch is no larger than an epoch: it touches two at most
+        return np.concatenate(
+            [
+                permuted(places[~later], self.windows, self._seed, int(epochs[0])),
+                permuted(places[later], self.windows, self._seed, int(epochs[-1])),
+            ]
+        )
+
+    def state_dict(self) -> dict[str, int]:
+        """Windows that all replicas together have taken; holds for another number of replicas too."""
+        return {"position": self._position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self._position = int(state["position"])
+
+
+def permuted(places: np.ndarray, size: int, seed: int, epoch: int) -> np.ndarray:
+    """Where a pseudo-random permutation of range(size) takes each place.
+
+    A Feistel network on a nearly square grid of at least `size` cells: each round moves one coordinate by a hash of the
+    other, which can be undone. A place that lands beyond `size` goes on until it lands within; few do, as the grid has
+    fewer than √size + 1 cells too many.
+
+    >>> permuted(np.arange(6), 6, seed=0, epoch=0).tolist()
+    [1, 5, 0, 2, 3, 4]
+    """
+    rows = math.isqrt(size - 1) + 1
+    columns = -(-size // rows)
+    keys = _keys(seed, epoch)
+    out = _through(places.astype(np.uint64), np.uint64(rows), np.uint64(columns), keys)
+    while (beyond := out >= size).any():
+        out[beyond] = _through(out[beyond], np.uint64(rows), np.uint64(columns), keys)
+    return out.astype(np.int64)
+
+
+def _through(x: np.ndarray, rows: np.uint64, columns: np.uint64, keys: np.ndarray) -> np.ndarray:
+    row, column = np.divmod(x, columns)
+    for key in range(0, _ROUNDS, 2):
+        row = (row + _hash(column, keys[key])) % rows
+        column = (column + _hash(row, keys[key + 1])) % columns
+    return row * columns + column
+
+
+def _hash(x: np.ndarray, key: np.uint64) -> np.ndarray:
+    x = (x + key) * _MULTIPLY
+    x = (x ^ (x >> _SHIFT)) * _MULTIPLY_AGAIN
+    return (x ^ (x >> _SHIFT_AGAIN)) >> np.uint64(8)  # leaves room for the sum
+
+
+@lru_cache(maxsize=4)
+def _keys(seed: int, epoch: int) -> np.ndarray:
+    digest = hashlib.blake2b(f"{seed} {epoch}".encode(), digest_size=8 * _ROUNDS).digest()
+    return np.frombuffer(digest, "<u8").astype(np.uint64)

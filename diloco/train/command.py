@@ -1,0 +1,105 @@
+"""`diloco train`: start the replicas here, or be one of them."""
+
+import json
+import logging
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from diloco import launch
+from diloco.errors import ConfigError, DiLoCoError, Mismatch
+from diloco.launch import World
+from diloco.train import folder as folders
+from diloco.train.config import TrainConfig, to_toml
+
+CONFIG = TrainConfig
+
+
+def main(config: TrainConfig) -> int:
+    world = launch.own_world(config.shards, config.replicas)
+    if world is None:
+        code, _ = run_here(config)
+        return code
+    return _be_rank(config, world)
+
+
+def run_here(config: TrainConfig, *, show: bool = True) -> tuple[int, Path]:
+    """Start all processes of a run on this machine, show it, and report it."""
+    from diloco.report.live import Live
+
+    config = replace(config, replicas=config.replicas or 2)
+    assert config.replicas is not None
+    folder = folders.choose(config)
+    with folders.locked(folder):
+        (folder / "start.toml").write_text(to_toml(replace(config, name=folder.name)))
+        words = ["train", str(folder / "start.toml"), *(["--resume"] if config.resume else [])]
+        print(f"run {folder}", file=sys.stderr)  # noqa: T201
+        with Live(folder, config.replicas, config.steps or 0) as live:
+            code, reason = launch.start(words, config.replicas * config.shards, folder, config.shards, live.refresh)
+    if reason:
+        print(f"diloco: {reason}", file=sys.stderr)  # noqa: T201
+    if show and (folder / "summary.json").exists() and code in (0, 130):
+        _show(folder, config.json)
+    return code, folder
+
+
+def _show(folder: Path, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(json.loads((folder / "summary.json").read_text()) | {"run": str(folder)}))  # noqa: T201
+        return
+    from rich.console import Console
+
+    from diloco.report import terminal
+    from diloco.report.run import read
+
+    Console().print(terminal.table(read(folder)))
+
+
+def _be_rank(config: TrainConfig, world: World) -> int:
+    """One process of the run. Its reason to fail is one line; the traceback goes to the log."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    logging.getLogger().setLevel(logging.WARNING)
+    logging.getLogger("diloco").setLevel(logging.INFO)
+    folder = config.out / (config.name or "run")
+    try:
+        import torch
+        import torch.distributed as dist
+
+        host, port = launch.own_address()
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(backend, init_method=f"tcp://{host}:{port}", rank=world.rank, world_size=world.size)
+        folder = _agree_on_folder(config, world, dist.distributed_c10d._get_default_store())
+        from diloco.train.loop import train
+
+        summary = train(config, world, folder)
+        if world.rank == 0:
+            _write(folder, summary)
+        dist.barrier()
+        dist.destroy_process_group()
+        return 0
+    except BaseException as error:
+        code = 2 if isinstance(error, (ConfigError, Mismatch)) else 130 if isinstance(error, KeyboardInterrupt) else 1
+        launch.write_error(folder, world, error, code)
+        if not isinstance(error, DiLoCoError):
+            logging.getLogger("diloco").exception("replica %d failed", world.replica)
+        logging.getLogger("diloco").error("diloco: %s", error)
+        return code
+
+
+def _agree_on_folder(config: TrainConfig, world: World, store: Any) -> Path:
+    """The first rank chooses for all, as under torchrun, unless `run_here` has done so and left a start.toml."""
+    if world.rank == 0:
+        named = config.name is not None and (config.out / config.name / "start.toml").exists()
+        chosen = config.out / str(config.name) if named else folders.choose(config)
+        store.set("folder", chosen.name)
+    folder = config.out / store.get("folder").decode()
+    (folder / f"replica-{world.replica}").mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _write(folder: Path, summary: dict[str, Any]) -> None:
+    from diloco.report import html
+
+    (folder / "summary.json").write_text(json.dumps(summary, indent=1))
+    html.write([folder], folder / "report.html")

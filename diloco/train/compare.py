@@ -1,0 +1,109 @@
+"""`diloco compare`: several methods or settings at equal tokens, side by side, with the spread over seeds."""
+
+import itertools
+import json
+import sys
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from diloco.errors import ConfigError
+from diloco.train import folder as folders
+from diloco.train.command import run_here
+from diloco.train.config import METHODS, TrainConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareConfig(TrainConfig):
+    """Run several methods or settings one after the other, at equal tokens and equal global batch.
+
+    Takes all flags of `diloco train` besides its own.
+    """
+
+    methods: str = "dp,diloco,streaming"
+    """Methods to compare, separated by commas."""
+    vary: tuple[str, ...] = ()
+    """Settings to vary, as in overlap=0,1,5; every combination is run."""
+    seeds: int = 1
+    """Seeds of each, counted from --seed. Gaps to data-parallel are paired by seed."""
+
+
+CONFIG = CompareConfig
+
+
+def main(config: CompareConfig) -> int:
+    from rich.console import Console
+
+    from diloco.report import html, terminal
+    from diloco.report.run import read
+
+    name = config.name or folders.choose(replace(config, name=None, model=f"compare-{config.model}")).name
+    home = config.out / name
+    cells = list(plan(config))
+    print(f"{len(cells)} runs in {home}", file=sys.stderr)  # noqa: T201
+    runs: list[Path] = []
+    for label, cell in cells:
+        cell = replace(cell, out=home, name=label)
+        if (home / label / "summary.json").exists():  # interrupted before: go on where it stopped
+            runs.append(home / label)
+            continue
+        code, folder = run_here(replace(cell, resume=(home / label / "config.toml").exists()), show=False)
+        if code:
+            return code
+        runs.append(folder)
+    html.write(runs, home / "report.html")
+    if config.json:
+        print(json.dumps([{"run": str(r), **json.loads((r / "summary.json").read_text())} for r in runs]))  # noqa: T201
+    else:
+        Console().print(terminal.comparison([read(run) for run in runs]))
+        Console().print(f"report: {home / 'report.html'}", highlight=False, soft_wrap=True)
+    return 0
+
+
+def plan(config: CompareConfig) -> list[tuple[str, TrainConfig]]:
+    """(label, config) of every run. A setting that a method does not read does not multiply its runs."""
+    methods = config.methods.split(",")
+    for method in methods:
+        if method not in METHODS:
+            raise ConfigError(f"methods={config.methods}: {method!r} is none of {', '.join(METHODS)}")
+    if config.seeds < 1:
+        raise ConfigError(f"seeds={config.seeds}: give at least 1")
+    axes = [[(key, value) for value in values.split(",")] for key, values in map(_axis, config.vary)]
+    base = TrainConfig(**{f.name: getattr(config, f.name) for f in fields(TrainConfig)})
+    cells: dict[str, TrainConfig] = {}
+    for method, choice, seed in itertools.product(methods, itertools.product(*axes), range(config.seeds)):
+        read = [(key, value) for key, value in choice if _reads(method, key)]
+        label = "-".join([method, *(f"{key}={value}" for key, value in read), f"seed{config.seed + seed}"])
+        values = {key: _value(key, value) for key, value in read}
+        cells[label] = replace(base, method=method, seed=config.seed + seed, **values)
+    return list(cells.items())
+
+
+_SYNC = ("sync_every", "outer_lr", "outer_momentum")
+_STREAMING = (*_SYNC, "fragments", "overlap", "keep_local", "codec")
+
+
+def _reads(method: str, key: str) -> bool:
+    if key in _STREAMING:
+        return method == "streaming" or (method == "diloco" and key in _SYNC)
+    return True
+
+
+def _axis(text: str) -> tuple[str, str]:
+    key, _, values = text.partition("=")
+    key = key.replace("-", "_")
+    known = [f.name for f in fields(TrainConfig) if f.name not in ("method", "seed", "name", "out", "resume", "json")]
+    if key not in known or not values:
+        raise ConfigError(f"vary={text!r}: give SETTING=VALUE,VALUE with a setting of {', '.join(known)}")
+    return key, values
+
+
+def _value(key: str, text: str) -> Any:
+    """The value as the field's type has it."""
+    default = {f.name: str(f.type) for f in fields(TrainConfig)}[key]
+    try:
+        if "int" in default:
+            return int(text)
+        return float(text) if "float" in default else text
+    except ValueError:
+        raise ConfigError(f"vary {key}={text!r}: give numbers") from None

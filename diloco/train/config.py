@@ -1,0 +1,147 @@
+"""What a run is made of, as flags. No torch here: `diloco train --help` must be quick."""
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Literal, get_args
+
+from diloco.errors import ConfigError
+from diloco.schedule import check_overlap
+
+Method = Literal["streaming", "diloco", "dp", "local"]
+CodecName = Literal["e3m0", "float8", "int8", "bfloat16", "float32"]
+Sink = Literal["tensorboard", "wandb", "trackio"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """Train a language model on several replicas. What is not given is derived, and printed with its reason."""
+
+    model: str = "tiny"
+    """A preset (tiny, 35m, 100m, 200m, 300m, 500m, 1b, 4b), or hf:PATH_OR_ID for a Hugging Face causal LM."""
+    data: tuple[str, ...] = ()
+    """Files or folders of .txt, .jsonl, .parquet or token shards, or hf:NAME. Default: the sources of Python's own
+    standard library."""
+    tokenizer: str = "bytes"
+    """bytes, train:SIZE for a BPE trained on the corpus, or the path of a tokenizer.json."""
+    context: int = 128
+    """Tokens of a sequence."""
+    method: Method = "streaming"
+    """streaming (fragments in turn, overlapped, quantised); diloco (all at once, blocking, fp32); dp (data-parallel,
+    torch DDP); local (no sync at all)."""
+    replicas: int | None = None
+    """Replicas. Started here, unless torchrun or Slurm has started the processes. Default: 2 here, else as started."""
+    shards: int = 1
+    """Ranks in a replica, over which its model is sharded by FSDP2."""
+    steps: int | None = None
+    """Steps of every replica. Default: from tokens."""
+    tokens: int | None = None
+    """Tokens of all replicas together. Default: 20 for each parameter."""
+    batch: int | None = None
+    """Sequences of a step, all replicas together. Default: by scaling law."""
+    accumulate: int = 1
+    """Parts in which a replica computes its share of the batch, to save memory."""
+    lr: float | None = None
+    """Peak inner learning rate of AdamW. Default: by scaling law."""
+    warmup: int | None = None
+    """Steps of linear warm-up; then a cosine to 5 %. Default: a tenth of the steps, at most 1000."""
+    weight_decay: float | None = None
+    """Of matrices. Default: 1 / steps."""
+    clip: float = 1.0
+    """Largest norm of the gradient."""
+    sync_every: int = 100
+    """Steps between two syncs of the same fragment (H)."""
+    fragments: str = "strided:3"
+    """strided:N or sequential:N (N layers to a fragment), or balanced:N (N fragments of equal size)."""
+    overlap: int = 1
+    """Steps between sending a fragment and applying the result (tau)."""
+    keep_local: float = 0.0
+    """Weight of the local value when the result is applied (alpha)."""
+    codec: CodecName = "e3m0"
+    """Numbers on the wire."""
+    outer_lr: float | None = None
+    """Learning rate of the outer Nesterov step. Default: by the number of replicas."""
+    outer_momentum: float = 0.9
+    """Momentum of the outer Nesterov step."""
+    streams: int = 1
+    """TCP connections for the deltas; more on a long link."""
+    timeout: float = 600.0
+    """Seconds without an answer after which a replica counts as lost."""
+    seed: int = 0
+    """Of weights and data order."""
+    eval_every: int = 100
+    """Steps between two evaluations on held-out text."""
+    save_every: int = 500
+    """Steps between two checkpoints; there is one at the end in any case."""
+    keep: int = 2
+    """Checkpoints that are kept."""
+    compile: bool = False
+    """torch.compile the model."""
+    device: str = "auto"
+    """auto, cpu, cuda, …"""
+    track: tuple[Sink, ...] = ()
+    """Also log to tensorboard, wandb or trackio (extras)."""
+    name: str | None = None
+    """Name of the run. Default: model-method and the first free number."""
+    out: Path = Path("runs")
+    """Folder of all runs."""
+    resume: bool = False
+    """Go on from the newest checkpoint that all replicas have."""
+    json: bool = False
+    """Print the summary as JSON."""
+
+    def __post_init__(self) -> None:
+        for name in ("context", "shards", "accumulate", "sync_every", "eval_every", "save_every", "streams"):
+            _at_least(1, name, getattr(self, name))
+        for name in ("replicas", "steps", "tokens", "batch"):
+            _at_least(1, name, getattr(self, name))
+        _at_least(2, "keep", self.keep)  # a crash while saving may leave the newest on some replicas only
+        _at_least(0, "warmup", self.warmup)
+        check_overlap(self.overlap, self.sync_every)
+        if not 0 <= self.keep_local <= 1:
+            raise ConfigError(f"keep_local={self.keep_local}: give a number from 0 to 1")
+        for name in ("lr", "clip", "timeout", "outer_lr"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ConfigError(f"{name}={value}: give a positive number")
+        if self.steps is not None and self.tokens is not None:
+            raise ConfigError(f"steps={self.steps} and tokens={self.tokens}: give one of them, the other follows")
+        parse_fragments(self.fragments)
+
+
+def _at_least(least: int, name: str, value: int | None) -> None:
+    if value is not None and value < least:
+        raise ConfigError(f"{name}={value}: give a whole number of at least {least}")
+
+
+def parse_fragments(text: str) -> tuple[str, int]:
+    """ "strided:3" → ("strided", 3)."""
+    kind, _, count = text.partition(":")
+    if kind not in ("strided", "sequential", "balanced") or not count.isdigit() or int(count) < 1:
+        raise ConfigError(f"fragments={text!r}: give strided:N, sequential:N or balanced:N with N of at least 1")
+    return kind, int(count)
+
+
+def to_toml(config: TrainConfig) -> str:
+    """The config as a recipe that gives the same run. What is None, or concerns only this start, is left out."""
+    lines = []
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if value is None or field.name in ("resume", "json"):
+            continue
+        if isinstance(value, bool):
+            text = "true" if value else "false"
+        elif isinstance(value, (int, float)):
+            text = repr(value)
+        elif isinstance(value, tuple):
+            text = "[" + ", ".join(_quoted(v) for v in value) + "]"
+        else:
+            text = _quoted(str(value))
+        lines.append(f"{field.name} = {text}")
+    return "\n".join(lines) + "\n"
+
+
+def _quoted(text: str) -> str:
+    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+
+METHODS: tuple[str, ...] = get_args(Method)

@@ -1,0 +1,67 @@
+"""`diloco export RUN --to DIR`: the agreed weights of a run as a Hugging Face folder."""
+
+import contextlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tyro
+
+from diloco.cli import parse, recipe
+from diloco.errors import ConfigError
+from diloco.train.config import TrainConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportConfig:
+    """Write config.json, model.safetensors and the tokenizer of a run's anchors."""
+
+    run: tyro.conf.Positional[Path]
+    """Folder of the run."""
+    to: Path
+    """Folder to write."""
+    step: int | None = None
+    """Step of the checkpoint. Default: the newest."""
+
+
+CONFIG = ExportConfig
+
+
+def main(config: ExportConfig) -> int:
+    if not (config.run / "config.toml").exists():
+        raise ConfigError(f"{config.run} holds no run: give a folder with a config.toml, as in runs/tiny-streaming-1")
+    folder = config.run / "replica-0" / "checkpoints"
+    steps = sorted(int(path.name.removeprefix("step-")) for path in folder.glob("step-*"))
+    step = config.step if config.step is not None else max(steps, default=None)
+    if step not in steps:
+        raise ConfigError(f"{config.run} has no checkpoint of step {step}; there are {steps or 'none'}")
+    settings: TrainConfig = parse(TrainConfig, recipe(config.run / "config.toml"), "config.toml")
+    _write(settings, folder / f"step-{step:08d}", config.to)
+    print(config.to)  # noqa: T201
+    return 0
+
+
+def _write(settings: TrainConfig, checkpoint: Path, to: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    from diloco.reduce import local
+    from diloco.train.data import prepare
+    from diloco.train.export import export_module
+    from diloco.train.model import build
+    from diloco.train.replica import adamw, attach
+
+    corpus = prepare(settings.data, settings.tokenizer)
+    model = build(settings.model, corpus.tokenizer.vocabulary, settings.context, settings.seed)
+    state: dict[str, Any] = {"model": model.state_dict()}
+    dcp.load(state, checkpoint_id=checkpoint, no_dist=True)
+    model.load_state_dict(state["model"])
+
+    def with_anchors(reduce: local.Local) -> None:
+        """Checkpoints hold the replica's own weights, and the anchors beside them."""
+        diloco = attach(model, adamw(model, settings), settings, None, reduce) if settings.shards == 1 else None
+        if diloco:
+            dcp.load({"diloco": diloco}, checkpoint_id=checkpoint, no_dist=True)
+        with diloco.anchors() if diloco else contextlib.nullcontext():
+            export_module(model, corpus.tokenizer, to)
+
+    local.run(1, with_anchors)

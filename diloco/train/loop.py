@@ -1,0 +1,189 @@
+"""The run, top to bottom."""
+
+import contextlib
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.nn.parallel import DistributedDataParallel
+
+from diloco.diloco import DiLoCo
+from diloco.errors import ConfigError
+from diloco.launch import World
+from diloco.stats import Stats
+from diloco.train.checkpoint import Checkpoints
+from diloco.train.config import TrainConfig, to_toml
+from diloco.train.data import prepare
+from diloco.train.evaluate import bits_per_byte, loss_of, sample
+from diloco.train.metrics import Metrics, open_sinks
+from diloco.train.model import build
+from diloco.train.replica import adamw, attach, device_for, spread
+from diloco.train.rules import lr_at, report, resolve
+from diloco.train.stop import Stop
+
+EVALUATION_TOKENS = 16_384
+SUMS = ("rounds", "bytes_sent", "bytes_received", "largest_round", "seconds_hidden", "seconds_exposed")
+
+
+def train(config: TrainConfig, world: World, folder: Path) -> dict[str, Any]:
+    """Train this process's part of the run and return its summary. The default process group is there."""
+    device = device_for(config, world)
+    if world.rank > 0:
+        dist.barrier()  # one process prepares the corpus, the others find it
+    corpus = prepare(config.data, config.tokenizer)
+    if world.rank == 0:
+        dist.barrier()
+    model = build(config.model, corpus.tokenizer.vocabulary, config.context, config.seed).to(device)
+    parameters = sum(p.numel() for p in model.parameters())
+    config, rules = resolve(config, parameters, world.replicas)
+    assert config.steps is not None and config.batch is not None
+    if config.batch % (world.size * config.accumulate):
+        raise ConfigError(
+            f"batch={config.batch}: give a multiple of ranks · accumulate, {world.size * config.accumulate}"
+        )
+    sequences = config.batch // world.size // config.accumulate
+    per_step = config.batch // world.replicas * config.context  # tokens of a replica
+    data = corpus.batches(world.rank, world.size, sequences, config.context, config.seed)
+    windows = corpus.evaluation(config.context, EVALUATION_TOKENS)
+
+    model, mesh = spread(model, config, world, device)
+    bare = model.module if isinstance(model, DistributedDataParallel) else model  # which one replica may call alone
+    compiled = torch.compile(model) if config.compile else model
+    optimizer = adamw(model, config)
+    home = folder / f"replica-{world.replica}"
+    sinks = open_sinks(config.track, f"{folder.name}-{world.replica}", asdict(config), home) if world.shard == 0 else []
+    metrics = Metrics(home if world.shard == 0 else home / f"shard-{world.shard}", sinks)
+    inner = mesh.get_group("shard") if mesh else None
+    checkpoints = Checkpoints(home / "checkpoints", config.keep, inner, world.shard == 0)
+    own, stats = f"rank {world.shard}", Stats()
+
+    def state() -> dict[str, Any]:
+        weights, moments = get_state_dict(model, optimizer)
+        sums = {name: getattr(stats, name) for name in SUMS}
+        return {"model": weights, "optimizer": moments,
+                own: {"data": data.state_dict(), "metrics": metrics.state_dict(), "sums": sums}}  # fmt: skip
+
+    start = checkpoints.newest_common() if config.resume else 0
+    if start is None:
+        raise ConfigError(f"{folder} has no checkpoint that all replicas have: there is nothing to resume")
+    if start:
+        saved = state()
+        checkpoints.load(start, saved)
+        set_state_dict(model, optimizer, model_state_dict=saved["model"], optim_state_dict=saved["optimizer"])
+        data.load_state_dict(saved[own]["data"])
+        metrics.load_state_dict(saved[own]["metrics"])
+    diloco = attach(model, optimizer, config, mesh)
+    if diloco:
+        stats = diloco.stats
+        if start:
+            checkpoints.load(start, {"diloco": diloco})
+            for name in SUMS:
+                setattr(stats, name, saved[own]["sums"][name])
+        diloco.join()
+
+    def save(step: int) -> None:
+        checkpoints.save(step, state() | ({"diloco": diloco} if diloco else {}))
+        metrics.event("save", step)
+
+    def evaluate(step: int, replica_loss: float | None = None) -> dict[str, float]:
+        """The anchors, and for comparison this replica's own weights."""
+        replica_loss = loss_of(bare, windows, device) if replica_loss is None else replica_loss
+        with diloco.anchors() if diloco else contextlib.nullcontext():
+            loss = loss_of(bare, windows, device) if diloco else replica_loss
+        bits = bits_per_byte(loss, corpus.bytes_per_token)
+        values = {"eval/loss": loss, "eval/bits_per_byte": bits, "eval/replica_loss": replica_loss}
+        metrics.log(step, {"tokens": step * per_step, **values})
+        return values
+
+    if world.rank == 0:
+        (folder / "config.toml").write_text(to_toml(config))
+        report(rules, parameters, config, corpus.name, start)
+    metrics.event("resume" if start else "start", start)
+    stop = Stop(dist.distributed_c10d._get_default_store(), margin=config.sync_every + config.overlap)
+    autocast = torch.autocast(device.type, torch.bfloat16) if device.type != "cpu" else contextlib.nullcontext()
+    step, stopped, rounds = start, False, stats.rounds
+
+    for step in range(start + 1, config.steps + 1):
+        began = time.perf_counter()
+        lr = lr_at(config, step)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        loss = torch.zeros((), device=device)
+        for micro in range(1, config.accumulate + 1):
+            x, y = (part.to(device, non_blocking=True) for part in data.next())
+            early = micro < config.accumulate and isinstance(model, DistributedDataParallel)
+            with model.no_sync() if early else contextlib.nullcontext():
+                with autocast:
+                    output = compiled(x, y)
+                (output.loss / config.accumulate).backward()
+            loss += output.cross_entropy.detach() / config.accumulate
+        norm = nn.utils.clip_grad_norm_(model.parameters(), config.clip)
+        if diloco:
+            diloco.count(per_step)
+        optimizer.step()
+        optimizer.zero_grad()
+        value, seconds = loss.item(), time.perf_counter() - began
+
+        metrics.log(step, {
+            "tokens": step * per_step, "train/loss": value, "train/lr": lr, "train/grad_norm": float(norm),
+            "train/step_seconds": seconds, "train/tokens_per_second": per_step / seconds,
+            **_traffic(config, world, parameters, step, diloco),
+        })  # fmt: skip
+        for finished in stats.since(rounds):
+            metrics.round(finished)
+        rounds = stats.rounds
+        if step % config.eval_every == 0 and step < config.steps and world.replica == 0:
+            evaluate(step)
+        if stopped := stop.after(step, seconds):
+            break
+        if step % config.save_every == 0 and step < config.steps:
+            save(step)
+
+    stop.close()
+    replica_loss = loss_of(bare, windows, device)
+    if diloco and not stopped:
+        diloco.finish()
+        for finished in stats.since(rounds):
+            metrics.round(finished)
+    if step > start:
+        save(step)
+    metrics.event("stop" if stopped else "finish", step)
+    values = evaluate(step, replica_loss)
+    with diloco.anchors() if diloco else contextlib.nullcontext():
+        text = sample(bare, corpus.tokenizer, "def ", 200, config.context, device)
+    if diloco and stopped:
+        diloco.reduce.leave()
+    seconds = metrics.seconds()
+    metrics.close()
+    traffic = _traffic(config, world, parameters, step, diloco)
+    return {
+        "method": config.method, "replicas": world.replicas, "parameters": parameters, "steps": step,
+        "stopped": stopped, "tokens": step * per_step * world.replicas, "seconds": seconds, **values,
+        "unigram_loss": corpus.unigram_loss(), "bytes_sent": traffic["sync/bytes_sent"],
+        "bytes_data_parallel": round(_per_step(world) * 2 * parameters * step),
+        "largest_burst": stats.largest_round if diloco else round(traffic["sync/bytes_sent"] / max(step, 1)),
+        "seconds_hidden": stats.seconds_hidden, "seconds_exposed": stats.seconds_exposed,
+        "corpus": {"name": corpus.name, "sha256": corpus.sha256, "bytes": corpus.nbytes}, "samples": [text],
+    }  # fmt: skip
+
+
+def _per_step(world: World) -> float:
+    """How often a ring all-reduce sends every value, each way."""
+    return 2 * (world.replicas - 1) / world.replicas
+
+
+def _traffic(config: TrainConfig, world: World, parameters: int, step: int, diloco: DiLoCo | None) -> dict[str, float]:
+    """Sums so far. Data-parallel on fp32 gradients is reckoned, not counted; it hides and exposes inside backward."""
+    if diloco is None:
+        sent = round(_per_step(world) * 4 * parameters * step) if config.method == "dp" else 0
+        return {"sync/bytes_sent": sent, "sync/bytes_received": sent, "sync/seconds_hidden": 0.0,
+                "sync/seconds_exposed": 0.0, "sync/in_flight": 0}  # fmt: skip
+    stats = diloco.stats
+    return {"sync/bytes_sent": stats.bytes_sent, "sync/bytes_received": stats.bytes_received,
+            "sync/seconds_hidden": stats.seconds_hidden, "sync/seconds_exposed": stats.seconds_exposed,
+            "sync/in_flight": diloco.in_flight}  # fmt: skip

@@ -1,0 +1,208 @@
+"""The model that is trained: a decoder whose weights are named as Qwen3ForCausalLM's, or any Hugging Face causal LM.
+
+RMSNorm before every block and at the end, QK-norm per head, rotary positions, a gated MLP, no biases; z-loss as in the
+paper (section 5). The names make the export a plain save.
+"""
+
+import difflib
+import math
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from diloco.errors import ConfigError
+from diloco.presets import PRESETS, Shape
+
+EPSILON = 1e-6
+ROPE_THETA = 10_000.0
+Z_LOSS = 1e-4
+IGNORE = -100
+"""Targets of this value do not count."""
+
+
+class Loss(NamedTuple):
+    loss: Tensor
+    """Cross-entropy plus z-loss: what backward() is called on."""
+    cross_entropy: Tensor
+    """Nats per token, detached: what is logged."""
+
+
+def build(spec: str, vocabulary: int, context: int, seed: int) -> nn.Module:
+    """Make a model on the host: `forward(tokens)` gives logits, `forward(tokens, targets)` a `Loss`.
+
+    Args:
+        spec: a preset, or hf:PATH_OR_ID with weights as they are there.
+        vocabulary: of the tokenizer; replaces that of a preset.
+        context: tokens of a sequence.
+        seed: of the weights of a preset.
+    """
+    if spec.startswith("hf:"):
+        return _pretrained(spec.removeprefix("hf:"), vocabulary, context, seed)
+    if spec not in PRESETS:
+        near = difflib.get_close_matches(spec.lower(), PRESETS, 1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise ConfigError(f"model={spec!r}: {hint}give {', '.join(PRESETS)}, or hf:PATH_OR_ID")
+    with torch.device("meta"):  # no default initialisation, and none of the global random numbers
+        model = Decoder(replace(PRESETS[spec], vocabulary=vocabulary), context)
+    model.to_empty(device="cpu")
+    model.initialize(torch.Generator().manual_seed(seed))
+    return model
+
+
+def loss_of(logits: Tensor, targets: Tensor) -> Loss:
+    """Mean of −log p(target) and Z_LOSS · mean of (log Z)², both over the targets that count.
+
+    One logsumexp serves both terms: a fifth faster than `cross_entropy` and a logsumexp, and one large tensor less.
+    """
+    logits, targets = logits.float().flatten(0, -2), targets.flatten()
+    counts = targets != IGNORE
+    n = counts.sum().clamp(min=1)
+    log_z = logits.logsumexp(-1)
+    log_p = logits.gather(-1, targets.clamp(min=0).unsqueeze(-1)).squeeze(-1) - log_z
+    cross_entropy = -(log_p * counts).sum() / n
+    z_loss = (log_z.square() * counts).sum() / n
+    return Loss(cross_entropy + Z_LOSS * z_loss, cross_entropy.detach())
+
+
+class Decoder(nn.Module):
+    """A causal language model of the given shape. `context` is what it is trained for; it bounds nothing."""
+
+    def __init__(self, shape: Shape, context: int, theta: float = ROPE_THETA) -> None:
+        super().__init__()
+        if shape.width != shape.heads * shape.head_width or shape.head_width % 2:
+            raise ConfigError(f"width {shape.width} with {shape.heads} heads: give heads of equal and even width")
+        self.shape, self.context, self.theta = shape, context, theta
+        self.model = _Body(shape)
+        self.lm_head = None if shape.tied else nn.Linear(shape.width, shape.vocabulary, bias=False)
+
+    @torch.no_grad()
+    def initialize(self, generator: torch.Generator) -> None:
+        """Norms 1; matrices normal with std 0.02, those that write to the residual stream with 0.02/√(2·layers)."""
+        for name, parameter in self.named_parameters():
+            if parameter.dim() == 1:
+                parameter.fill_(1.0)
+            else:
+                residual = name.endswith(("o_proj.weight", "down_proj.weight"))
+                std = 0.02 / math.sqrt(2 * self.shape.layers) if residual else 0.02
+                parameter.normal_(0.0, std, generator=generator)
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor | Loss:
+        hidden = self.model(tokens, *_rotary(tokens.shape[1], self.shape.head_width, self.theta, tokens.device))
+        head = self.model.embed_tokens if self.lm_head is None else self.lm_head
+        logits = F.linear(hidden, head.weight)
+        return logits if targets is None else loss_of(logits, targets)
+
+
+class Pretrained(nn.Module):
+    """A Hugging Face causal LM with the `forward` of `Decoder`. The model itself is `network`."""
+
+    def __init__(self, network: Any) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor | Loss:
+        logits = self.network(input_ids=tokens, use_cache=False).logits
+        return logits if targets is None else loss_of(logits, targets)
+
+
+class _Body(nn.Module):
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(shape.vocabulary, shape.width)
+        self.layers = nn.ModuleList(_Layer(shape) for _ in range(shape.layers))
+        self.norm = nn.RMSNorm(shape.width, EPSILON)
+
+    def forward(self, tokens: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x = self.embed_tokens(tokens)
+        for layer in self.layers:
+            x = layer(x, cos, sin)
+        return self.norm(x)
+
+
+class _Layer(nn.Module):
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(shape.width, EPSILON)
+        self.self_attn = _Attention(shape)
+        self.post_attention_layernorm = nn.RMSNorm(shape.width, EPSILON)
+        self.mlp = _MLP(shape)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class _Attention(nn.Module):
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.heads = shape.heads
+        self.q_proj = nn.Linear(shape.width, shape.width, bias=False)
+        self.k_proj = nn.Linear(shape.width, shape.width, bias=False)
+        self.v_proj = nn.Linear(shape.width, shape.width, bias=False)
+        self.o_proj = nn.Linear(shape.width, shape.width, bias=False)
+        self.q_norm = nn.RMSNorm(shape.head_width, EPSILON)
+        self.k_norm = nn.RMSNorm(shape.head_width, EPSILON)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        heads = (*x.shape[:2], self.heads, -1)
+        v = self.v_proj(x).view(heads)
+        # Under autocast the projections are bf16 and the norms fp32, which is where they belong.
+        q = self.q_norm(self.q_proj(x).view(heads).type_as(self.q_norm.weight))
+        k = self.k_norm(self.k_proj(x).view(heads).type_as(self.k_norm.weight))
+        q, k = _rotate(q, cos, sin).type_as(v), _rotate(k, cos, sin).type_as(v)
+        out = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True)
+        return self.o_proj(out.transpose(1, 2).flatten(2))
+
+
+class _MLP(nn.Module):
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(shape.width, shape.mlp, bias=False)
+        self.up_proj = nn.Linear(shape.width, shape.mlp, bias=False)
+        self.down_proj = nn.Linear(shape.mlp, shape.width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+def _rotary(length: int, head_width: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Tables of (length, 1, head_width), the sine with the sign of each half.
+
+    Computed for every batch: 0.1 % of a step, and no buffers that would have to grow, be cast or be averaged.
+    """
+    frequencies = theta ** -(torch.arange(0, head_width, 2, device=device, dtype=torch.float32) / head_width)
+    angles = torch.arange(length, device=device, dtype=torch.float32)[:, None, None] * frequencies
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, -1)
+    return x * cos + torch.cat((second, first), -1) * sin
+
+
+def _pretrained(source: str, vocabulary: int, context: int, seed: int) -> Pretrained:
+    try:
+        from transformers import AutoModelForCausalLM
+    except ImportError as error:
+        raise ConfigError(f"model='hf:{source}' needs transformers: pip install 'diloco[hf]'") from error
+    try:
+        with torch.random.fork_rng(devices=()):  # weights that the checkpoint lacks, such as a new head
+            torch.manual_seed(seed)
+            network: Any = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError(f"model='hf:{source}': {reason}; give the folder or the hub's name of a causal LM") from error
+    rows = network.get_input_embeddings().weight.shape[0]
+    if rows < vocabulary:
+        raise ConfigError(
+            f"model='hf:{source}' has {rows} embeddings, the tokenizer {vocabulary} tokens: "
+            "give the model's own tokenizer.json with --tokenizer"
+        )
+    most = getattr(network.config, "max_position_embeddings", None)
+    if most is not None and most < context:
+        raise ConfigError(f"model='hf:{source}' takes {most} tokens at most: lower --context {context}")
+    return Pretrained(network.train())

@@ -1,0 +1,196 @@
+"""Text to token ids and back: bytes as they are, or a BPE of the `tokenizers` library.
+
+What `save` writes is read by transformers' AutoTokenizer and gives the same ids.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from diloco.errors import ConfigError
+
+END = "<|endoftext|>"
+"""Stands between documents. In a text it is just characters: it never becomes the end id."""
+_KNOWN_ENDS = (END, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
+_TRAINED_ON = 1 << 26
+"""Bytes of text that a BPE is trained on, at most: beyond 64 MiB the merges hardly change."""
+
+Ids = np.ndarray | Sequence[int]
+
+
+class Tokens(Protocol):
+    @property
+    def vocabulary(self) -> int: ...
+    @property
+    def end(self) -> int:
+        """The id that closes a document."""
+        ...
+
+    def encode(self, text: bytes) -> np.ndarray:
+        """Ids without the end, as `dtype(vocabulary)`."""
+        ...
+
+    def decode(self, ids: Ids) -> str:
+        """Text; ends are left out."""
+        ...
+
+    def nbytes(self, ids: np.ndarray) -> int:
+        """Bytes of text that the ids stand for."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Write tokenizer.json and tokenizer_config.json."""
+        ...
+
+
+def dtype(vocabulary: int) -> np.dtype:
+    """The smallest of uint16 and uint32 that holds every id, little-endian as on disk."""
+    return np.dtype("<u2" if vocabulary <= 1 << 16 else "<u4")
+
+
+def load(spec: str, texts: Iterable[bytes] = ()) -> Tokens:
+    """bytes, train:SIZE (a BPE trained on `texts`), or the path of a tokenizer.json or of its folder."""
+    if spec == "bytes":
+        return Bytes()
+    if spec.startswith("train:"):
+        size = spec.removeprefix("train:")
+        if not size.isdigit() or int(size) < 257:
+            raise ConfigError(f"tokenizer={spec!r}: give train:SIZE with at least 257 (256 bytes and the end)")
+        return BPE.train(texts, int(size))
+    return BPE.read(_file(spec))
+
+
+def identity(spec: str) -> str:
+    """A text that differs if the tokenizer does: for a file the hash of its contents."""
+    if spec == "bytes" or spec.startswith("train:"):
+        return spec
+    return hashlib.sha256(_file(spec).read_bytes()).hexdigest()
+
+
+class Bytes:
+    """Every byte is a token; 256 is the end.
+
+    >>> Bytes().encode("hé".encode()).tolist()
+    [104, 195, 169]
+    """
+
+    vocabulary = 257
+    end = 256
+
+    def encode(self, text: bytes) -> np.ndarray:
+        return np.frombuffer(text, np.uint8).astype(dtype(self.vocabulary))
+
+    def decode(self, ids: Ids) -> str:
+        kept = np.asarray(ids, np.int64)
+        return kept[kept < 256].astype(np.uint8).tobytes().decode(errors="replace")
+
+    def nbytes(self, ids: np.ndarray) -> int:
+        return int(np.count_nonzero(ids < 256))
+
+    def save(self, folder: Path) -> None:
+        """A byte-level BPE without merges: written out, so that it needs no `tokenizers`."""
+        level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+        model = {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
+                 "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": False,
+                 "vocab": {c: i for i, c in enumerate(_byte_characters())}, "merges": []}  # fmt: skip
+        end = {"id": self.end, "content": END, "single_word": False, "lstrip": False, "rstrip": False,
+               "normalized": False, "special": True}  # fmt: skip
+        whole = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": [end], "normalizer": None,
+                 "pre_tokenizer": level, "post_processor": None, "decoder": level, "model": model}  # fmt: skip
+        (folder / "tokenizer.json").write_text(json.dumps(whole, ensure_ascii=False, indent=1), encoding="utf-8")
+        _write_settings(folder, {}, END)
+
+
+class BPE:
+    """A `tokenizers.Tokenizer`, with an end added if it has none that is known."""
+
+    def __init__(self, tokenizer: Any, settings: dict[str, Any]) -> None:
+        tokenizer.encode_special_tokens = True  # a document that mentions a special token does not thereby contain it
+        self._tokenizer, self._settings = tokenizer, settings
+        given = settings.get("eos_token")
+        names = [given["content"] if isinstance(given, dict) else given, *_KNOWN_ENDS]
+        name = next((n for n in names if n and tokenizer.token_to_id(n) is not None), END)
+        if tokenizer.token_to_id(name) is None:
+            tokenizer.add_special_tokens([name])
+        self._name = name
+        self.end: int = tokenizer.token_to_id(name)
+        self.vocabulary: int = max(tokenizer.get_vocab().values()) + 1  # ids may have gaps
+        self._dtype = dtype(self.vocabulary)
+
+    @classmethod
+    def read(cls, path: Path) -> "BPE":
+        library = _library(f"tokenizer={str(path)!r}")
+        try:
+            tokenizer = library.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises plain Exception
+            raise ConfigError(f"tokenizer={str(path)!r} is no tokenizer.json: {error}") from error
+        beside = path.with_name("tokenizer_config.json")
+        return cls(tokenizer, json.loads(beside.read_text(encoding="utf-8")) if beside.exists() else {})
+
+    @classmethod
+    def train(cls, texts: Iterable[bytes], size: int) -> "BPE":
+        """A byte-level BPE of `size` tokens, or fewer if the text offers fewer merges; the end is the last one."""
+        library = _library(f"tokenizer='train:{size}'")
+        tokenizer = library.Tokenizer(library.models.BPE())
+        tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = library.decoders.ByteLevel()
+        alphabet = library.pre_tokenizers.ByteLevel.alphabet()
+        trainer = library.trainers.BpeTrainer(vocab_size=size - 1, show_progress=False, initial_alphabet=alphabet)
+        tokenizer.train_from_iterator(_first(texts, _TRAINED_ON), trainer)
+        return cls(tokenizer, {})
+
+    def encode(self, text: bytes) -> np.ndarray:
+        ids = self._tokenizer.encode(text.decode(errors="replace"), add_special_tokens=False).ids
+        return np.array(ids, self._dtype)
+
+    def decode(self, ids: Ids) -> str:
+        return self._tokenizer.decode([int(i) for i in ids if i != self.end], skip_special_tokens=False)
+
+    def nbytes(self, ids: np.ndarray) -> int:
+        return len(self.decode(ids).encode())
+
+    def save(self, folder: Path) -> None:
+        self._tokenizer.save(str(folder / "tokenizer.json"))
+        _write_settings(folder, self._settings, self._name)
+
+
+def _write_settings(folder: Path, settings: dict[str, Any], end: str) -> None:
+    ours = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False,
+            "split_special_tokens": True, "eos_token": end, "model_max_length": 1_000_000_000}  # fmt: skip
+    text = json.dumps({**ours, **settings, "eos_token": settings.get("eos_token") or end}, indent=1)
+    (folder / "tokenizer_config.json").write_text(text, encoding="utf-8")
+
+
+def _first(texts: Iterable[bytes], limit: int) -> Iterator[str]:
+    for text in texts:
+        yield text.decode(errors="replace")
+        limit -= len(text)
+        if limit <= 0:
+            return
+
+
+def _byte_characters() -> list[str]:
+    """The printable stand-in of each byte, as GPT-2 and the `tokenizers` library have it."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = iter(range(256, 512))
+    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
+
+
+def _file(spec: str) -> Path:
+    path = Path(spec).expanduser()
+    path = path / "tokenizer.json" if path.is_dir() else path
+    if not path.is_file():
+        raise ConfigError(f"tokenizer={spec!r}: no such file; give bytes, train:SIZE or the path of a tokenizer.json")
+    return path
+
+
+def _library(needed_by: str) -> Any:
+    try:
+        import tokenizers
+    except ImportError as error:
+        raise ConfigError(f"{needed_by} needs the tokenizers library: pip install 'diloco[bpe]'") from error
+    return tokenizers

@@ -1,0 +1,221 @@
+"""The decoder: sizes and names, causality, the loss pair, seeds, and the errors of `build`."""
+
+import math
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from diloco.errors import ConfigError
+from diloco.presets import PRESETS, Shape
+from diloco.train.model import Decoder, Loss, Pretrained, _rotary, _rotate, build, loss_of
+
+SMALL = Shape(layers=2, width=32, heads=2, mlp=48, vocabulary=61)
+PAPER = {"35m": 35.3, "100m": 88.3, "200m": 183.8, "300m": 335.9, "500m": 558.8, "1b": 1273.0, "4b": 4175.0}
+
+
+def _small(tied=True, seed=0):
+    model = Decoder(replace(SMALL, tied=tied), 16)
+    model.initialize(torch.Generator().manual_seed(seed))
+    return model
+
+
+def _tokens(*size, seed=0, vocabulary=61):
+    return torch.randint(0, vocabulary, size, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("name", PAPER)
+def test_the_presets_have_as_many_parameters_as_in_the_paper(name):
+    with torch.device("meta"):
+        model = Decoder(PRESETS[name], 1024)
+    count = sum(p.numel() for p in model.parameters())
+    assert count == PRESETS[name].parameters
+    assert count / 1e6 == pytest.approx(PAPER[name], rel=2e-3)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_parameters_have_the_names_and_shapes_of_qwen3(tied):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.Qwen3Config(
+        vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, head_dim=16, tie_word_embeddings=tied,
+    )  # fmt: skip
+    with torch.device("meta"):
+        theirs = transformers.Qwen3ForCausalLM(config)
+    expected = {name: p.shape for name, p in theirs.named_parameters()}
+    assert {name: p.shape for name, p in _small(tied).named_parameters()} == expected
+    assert _small(tied).state_dict().keys() == expected.keys()
+
+
+def test_a_later_token_changes_no_earlier_logit():
+    model, tokens = _small(), _tokens(3, 16)
+    other = tokens.clone()
+    other[:, 9] = (other[:, 9] + 1) % 61
+    before, after = model(tokens), model(other)
+    assert torch.equal(before[:, :9], after[:, :9])
+    assert (before[:, 9:] != after[:, 9:]).any(-1).all()
+
+
+def test_one_layer_sees_the_order_of_earlier_tokens():
+    """Without positions, the last logits of a single layer would not change when two earlier tokens trade places."""
+    model, tokens = Decoder(replace(SMALL, layers=1), 16), _tokens(1, 8)
+    model.initialize(torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(5)
+        swapped = tokens[:, [1, 0, *range(2, 8)]]
+        assert (model(tokens)[:, -1] - model(swapped)[:, -1]).abs().max() > 1e-3
+
+
+def test_rotary_scores_depend_on_the_distance_alone():
+    cos, sin = _rotary(12, 16, 10_000.0, torch.device("cpu"))
+    q, k = torch.randn(2, 16, generator=torch.Generator().manual_seed(0)).unbind()
+    rotated_q, rotated_k = (_rotate(x.expand(12, 1, 16), cos, sin)[:, 0] for x in (q, k))
+    scores = rotated_q @ rotated_k.T
+    torch.testing.assert_close(scores[1:, 1:], scores[:-1, :-1])
+    assert scores[0].std() > 0.1
+
+
+def test_the_loss_is_cross_entropy_plus_z_loss():
+    logits, targets = 3 * torch.randn(4, 7, 61, generator=torch.Generator().manual_seed(1)), _tokens(4, 7)
+    targets[1, 2:5] = -100
+    cross_entropy = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    z = logits.logsumexp(-1)[targets != -100].square().mean()
+    result = loss_of(logits, targets)
+    torch.testing.assert_close(result.cross_entropy, cross_entropy)
+    torch.testing.assert_close(result.loss, cross_entropy + 1e-4 * z)
+    assert (z > 1).item()  # else the comparison would say nothing about it
+
+
+def test_the_gradient_is_that_of_the_two_terms():
+    targets = _tokens(5)
+    logits = torch.randn(5, 61, generator=torch.Generator().manual_seed(1), requires_grad=True)
+    (ours,) = torch.autograd.grad(loss_of(logits[None], targets[None]).loss, logits)
+    plain = F.cross_entropy(logits, targets) + 1e-4 * logits.logsumexp(-1).square().mean()
+    torch.testing.assert_close(ours, torch.autograd.grad(plain, logits)[0])
+
+
+def test_without_any_target_that_counts_the_loss_is_zero():
+    assert loss_of(torch.randn(1, 3, 5), torch.full((1, 3), -100)).loss == 0
+
+
+def test_forward_gives_logits_or_the_pair():
+    model, tokens = _small(), _tokens(2, 16)
+    logits, pair = model(tokens), model(tokens, tokens)
+    assert logits.shape == (2, 16, 61)
+    assert isinstance(pair, Loss)
+    assert pair.loss.requires_grad and not pair.cross_entropy.requires_grad
+
+
+def test_a_fresh_model_knows_nothing():
+    """Its loss is log(vocabulary): the initialisation is small enough."""
+    model = build("tiny", 257, 64, seed=0)
+    pair = model(_tokens(4, 64, vocabulary=257), _tokens(4, 64, seed=1, vocabulary=257))
+    assert float(pair.cross_entropy) == pytest.approx(math.log(257), abs=0.1)
+
+
+def test_initialisation_is_as_stated():
+    model = build("tiny", 257, 64, seed=0)
+    weights = dict(model.named_parameters())
+    residual = 0.02 / math.sqrt(2 * PRESETS["tiny"].layers)
+    for name, std in {"q_proj": 0.02, "gate_proj": 0.02, "o_proj": residual, "down_proj": residual}.items():
+        found = [w.std().item() for n, w in weights.items() if f".{name}." in n]
+        assert found and all(s == pytest.approx(std, rel=0.05) for s in found), name
+    assert all((w == 1).all() for n, w in weights.items() if "norm" in n)
+
+
+def test_the_seed_decides_the_weights_and_the_global_random_numbers_do_not():
+    torch.manual_seed(1)
+    first = build("tiny", 257, 64, seed=5).state_dict()
+    torch.manual_seed(2)
+    state = torch.random.get_rng_state()
+    again, other = build("tiny", 257, 64, seed=5).state_dict(), build("tiny", 257, 64, seed=6).state_dict()
+    assert torch.equal(state, torch.random.get_rng_state())
+    assert all(torch.equal(first[n], again[n]) for n in first)
+    assert not torch.equal(first["model.embed_tokens.weight"], other["model.embed_tokens.weight"])
+
+
+def test_the_vocabulary_of_the_tokenizer_replaces_that_of_the_preset():
+    assert build("tiny", 999, 64, seed=0)(_tokens(1, 4)).shape == (1, 4, 999)
+
+
+def test_it_learns_a_sequence_by_heart():
+    model, tokens = _small(), _tokens(2, 17)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(120):
+        pair = model(tokens[:, :-1], tokens[:, 1:])
+        pair.loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert pair.cross_entropy < 0.1
+
+
+def test_autocast_and_bf16_weights_give_nearly_the_same():
+    model, tokens = _small(), _tokens(2, 16)
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = model(tokens, tokens).loss
+    assert cast.dtype == torch.float32
+    exact = model(tokens, tokens).loss
+    torch.testing.assert_close(cast, exact, rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(model.bfloat16()(tokens, tokens).loss, exact, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("given", "hint"), [("35M", "did you mean 35m?"), ("tinny", "did you mean tiny?"), ("zzz", "")]
+)
+def test_an_unknown_preset_gets_a_suggestion_and_the_list(given, hint):
+    with pytest.raises(ConfigError) as caught:
+        build(given, 257, 64, seed=0)
+    text = str(caught.value)
+    assert hint in text and all(name in text for name in PRESETS) and "hf:PATH_OR_ID" in text and "\n" not in text
+    assert ("did you mean" in text) == bool(hint)
+
+
+def test_heads_that_do_not_divide_the_width_are_refused():
+    with pytest.raises(ConfigError, match="heads of equal and even width"):
+        Decoder(Shape(layers=1, width=32, heads=3, mlp=8, vocabulary=9), 8)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    transformers = pytest.importorskip("transformers")
+    folder = tmp_path_factory.mktemp("llama")
+    config = transformers.LlamaConfig(
+        vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
+        max_position_embeddings=32,
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def test_a_hugging_face_model_has_the_same_contract(llama):
+    model, tokens = build(f"hf:{llama}", 61, 16, seed=0), _tokens(2, 16)
+    assert isinstance(model, Pretrained) and model.training
+    logits = model(tokens)
+    torch.testing.assert_close(model(tokens, tokens), loss_of(logits, tokens))
+    torch.testing.assert_close(logits, model.network(input_ids=tokens).logits)
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "context", "text"),
+    [(62, 16, "61 embeddings, the tokenizer 62 tokens"), (61, 33, "takes 32 tokens at most: lower --context 33")],
+)
+def test_a_hugging_face_model_that_does_not_fit_is_refused(llama, vocabulary, context, text):
+    with pytest.raises(ConfigError, match=text):
+        build(f"hf:{llama}", vocabulary, context, seed=0)
+
+
+def test_a_folder_without_a_model_is_refused_in_one_line(tmp_path):
+    pytest.importorskip("transformers")
+    with pytest.raises(ConfigError, match="give the folder or the hub's name") as caught:
+        build(f"hf:{tmp_path}", 61, 16, seed=0)
+    assert "\n" not in str(caught.value)
+
+
+def test_without_transformers_the_error_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)  # what `import` finds if it is not installed
+    with pytest.raises(ConfigError) as caught:
+        build("hf:x", 9, 9, seed=0)
+    assert str(caught.value) == "model='hf:x' needs transformers: pip install 'diloco[hf]'"
