@@ -273,7 +273,8 @@ def _sharding(parameters: dict[str, Tensor]) -> str:
     """Which shard of the model this process holds, as a name."""
     for p in parameters.values():
         if isinstance(p, DTensor) and p.device_mesh.size() > 1:
-            return f"shard {p.device_mesh.get_rank() - int(p.device_mesh.mesh.min())} of {p.device_mesh.size()}"
+            ranks = p.device_mesh.mesh.flatten().tolist()
+            return f"shard {ranks.index(p.device_mesh.get_rank())} of {len(ranks)}"
     return "shard 0 of 1"
 
 

@@ -36,6 +36,7 @@ class Part:
         self.number, self.fragment, self.outer, self.codec = number, fragment, outer, codec
         self.shard = Shard(fragment, tensors)
         self.state = State(0, host(self.shard.size), outer.state(self.shard.size))
+        self.pinned = self.state.anchor.is_pinned()
         self.shard.read(self.state.anchor)
         self.flight: Flight | None = None
         self.sent_step = 0
@@ -43,7 +44,7 @@ class Part:
 
     def depart(self, step: int, work: float) -> Flight:
         """Take the delta against the anchor, never against the merged local value."""
-        values = torch.empty_like(self.state.anchor)
+        values = torch.empty(self.shard.size, pin_memory=self.pinned)
         ready = self.shard.subtract(self.state.anchor, values)
         self.sent_step = step
         self.flight = Flight(self.state.index + 1, step, work, work - self.counted, values, ready, time.time())
