@@ -151,21 +151,23 @@ class E3M0:
         n, count = len(x), sizes.blocks(len(x))
         upper = np.zeros((count, BLOCK), np.int16)
         upper.reshape(-1)[:n] = x.numpy().view(np.int16)[1::2]
-        code = upper & 0x7FFF
+        upper += 0x40
+        upper >>= 7  # sign and rounded exponent
+        code = torch.from_numpy(upper.astype(np.uint8)).clamp_max_(254)
+        scale, code = code.amax(1).numpy(), code.numpy()
         # Scales below 2^-119 are sent as 0: their codes would be denormals, which some processors flush to zero.
-        scale = np.minimum((code.max(axis=1) + np.int16(0x40)) >> 7, 254)
         scale[scale < 8] = 0
-        code -= (((scale - 7) << 7) - 0x40)[:, None]
-        np.clip(code, 0, (8 << 7) - 1, out=code)
-        code >>= 7
-        upper >>= 12
+        zero = (np.maximum(scale, 7) - np.uint8(7))[:, None]
+        np.maximum(code, zero, out=code)
+        code -= zero
+        upper >>= 5
         upper &= 8
-        code |= upper
-        pairs = code.view(np.int32)  # little-endian: the even value is in the lower half
-        packed = (pairs | (pairs >> 12)).astype(np.uint8).reshape(-1)
+        code |= upper.astype(np.uint8)
+        pairs = code.view(np.uint16).reshape(-1)  # little-endian: the even value is in the lower half
+        pairs |= pairs >> 4
         payload = np.empty(self.nbytes(n), np.uint8)
         payload[:count] = scale
-        payload[count:] = packed[: -(-n // 2)]
+        payload[count:] = pairs[: -(-n // 2)].astype(np.uint8)
         return torch.from_numpy(payload)
 
     def decode(self, payload: Tensor, n: int) -> Tensor:

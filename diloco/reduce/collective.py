@@ -106,11 +106,13 @@ class Collective:
         for i, source in enumerate(sources([[tuple(h) for h in replica] for replica in held])):
             if source is None:
                 continue
-            mine = held[self.replica][i] == held[source][i]
-            state = State(held[source][i][0], states[i].anchor.clone(), states[i].outer.clone())
+            state = State(
+                held[source][i][0], states[i].anchor, states[i].outer
+            )  # in place: no second copy of the model
             for tensor in (state.anchor, state.outer):
                 line.broadcast(tensor, source)
-            out[i] = states[i] if mine else state
+            if held[self.replica][i] != held[source][i]:
+                out[i] = state
         return out
 
     def _round(self, line: Line, fragment: int, index: int, delta: Delta, began: float) -> Round | Dropped:
@@ -135,18 +137,20 @@ class Collective:
 
     def _mean_by_gather(self, line: Line, codec: Codec, values: Tensor, weights: list[float]) -> Tensor:
         """Everyone gets all deltas, its own too as the others see it, and averages."""
-        return mean(codec, line.all_gather(pack(codec, values)), weights, len(values))
+        payload = pack(codec, values)
+        received = line.swap([payload] * self.replicas, [len(payload)] * self.replicas)
+        return mean(codec, received, weights, len(values))
 
     def _mean_by_parts(self, line: Line, codec: Codec, values: Tensor, weights: list[float]) -> Tensor:
         """Everyone averages one part and hands it round; quantised deltas are never summed on their way."""
         second = self._second or codec
         cuts = parts(len(values), self.replicas)
-        mine = cuts[self.replica].stop - cuts[self.replica].start
-        received = line.all_to_all([pack(codec, values[cut]) for cut in cuts], codec.nbytes(mine))
+        counts = [cut.stop - cut.start for cut in cuts]
+        mine = counts[self.replica]
+        received = line.swap([pack(codec, values[cut]) for cut in cuts], [codec.nbytes(mine)] * self.replicas)
         averaged = pack(second, mean(codec, received, weights, mine))
-        padded = torch.zeros(second.nbytes(cuts[0].stop), dtype=torch.uint8)
-        padded[: len(averaged)] = averaged
+        averages = line.swap([averaged] * self.replicas, [second.nbytes(n) for n in counts])
         out = torch.empty(len(values), dtype=torch.float32)
-        for cut, payload in zip(cuts, line.all_gather(padded), strict=True):
-            out[cut] = unpack(second, payload, cut.stop - cut.start)
+        for cut, n, payload in zip(cuts, counts, averages, strict=True):
+            out[cut] = unpack(second, payload, n)
         return out

@@ -29,6 +29,7 @@ class Line:
         # Groups of our own: the user's collectives come from another thread, in an order we do not know. They are not
         # registered with torch.distributed, whose names and keys would be used again after a group was destroyed.
         self._timeout = timeout
+        self._replica = ranks.index(dist.get_rank())
         self._replicas, self._inner_size = len(ranks), len(inner)
         self._device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
         self._control: Any = self._group("control", ranks, "gloo")
@@ -96,6 +97,7 @@ class Line:
                 future.set_exception(PeerLost(self._lost))
             except BaseException as error:
                 future.set_exception(error)
+            del job, work, future  # they hold a delta and a mean, and the next job may be long in coming
         self._drop()
 
     def _drop(self) -> None:
@@ -105,13 +107,13 @@ class Line:
                 return
         threading.Event().wait()  # for the end of the process
 
-    def _wait(self, works: Sequence[Any]) -> None:
+    def _wait(self, works: Sequence[Any], poll: bool = True) -> None:
         """Sleep until all are done, checking after ever longer pauses: at most 5 % more time, and little work.
 
         Not in `work.wait()`: a thread that is in there when the interpreter ends aborts the process.
         """
         began = time.perf_counter()
-        while not all(work.is_completed() for work in works):
+        while poll and not all(work.is_completed() for work in works):
             time.sleep(min(max((time.perf_counter() - began) / 20, 1e-4), 0.02))
         try:
             for work in works:
@@ -141,33 +143,46 @@ class Line:
         if len(tensor):
             self._wait([self._control.broadcast(tensor, source)])
 
-    def all_gather(self, payload: Tensor) -> list[Tensor]:
-        """Each replica's payload, all of one size."""
-        outs, works = [], []
-        for group, part in zip(self._payload, payload.tensor_split(len(self._payload)), strict=True):
-            outs.append(torch.empty(self._replicas * len(part), dtype=torch.uint8, device=self._device))
-            if len(part):
-                works.append(group._allgather_base(outs[-1], part.to(self._device)))
-        self._wait(works)
-        self.sent += len(payload) * (self._replicas - 1)
-        rows = [out.cpu().view(self._replicas, -1) for out in outs]
-        return [rows[0][m] if len(rows) == 1 else torch.cat([r[m] for r in rows]) for m in range(self._replicas)]
+    def swap(self, payloads: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
+        """Give each replica the payload for it; take from each what it has for this one, sizes[m] bytes."""
+        streams, out = len(self._payload), [torch.empty(size, dtype=torch.uint8) for size in sizes]
+        out[self._replica] = payloads[self._replica]
+        swap = self._swap_gloo if self._device.type == "cpu" else self._swap_nccl
+        ours, theirs = ([t.tensor_split(streams) for t in tensors] for tensors in (payloads, out))
+        try:
+            started = [
+                swap(group, [t[i] for t in ours], [t[i] for t in theirs]) for i, group in enumerate(self._payload)
+            ]
+        except RuntimeError as error:  # a connection that is known to be closed
+            raise _Broken(_explain(str(error), self._timeout)) from None
+        self._wait([last for *_, last in started])
+        self._wait([work for works in started for work in works], poll=False)
+        self.sent += sum(map(len, payloads)) - len(payloads[self._replica])
+        return out
 
-    def all_to_all(self, payloads: list[Tensor], expected: int) -> list[Tensor]:
-        """The payload that each replica has for this one, `expected` bytes each."""
-        streams = len(self._payload)
-        outs, works = [], []
-        for i, group in enumerate(self._payload):
-            ours = [payload.tensor_split(streams)[i] for payload in payloads]
-            size = len(torch.empty(expected, dtype=torch.uint8).tensor_split(streams)[i])
-            data = torch.cat(ours).to(self._device)
-            outs.append(torch.empty(size * self._replicas, dtype=torch.uint8, device=self._device))
-            sizes = [size] * self._replicas, [len(part) for part in ours]
-            works.append(group.alltoall_base(outs[-1], data, *sizes))
-        self._wait(works)
-        self.sent += sum(map(len, payloads)) - expected
-        rows = [out.cpu().view(self._replicas, -1) for out in outs]
-        return [torch.cat([r[m] for r in rows]) for m in range(self._replicas)]
+    def _swap_gloo(self, group: Any, ours: list[Tensor], theirs: list[Tensor]) -> list[Any]:
+        """Straight to each peer, every receive posted before any send.
+
+        gloo announces a receive on the connection that carries the data: behind megabytes of our own the peer sees it
+        only when ours are through, and the link works one way at a time. gloo's own all_gather and all_to_all often do
+        that (50 to 75 % of a 100 Mbit/s link in two rounds of three; in this order 99 % in all).
+        Sends and receives cannot be asked whether they are done. A byte to each peer at the end can, and it travels
+        behind them on the same connections.
+        """
+        peers = [(self._replica + i) % self._replicas for i in range(1, self._replicas)]
+        receives = [group.recv([theirs[m]], m, 0) for m in peers if len(theirs[m])]
+        sends = [group.send([ours[m]], m, 0) for m in peers if len(ours[m])]
+        end = [torch.zeros(self._replicas, dtype=torch.uint8) for _ in range(2)]
+        return [*receives, *sends, group.alltoall_base(*end, [], [])]
+
+    def _swap_nccl(self, group: Any, ours: list[Tensor], theirs: list[Tensor]) -> list[Any]:
+        received = torch.empty(sum(map(len, theirs)), dtype=torch.uint8, device=self._device)
+        data = torch.cat(ours).to(self._device)
+        work = group.alltoall_base(received, data, [len(t) for t in theirs], [len(o) for o in ours])
+        self._wait([work])
+        for target, values in zip(theirs, received.split([len(t) for t in theirs]), strict=True):
+            target.copy_(values)
+        return [work]
 
     def gather_inner(self, share: Tensor, n: int) -> Tensor:
         """The whole of n values from the share that each rank of this replica has."""

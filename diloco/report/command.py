@@ -34,5 +34,6 @@ def main(config: ReportConfig) -> int:
         print(json.dumps([{"run": str(run.folder), **run.summary} for run in runs]))  # noqa: T201
     else:
         Console().print(terminal.table(runs[0]) if len(runs) == 1 else terminal.comparison(runs))
-        Console().print(f"report: {out}", highlight=False, soft_wrap=True)
+        if len(runs) > 1 or config.out:
+            Console().print(f"report: {out}", highlight=False, soft_wrap=True)
     return 0

@@ -53,7 +53,7 @@ def train(config: TrainConfig, world: World, folder: Path) -> dict[str, Any]:
 
     model, mesh = spread(model, config, world, device)
     bare = model.module if isinstance(model, DistributedDataParallel) else model  # which one replica may call alone
-    compiled = torch.compile(model) if config.compile else model
+    compiled: Any = torch.compile(model) if config.compile else model
     optimizer = adamw(model, config)
     home = folder / f"replica-{world.replica}"
     sinks = open_sinks(config.track, f"{folder.name}-{world.replica}", asdict(config), home) if world.shard == 0 else []
@@ -71,8 +71,8 @@ def train(config: TrainConfig, world: World, folder: Path) -> dict[str, Any]:
     start = checkpoints.newest_common() if config.resume else 0
     if start is None:
         raise ConfigError(f"{folder} has no checkpoint that all replicas have: there is nothing to resume")
+    saved = state() if start else {}
     if start:
-        saved = state()
         checkpoints.load(start, saved)
         set_state_dict(model, optimizer, model_state_dict=saved["model"], optim_state_dict=saved["optimizer"])
         data.load_state_dict(saved[own]["data"])
@@ -137,8 +137,8 @@ def train(config: TrainConfig, world: World, folder: Path) -> dict[str, Any]:
         for finished in stats.since(rounds):
             metrics.round(finished)
         rounds = stats.rounds
-        if step % config.eval_every == 0 and step < config.steps and world.replica == 0:
-            evaluate(step)
+        if step % config.eval_every == 0 and step < config.steps:
+            evaluate(step)  # on all replicas: one alone would keep the others waiting
         if stopped := stop.after(step, seconds):
             break
         if step % config.save_every == 0 and step < config.steps:
