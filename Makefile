@@ -5,8 +5,8 @@ export PIP_CONSTRAINT := constraints.txt
 
 .PHONY: demo test lint bench clean
 
-demo: .venv/ready  ## two replicas on this machine
-	$(BIN)/torchrun --nproc_per_node 2 --master_addr 127.0.0.1 --master_port 29501 examples/minimal.py
+demo: .venv/ready  ## two replicas train a small model on this machine, two to three minutes
+	$(BIN)/diloco train recipes/demo.toml
 
 test: .venv/ready
 	$(BIN)/python -m pytest
@@ -21,6 +21,7 @@ bench: .venv/ready  ## measured figures: benchmarks/results/*.json and the table
 	$(BIN)/python -m benchmarks.codec
 	$(BIN)/python -m benchmarks.overhead
 	$(BIN)/python -m benchmarks.reduce
+	$(BIN)/python -m benchmarks.trainer
 	$(BIN)/python -m benchmarks.table
 
 .venv/ready: pyproject.toml constraints.txt

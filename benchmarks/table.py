@@ -108,10 +108,20 @@ each in flight (one fragment during rounds, all in `finish()`), and 32 MB:
 {table(("peak", "measured", "allowed"), peaks)}"""
 
 
+def trainer(record: Record) -> str:
+    settings, values = record["settings"], record["values"]
+    return f"""
+`python -m benchmarks.trainer`: `diloco train --method local` against a bare PyTorch loop with the same model
+({settings["model"]}, {settings["batch"]} × {settings["context"]} tokens a step), one process on one core, blocks of
+{settings["steps"]} steps in turn (ABBA, {settings["pairs"]} pairs). The trainer makes {values["ratio"]:.3f} of the bare
+loop's tokens per second (median over pairs); its logging is in the time."""
+
+
 SECTIONS: dict[str, tuple[str, Callable[[Record], str]]] = {
     "codec": ("Codecs: speed and loss", codec),
     "reduce": ("A round: bytes and seconds", reduce),
     "overhead": ("What training pays", overhead),
+    "trainer": ("The trainer against a bare loop", trainer),
 }
 
 

@@ -1,4 +1,4 @@
-"""The corpus, from documents to batches: deterministic, disjoint, resumable; and what it says if something is wrong."""
+"""The corpus: the same for everyone, split without overlap, prepared once; and what it says if something is wrong."""
 
 import json
 import sys
@@ -8,14 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from diloco.errors import ConfigError
-from diloco.train import documents
-from diloco.train.batches import Batches, permuted
+from diloco.train import data, documents
 from diloco.train.data import default_cache, prepare
-from diloco.train.tokens import BPE, Bytes, dtype, load
 from tests.processes import context
 
 LINES = [f"line {i}: {'abcdefghij'[i % 10] * (i % 37)} end" for i in range(2000)]
@@ -42,76 +38,6 @@ def _documents(path: Path) -> list[bytes]:
     pieces = np.split(ids, np.flatnonzero(ids == 256) + 1)
     assert len(pieces[-1]) == 0  # the last document too has its end
     return [piece[:-1].astype(np.uint8).tobytes() for piece in pieces[:-1]]
-
-
-# Tokens
-
-
-@given(st.binary(max_size=300))
-def test_bytes_come_back(data):
-    ids = Bytes().encode(data)
-    assert ids.dtype == np.uint16 and ids.tolist() == list(data)
-    assert Bytes().nbytes(ids) == len(data)
-    assert Bytes().decode(ids) == data.decode(errors="replace")
-
-
-@given(st.text(max_size=100))
-def test_text_comes_back(text):
-    assert Bytes().decode([*Bytes().encode(text.encode()), 256]) == text
-
-
-@pytest.fixture(scope="module")
-def bpe():
-    pytest.importorskip("tokenizers")
-    return BPE.train([line.encode() for line in LINES], 300)
-
-
-@settings(deadline=None)
-@given(text=st.text(max_size=60))
-def test_a_bpe_gives_text_back(bpe, text):
-    ids = bpe.encode(text.encode())
-    assert bpe.decode([*ids, bpe.end]) == text
-    assert bpe.nbytes(ids) == len(text.encode())
-    assert bpe.end not in ids
-
-
-def test_a_trained_bpe_has_the_size_asked_for_and_shortens_text(bpe):
-    text = "\n".join(LINES).encode()
-    assert bpe.vocabulary == 300 and bpe.end == 299
-    assert len(bpe.encode(text)) < 0.6 * len(text)
-
-
-def test_large_vocabularies_have_wide_ids():
-    assert dtype(65536) == np.uint16 and dtype(65537) == np.uint32
-
-
-def test_a_tokenizer_is_read_from_its_file_or_its_folder(tmp_path, bpe):
-    bpe.save(tmp_path)
-    for spec in (tmp_path, tmp_path / "tokenizer.json"):
-        assert load(str(spec)).encode(b"line 7").tolist() == bpe.encode(b"line 7").tolist()
-
-
-def test_an_end_is_added_to_a_tokenizer_that_has_none(tmp_path):
-    tokenizers = pytest.importorskip("tokenizers")
-    plain = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]"))
-    plain.save(str(tmp_path / "tokenizer.json"))
-    assert (load(str(tmp_path)).vocabulary, load(str(tmp_path)).end) == (3, 2)
-
-
-@pytest.mark.parametrize("spec", ["train:256", "train:", "train:many", "nowhere/tokenizer.json"])
-def test_a_bad_tokenizer_is_refused(spec, tmp_path, book):
-    with pytest.raises(ConfigError, match=r"give .*train:SIZE"):
-        prepare([str(book)], spec, tmp_path / "cache")
-
-
-def test_a_file_that_is_no_tokenizer_is_refused(tmp_path):
-    pytest.importorskip("tokenizers")
-    (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"is no tokenizer\.json"):
-        load(str(tmp_path))
-
-
-# The standard library
 
 
 def test_the_default_corpus_is_the_standard_library_without_tests(standard):
@@ -149,7 +75,16 @@ def test_the_unigram_loss_is_what_it_says(standard):
     assert 2.5 < expected < 4  # program text
 
 
-# Files
+def test_evaluation_is_fixed_spread_and_in_equal_batches(standard):
+    windows = standard.evaluation(128, 32_768)
+    again = standard.evaluation(128, 32_768)
+    assert {x.shape for x, _ in windows} == {(16, 128)} and len(windows) == 16
+    assert all(torch.equal(a[0], b[0]) and torch.equal(a[1], b[1]) for a, b in zip(windows, again, strict=True))
+    ids = _ids(standard.held_out).astype(np.int64)
+    every = (len(ids) - 1) // 128
+    for n, (x, y) in enumerate(zip(*(torch.cat(part) for part in zip(*windows, strict=True)), strict=True)):
+        start = n * every // 256 * 128
+        assert x.tolist() == ids[start : start + 128].tolist() and y.tolist() == ids[start + 1 : start + 129].tolist()
 
 
 def test_text_files_are_cut_at_lines_and_nothing_is_lost(tmp_path, book):
@@ -247,7 +182,10 @@ def test_a_trained_tokenizer_is_kept_with_the_corpus(tmp_path, book):
     assert again.tokenizer.decode(documents.open_shard(again.train, 300)[:20]).startswith("line 0")
 
 
-# The cache
+def test_evaluation_takes_what_there_is(tmp_path, book):
+    corpus = prepare([str(book)], "bytes", tmp_path / "cache")
+    assert sum(len(x) for x, _ in corpus.evaluation(8, 10**9)) > 0.9 * len(_ids(corpus.held_out)) / 8
+    assert [len(x) for x, _ in corpus.evaluation(8, 1)] == [1]
 
 
 def test_a_prepared_corpus_is_found_and_a_changed_source_is_prepared_again(tmp_path, book):
@@ -263,8 +201,9 @@ def test_a_prepared_corpus_is_found_and_a_changed_source_is_prepared_again(tmp_p
 def test_a_damaged_cache_is_prepared_again(tmp_path, book):
     first = prepare([str(book)], "bytes", tmp_path / "cache")
     content = first.train.read_bytes()
-    first.train.write_bytes(content[:-2])
-    assert prepare([str(book)], "bytes", tmp_path / "cache").train.read_bytes() == content
+    for damaged in (content[:-2], content + b"ab"):
+        first.train.write_bytes(damaged)
+        assert prepare([str(book)], "bytes", tmp_path / "cache").train.read_bytes() == content
     first.train.unlink()
     assert prepare([str(book)], "bytes", tmp_path / "cache").train.read_bytes() == content
 
@@ -286,121 +225,21 @@ def test_processes_that_prepare_at_once_all_end_well(tmp_path, standard):
     assert len(list(tmp_path.iterdir())) == 1  # no temporary folder is left
 
 
+def test_who_comes_second_leaves_the_first_ones_files_alone(tmp_path, book):
+    corpus = prepare([str(book)], "bytes", tmp_path / "cache")
+    before = corpus.train.stat().st_ino
+    (tmp_path / "late").mkdir()
+    data._write(tmp_path / "late", documents.find([str(book)]), "bytes")
+    data._publish(tmp_path / "late", corpus.train.parent)
+    assert corpus.train.stat().st_ino == before
+
+
 def test_the_cache_is_where_the_platform_has_it(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     if sys.platform == "linux":
         assert default_cache() == tmp_path / "diloco"
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert default_cache().name == "diloco" and default_cache().is_relative_to(Path.home())
-
-
-# Batches
-
-
-@settings(max_examples=200, deadline=None)
-@given(size=st.integers(1, 3000), seed=st.integers(0, 2**40), epoch=st.integers(0, 5))
-def test_the_order_is_a_permutation(size, seed, epoch):
-    assert np.array_equal(np.sort(permuted(np.arange(size), size, seed, epoch)), np.arange(size))
-
-
-@given(size=st.integers(2**33, 2**60), places=st.lists(st.integers(0, 2**33), min_size=2, max_size=20, unique=True))
-def test_the_order_of_a_huge_corpus_needs_no_table(size, places):
-    out = permuted(np.array(places), size, seed=1, epoch=0)
-    assert len(set(out.tolist())) == len(places) and out.min() >= 0 and out.max() < size
-
-
-def test_the_order_looks_random_and_differs_by_seed_and_epoch():
-    size = 10_000
-    orders = [permuted(np.arange(size), size, seed, epoch) for seed, epoch in ((0, 0), (0, 1), (1, 0))]
-    for order in orders:
-        steps = np.diff(order)
-        assert abs(np.corrcoef(np.arange(size), order)[0, 1]) < 0.05
-        assert abs(np.corrcoef(order[:-1], order[1:])[0, 1]) < 0.05
-        assert len(np.unique(steps)) > 0.5 * size  # an affine order would have two
-    assert (orders[0] == orders[1]).mean() < 0.01 and (orders[0] == orders[2]).mean() < 0.01
-
-
-def _batches(tokens, replica=0, replicas=1, sequences=1, context=4, seed=0):
-    return Batches(tokens, replica=replica, replicas=replicas, sequences=sequences, context=context, seed=seed)
-
-
-@settings(max_examples=60, deadline=None)
-@given(windows=st.integers(1, 200), context=st.integers(1, 9), replicas=st.integers(1, 5), sequences=st.integers(1, 7))
-def test_each_epoch_visits_each_window_once_and_replicas_share_none(windows, context, replicas, sequences):
-    tokens = np.arange(windows * context + 1, dtype=np.uint16)
-    if windows < replicas * sequences:
-        with pytest.raises(ConfigError, match="fewer than one batch"):
-            _batches(tokens, 0, replicas, sequences, context)
-        return
-    loaders = [_batches(tokens, m, replicas, sequences, context) for m in range(replicas)]
-    row: list[int] = []
-    while len(row) < 3 * windows:
-        row += [int(w) for loader in loaders for w in loader.take()]
-    for epoch in range(3):
-        assert sorted(row[epoch * windows : (epoch + 1) * windows]) == list(range(windows))
-
-
-@pytest.mark.parametrize(("replicas", "accumulate"), [(1, 1), (2, 1), (4, 1), (2, 2), (1, 4)])
-def test_a_step_takes_the_same_windows_for_any_number_of_replicas(replicas, accumulate):
-    tokens = np.arange(4 * 101 + 1, dtype=np.uint16)
-    alone = _batches(tokens, sequences=8)
-    loaders = [_batches(tokens, m, replicas, 8 // replicas // accumulate) for m in range(replicas)]
-    for _ in range(30):
-        together = [w for _ in range(accumulate) for loader in loaders for w in loader.take()]
-        assert together == alone.take().tolist()
-
-
-def test_targets_are_the_inputs_one_later():
-    x, y = _batches(np.arange(1001, dtype=np.uint16), sequences=3, context=10).next()
-    assert x.shape == y.shape == (3, 10) and x.dtype == y.dtype == torch.int64
-    assert torch.equal(y, x + 1) and (x[:, 0] % 10 == 0).all()
-    assert x.is_contiguous() and y.is_contiguous()
-
-
-@settings(max_examples=25, deadline=None)
-@given(position=st.integers(0, 60), replica=st.integers(0, 1), seed=st.integers(0, 99))
-def test_batches_resume_at_any_position(position, replica, seed):
-    tokens = np.arange(4 * 50 + 1, dtype=np.uint16)
-    first = _batches(tokens, replica, 2, 3, seed=seed)
-    for _ in range(position):
-        first.next()
-    saved = json.loads(json.dumps(first.state_dict()))
-    second = _batches(tokens, replica, 2, 3, seed=seed)
-    second.load_state_dict(saved)
-    for _ in range(20):
-        assert all(torch.equal(a, b) for a, b in zip(first.next(), second.next(), strict=True))
-
-
-def test_a_batch_costs_well_under_a_millisecond(standard):
-    loader = standard.batches(0, 2, 16, 128, seed=0)
-    loader.next()
-    seconds = []
-    for _ in range(200):
-        start = time.perf_counter()
-        loader.next()
-        seconds.append(time.perf_counter() - start)
-    assert min(seconds) < 5e-4
-
-
-def test_evaluation_is_fixed_spread_and_in_equal_batches(standard):
-    windows = standard.evaluation(128, 32_768)
-    again = standard.evaluation(128, 32_768)
-    assert {x.shape for x, _ in windows} == {(16, 128)} and len(windows) == 16
-    assert all(torch.equal(a[0], b[0]) and torch.equal(a[1], b[1]) for a, b in zip(windows, again, strict=True))
-    ids = _ids(standard.held_out).astype(np.int64)
-    every = (len(ids) - 1) // 128
-    for n, (x, y) in enumerate(zip(*(torch.cat(part) for part in zip(*windows, strict=True)), strict=True)):
-        start = n * every // 256 * 128
-        assert x.tolist() == ids[start : start + 128].tolist() and y.tolist() == ids[start + 1 : start + 129].tolist()
-
-
-def test_evaluation_takes_what_there_is(tmp_path, book):
-    corpus = prepare([str(book)], "bytes", tmp_path / "cache")
-    assert sum(len(x) for x, _ in corpus.evaluation(8, 10**9)) > 0.9 * len(_ids(corpus.held_out)) / 8
-    assert [len(x) for x, _ in corpus.evaluation(8, 1)] == [1]
-
-
-# Errors: one line that says what to do
 
 
 @pytest.mark.parametrize(
@@ -448,11 +287,6 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path, book):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"cannot prepare the corpus: .*file.*; free or give another place"):
         prepare([str(book)], "bytes", tmp_path / "file" / "cache")
-
-
-def test_a_replica_that_does_not_exist_is_refused():
-    with pytest.raises(ConfigError, match="replica=2: give a number from 0 to 1"):
-        _batches(np.arange(100), replica=2, replicas=2)
 
 
 @pytest.mark.parametrize(

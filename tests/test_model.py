@@ -62,11 +62,8 @@ def test_one_layer_sees_the_order_of_earlier_tokens():
     """Without positions, the last logits of a single layer would not change when two earlier tokens trade places."""
     model, tokens = Decoder(replace(SMALL, layers=1), 16), _tokens(1, 8)
     model.initialize(torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(5)
-        swapped = tokens[:, [1, 0, *range(2, 8)]]
-        assert (model(tokens)[:, -1] - model(swapped)[:, -1]).abs().max() > 1e-3
+    swapped = tokens[:, [1, 0, *range(2, 8)]]
+    assert (model(tokens)[:, -1] - model(swapped)[:, -1]).abs().max() > 1e-4  # 2e-3; rounding gives 1e-7
 
 
 def test_rotary_scores_depend_on_the_distance_alone():

@@ -13,11 +13,14 @@ from diloco.errors import ConfigError
 from diloco.plan import laws
 from diloco.plan.against import compare, line
 from diloco.plan.command import PlanConfig, main
-from diloco.plan.model import as_fragments, equal, named
+from diloco.plan.model import as_fragments, equal, named, parse_fragments
 from diloco.plan.plan import Limits, Settings, built, choose
 from diloco.plan.simulate import Group, utilization
 from diloco.plan.traffic import CODECS, Link
+from diloco.presets import PRESETS
 from diloco.train.config import TrainConfig
+from diloco.train.config import parse_fragments as of_trainer
+from diloco.train.rules import resolve
 
 GIVEN = {"model": "1b", "step_seconds": 1.0, "link": ("100mbit",)}
 
@@ -95,6 +98,16 @@ def test_loss_estimates_outside_what_was_published_say_so():
     assert "overlap" in laws.loss_gap(1e9, 2, 100, 6).caution
     gaps = [laws.loss_gap(1e9, m, 100, 1).gap for m in (1, 2, 3, 4, 6, 8, 12)]
     assert gaps == sorted(gaps)
+
+
+@pytest.mark.parametrize(("replicas", "context", "batch", "tokens"), [(2, 2048, None, None), (3, 128, None, 10**7),
+                                                                        (8, 512, 64, None)])  # fmt: skip
+def test_steps_outer_lr_and_fragments_are_those_of_the_trainer(replicas, context, batch, tokens):
+    parameters = PRESETS["35m"].parameters
+    config, _ = resolve(TrainConfig(context=context, batch=batch, tokens=tokens), parameters, replicas)
+    assert laws.steps(parameters, replicas, context, batch, tokens) == config.steps
+    assert laws.outer_lr(replicas)[0] == config.outer_lr
+    assert parse_fragments("balanced:7") == of_trainer("balanced:7") == ("balanced", 7)
 
 
 def test_json_holds_every_method_and_agrees_with_itself(capsys):
@@ -201,6 +214,7 @@ def test_planning_needs_no_torch():
         ({"speeds": (1.0,)}, "2 numbers above 0"),
         ({"jitter": -0.1}, "from 0 to 1"),
         ({"target": 95.0}, "up to 1"),
+        ({"batch": 0}, "at least 1"),
         ({"tokens": "many"}, "write 25b"),
         ({"memory": "80"}, "allowed: b, kb"),
         ({"quorum": 3, "reduce": "bucket"}, "give 1 to 2"),
@@ -280,6 +294,16 @@ def test_an_overlapped_run_is_predicted_from_its_link(tmp_path):
     faster = compare(folder, Link.same(1e12))
     assert faster.predicted == pytest.approx(1.0, abs=1e-4)
     assert math.isclose(faster.measured, comparison.measured)
+
+
+def test_the_rate_is_that_of_a_usual_round_of_the_replica_that_waited_for_nobody(tmp_path):
+    folder = run_folder(tmp_path / "run")
+    early, late = (folder / f"replica-{m}" / "events.jsonl" for m in range(2))
+    rounds = [json.loads(text) for text in early.read_text().splitlines()]
+    early.write_text("".join(json.dumps(each | {"flight_seconds": 2.0}) + "\n" for each in rounds))
+    rounds[0]["flight_seconds"] = 0.001
+    late.write_text("".join(json.dumps(each) + "\n" for each in rounds))
+    assert compare(folder).rate == pytest.approx(16e6)
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path):

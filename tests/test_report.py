@@ -317,15 +317,18 @@ def test_plain_lines_follow_a_run_as_it_is_written(finished: Path, tmp_path: Pat
         copy_until(20, finished, tmp_path, rest='{"step": 21, "train/l')
         live.refresh()
         live.refresh()
+        copy_until(21, finished, tmp_path)
+        live.refresh()
         copy_until(100, finished, tmp_path)
         live.refresh()
-    first, second = stream.getvalue().splitlines()
+    first, second, last = stream.getvalue().splitlines()
     values = [read(finished).replicas[number].steps[19].loss for number in (0, 1)]
     assert re.match(
         r"0:00:00  step 20/300  loss ([\d.]+) ([\d.]+)  [\d.]+ k tokens/s  sent 0 B  left \d+(\.\d+)? s$", first
     )
+    assert "step 21/300" in second, "the line that was half there is read whole"
     assert f"loss {values[0]:.3f} {values[1]:.3f}  " in first
-    assert "step 100/300" in second and f"sent {(5 * ROUND_BYTES + 10_000) // 1000} kB" in second, (
+    assert "step 100/300" in last and f"sent {(5 * ROUND_BYTES + 10_000) // 1000} kB" in last, (
         "one round of each fragment"
     )
 
@@ -466,8 +469,9 @@ def test_the_comparison_renders_offline_without_a_console_error(tmp_path: Path) 
         for name in ("dp", "streaming")
         for seed in (0, 1)
     ]
+    runs.append(make_run(tmp_path / "odd", steps=60, codec="</script><i>"))
     html.write(runs, tmp_path / "compare.html")
     assert_offline(tmp_path / "compare.html")
     page = chromium(tmp_path / "compare.html", tmp_path / "profile", "--dump-dom")
     assert 'data-drawn="yes"' in page and page.count('class="uplot') == 2
-    assert page.count('u-label">streaming, seed 1') == 2 and "± 0.00 %" in page
+    assert page.count('u-label">streaming, codec e3m0, seed 1') == 2 and "± 0.00 %" in page

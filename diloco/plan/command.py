@@ -9,15 +9,13 @@ from typing import Literal
 import numpy as np
 
 from diloco.errors import ConfigError
-from diloco.plan import against, plot, quantity, table
+from diloco.plan import against, laws, plot, quantity, table
 from diloco.plan.model import Model, as_fragments, equal, named
 from diloco.plan.plan import Choice, Limits, Settings, choose
 from diloco.plan.recipe import recipe
 from diloco.plan.rows import Conditions, Prices, Row, candidates, rows
 from diloco.plan.simulate import Group, utilization
 from diloco.plan.traffic import Link
-from diloco.train.config import TrainConfig
-from diloco.train.rules import resolve
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +92,9 @@ class PlanConfig:
     """Recompute the paper's bandwidth tables, beside the published numbers."""
     against: Path | None = None
     """Compare a finished run's folder with the prediction."""
+
+
+CONFIG = PlanConfig
 
 
 def main(config: PlanConfig) -> int:
@@ -179,12 +180,12 @@ def _link(config: PlanConfig) -> Link:
 
 
 def _steps(config: PlanConfig, model: Model) -> int:
-    """Of the run, by the rules of the trainer."""
+    for name in ("batch", "context"):
+        value = getattr(config, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"{name}={value}: give a whole number of at least 1")
     tokens = None if config.tokens is None else quantity.count(config.tokens)
-    run = TrainConfig(context=config.context, batch=config.batch, tokens=tokens, sync_every=100, overlap=0)
-    resolved, _ = resolve(run, round(model.parameters), config.replicas)
-    assert resolved.steps is not None
-    return resolved.steps
+    return laws.steps(model.parameters, config.replicas, config.context, config.batch, tokens)
 
 
 def _conditions(config: PlanConfig, model: Model, group: Group, link: Link, steps: int) -> Conditions:

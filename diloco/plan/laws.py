@@ -20,6 +20,9 @@ LOSS_30_100 = {
 """Loss with sync_every 30 and 100 at 35M, 100M, 200M, 300M, 500M and 1B, by replicas (streaming paper, Tables 5, 6)."""
 LARGEST_SYNC_EVERY = 300
 """The largest that the scaling laws tried."""
+OUTER_LR = {1: 0.4, 2: 0.6, 4: 0.6, 8: 0.8}
+"""Best outer lr by replicas, large models, sync_every 30 (scaling laws)."""
+TOKENS_PER_PARAMETER = 20
 SAFE_OVERLAP = 5
 """The streaming paper's advice; up to 10 it saw less than 0.2 % of loss."""
 
@@ -53,6 +56,24 @@ def loss_gap(parameters: float, replicas: int, sync_every: int, overlap: int) ->
         cautions.append("up to 0.2 % more for overlap" if overlap <= 10 else "overlap above 10 costs more")
     source = f"{SCALING_LAWS} fits by replicas; {STREAMING} Tables 5, 6 for sync_every"
     return Estimate(gap, source, ", ".join(cautions))
+
+
+def outer_lr(replicas: int) -> tuple[float, int]:
+    """The best outer lr, and the number of replicas it was tuned for.
+
+    >>> outer_lr(3)
+    (0.6, 2)
+    """
+    nearest = max(m for m in OUTER_LR if m <= replicas)
+    return OUTER_LR[nearest], nearest
+
+
+def steps(parameters: float, replicas: int, context: int, batch: int | None = None, tokens: int | None = None) -> int:
+    """Steps of a run. Not given: batch by the scaling laws' fit in sequences of 2048 tokens, tokens 20 a parameter."""
+    sequences = 0.00709 * parameters**0.4695 * replicas**0.3399 * 2048 / context
+    share = max(round(sequences / replicas), 1)
+    tokens = tokens or TOKENS_PER_PARAMETER * round(parameters)
+    return max(round(tokens / ((batch or share * replicas) * context)), 1)
 
 
 def _loss(parameters: float, replicas: int) -> float:

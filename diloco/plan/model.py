@@ -7,7 +7,6 @@ from diloco import layers as rules
 from diloco.errors import ConfigError
 from diloco.plan.simulate import Message
 from diloco.presets import PRESETS, Shape
-from diloco.train.config import parse_fragments
 
 
 @dataclass(frozen=True)
@@ -66,6 +65,17 @@ def named(name: str) -> Model:
     if name.lower() not in PRESETS:
         raise ConfigError(f"model={name!r}: known are {', '.join(PRESETS)}; or give parameters and layers")
     return of_shape(PRESETS[name.lower()], name.lower())
+
+
+def parse_fragments(text: str) -> tuple[str, int]:
+    """
+    >>> parse_fragments("strided:3")
+    ('strided', 3)
+    """
+    kind, _, count = text.partition(":")
+    if kind not in ("strided", "sequential", "balanced") or not count.isdigit() or int(count) < 1:
+        raise ConfigError(f"fragments={text!r}: give strided:N, sequential:N or balanced:N with N of at least 1")
+    return kind, int(count)
 
 
 def as_fragments(text: str, layers: int) -> str:

@@ -14,7 +14,6 @@ from diloco.plan.simulate import Group, Method, utilization
 from diloco.plan.traffic import CODECS, Link, Reduce
 from diloco.report.units import percent
 from diloco.schedule import check_overlap
-from diloco.train.rules import OUTER_LR
 
 SYNC_EVERY = (30, 50, 75, 100, 150, 200, laws.LARGEST_SYNC_EVERY)
 """Below 30 deltas are small and noisy, and loss does not fall."""
@@ -124,17 +123,11 @@ def choose(
     enough = best - TOLERANCE if limits.target is None else min(limits.target, best)
     sync_every = next(h for h, settings in widest.items() if max(map(share, settings)) >= enough)
     chosen = next(s for s in grid if s.sync_every == sync_every and share(s) >= enough)
-    lr, nearest = outer_lr(group.replicas)
+    lr, nearest = laws.outer_lr(group.replicas)
     reasons = _reasons(chosen, share(chosen), best, limits, model) | {
         "outer_lr": f"best for {nearest} replicas in {laws.SCALING_LAWS}; it depends on replicas, not on model size"
     }
     return Choice(chosen, share(chosen), best, lr, reasons)
-
-
-def outer_lr(replicas: int) -> tuple[float, int]:
-    """The scaling laws' value, and the number of replicas it was tuned for."""
-    nearest = max(m for m in OUTER_LR if m <= replicas)
-    return OUTER_LR[nearest], nearest
 
 
 def _sync_everys(limits: Limits) -> list[int]:

@@ -25,7 +25,7 @@ CODECS: dict[str, Bytes] = {
 }
 
 GATHER = 3
-"""Up to so many replicas everyone gets all deltas; above, everyone averages a part (reduce/collective.py)."""
+"""Up to so many replicas everyone gets all deltas; above, everyone averages a part (reduce/mean.py)."""
 BUCKET_TRIPS = 3.0
 """Put the delta, read the closing record, get the deltas."""
 
@@ -72,19 +72,19 @@ def moved(n: float, nbytes: Bytes, replicas: int, reduce: Reduce = "collective")
 
 
 def trips(replicas: int, reduce: Reduce = "collective") -> float:
-    """Round trips of a round. An all-gather passes what it has round a ring of replicas, half a round trip a hop.
+    """Round trips of a round: headers go round a ring, half a trip a hop; a swap of payloads is announced, then sent.
 
     >>> trips(2), trips(8), trips(8, "ring")
-    (1.0, 7.5, 7.0)
+    (1.5, 5.5, 7.0)
     """
     if replicas == 1:
         return 0.0
     if reduce == "bucket":
         return BUCKET_TRIPS
-    ring = (replicas - 1) / 2
+    around = (replicas - 1) / 2
     if reduce == "ring":
-        return 2 * ring
-    return 2 * ring if replicas <= GATHER else 2 * ring + 0.5  # header, payload; above, one exchange of parts more
+        return 2 * around
+    return around + (1 if replicas <= GATHER else 2)
 
 
 def transfer(up: float, down: float, link: Link, reduce: Reduce = "collective") -> Array:

@@ -49,7 +49,7 @@ class Run:
     @property
     def steps(self) -> int:
         """Steps done by the replica that is furthest."""
-        return int(self._summed("steps") or max((r.steps[-1].step for r in self.replicas if r.steps), default=0))
+        return int(self._given("steps") or max((r.steps[-1].step for r in self.replicas if r.steps), default=0))
 
     @property
     def steps_planned(self) -> int | None:
@@ -57,7 +57,7 @@ class Run:
 
     @property
     def tokens(self) -> int:
-        return int(self._summed("tokens") or sum(r.steps[-1].tokens for r in self.replicas if r.steps))
+        return int(self._given("tokens") or sum(r.steps[-1].tokens for r in self.replicas if r.steps))
 
     @property
     def seconds(self) -> float | None:
@@ -65,7 +65,7 @@ class Run:
 
     @property
     def parameters(self) -> float | None:
-        return self._summed("parameters")
+        return self._given("parameters")
 
     @property
     def loss(self) -> float | None:
@@ -82,7 +82,7 @@ class Run:
 
     @property
     def unigram_loss(self) -> float | None:
-        return self._summed("unigram_loss")
+        return self._given("unigram_loss")
 
     @property
     def bytes_sent(self) -> float | None:
@@ -92,7 +92,7 @@ class Run:
     @property
     def bytes_data_parallel(self) -> float | None:
         """What data-parallel in bfloat16 would have sent per replica in as many steps."""
-        return self._summed("bytes_data_parallel")
+        return self._given("bytes_data_parallel")
 
     @property
     def factor(self) -> float | None:
@@ -142,12 +142,12 @@ class Run:
         trained = sum(step.step_seconds for step in replica.steps) - replica.steps[-1].seconds_exposed
         return trained / (trained + self._exposed(replica)) if trained > 0 else None
 
-    def _summed(self, key: str) -> float | None:
+    def _given(self, key: str) -> float | None:
         value = self.summary.get(key)
         return float(value) if isinstance(value, int | float) else None
 
     def _first(self, key: str, otherwise: float | None) -> float | None:
-        value = self._summed(key)
+        value = self._given(key)
         return otherwise if value is None else value
 
     def _last(self, name: str) -> float | None:

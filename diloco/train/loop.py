@@ -106,6 +106,7 @@ def train(config: TrainConfig, world: World, folder: Path) -> dict[str, Any]:
     metrics.event("resume" if start else "start", start)
     stop = Stop(dist.distributed_c10d._get_default_store(), margin=config.sync_every + config.overlap)
     autocast = torch.autocast(device.type, torch.bfloat16) if device.type != "cpu" else contextlib.nullcontext()
+    no_sync = model.no_sync if isinstance(model, DistributedDataParallel) else contextlib.nullcontext
     step, stopped, rounds = start, False, stats.rounds
 
     for step in range(start + 1, config.steps + 1):
@@ -116,8 +117,7 @@ def train(config: TrainConfig, world: World, folder: Path) -> dict[str, Any]:
         loss = torch.zeros((), device=device)
         for micro in range(1, config.accumulate + 1):
             x, y = (part.to(device, non_blocking=True) for part in data.next())
-            early = micro < config.accumulate and isinstance(model, DistributedDataParallel)
-            with model.no_sync() if early else contextlib.nullcontext():
+            with no_sync() if micro < config.accumulate else contextlib.nullcontext():
                 with autocast:
                     output = compiled(x, y)
                 (output.loss / config.accumulate).backward()
