@@ -5,14 +5,12 @@ Results go to stdout, progress to stderr. Exit codes: 0 done, 1 failed, 2 wrong 
 
 import difflib
 import sys
-import tomllib
 from collections.abc import Sequence
 from importlib import import_module
-from pathlib import Path
-from typing import Any
 
 from diloco import __version__
 from diloco.errors import ConfigError, DiLoCoError, Mismatch
+from diloco.recipe import parse
 
 VERBS = {
     "train": ("diloco.train.command", "train a language model on several replicas"),
@@ -49,38 +47,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
-
-
-def parse(kind: type, words: Sequence[str], program: str) -> Any:
-    """Flags into a config. A first word that ends in .toml is a recipe: flags that those on the line override."""
-    import tyro
-
-    if words and words[0].endswith(".toml"):
-        words = [*recipe(Path(words[0])), *words[1:]]
-    return tyro.cli(kind, args=words, prog=program)
-
-
-def recipe(path: Path) -> list[str]:
-    """A TOML file of flat keys as flags, so that a typo in it gets the same answer as one on the line."""
-    try:
-        with path.open("rb") as file:
-            values = tomllib.load(file)
-    except FileNotFoundError:
-        raise ConfigError(f"there is no recipe {path}") from None
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path} is no TOML: {error}") from None
-    words = []
-    for key, value in values.items():
-        flag = key.replace("_", "-")
-        if isinstance(value, dict):
-            raise ConfigError(f"{path}: [{key}] is a table; a recipe has keys only, as in sync_every = 100")
-        if isinstance(value, bool):
-            words.append(f"--{flag}" if value else f"--no-{flag}")
-        elif isinstance(value, list):
-            words += [f"--{flag}", *map(str, value)] if value else []
-        else:
-            words += [f"--{flag}", str(value)]
-    return words
 
 
 def _usage() -> str:

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from itertools import accumulate
 
+from diloco.errors import ConfigError
+
 Rows = tuple[int, int, int]
 """(tensor, start, stop): rows start..stop of the tensor with that position."""
 
@@ -24,6 +26,18 @@ def sequential(layers: int, per_fragment: int) -> list[list[int]]:
     [[0, 1, 2], [3, 4, 5]]
     """
     return [list(range(i, min(i + per_fragment, layers))) for i in range(0, layers, per_fragment)]
+
+
+def parse(text: str) -> tuple[str, int]:
+    """How fragments are named in flags and recipes.
+
+    >>> parse("strided:3")
+    ('strided', 3)
+    """
+    kind, _, count = text.partition(":")
+    if kind not in ("strided", "sequential", "balanced") or not count.isdigit() or int(count) < 1:
+        raise ConfigError(f"fragments={text!r}: give strided:N, sequential:N or balanced:N with N of at least 1")
+    return kind, int(count)
 
 
 def cut(tensors: Sequence[tuple[int, int]], pieces: int) -> list[list[Rows]]:

@@ -8,9 +8,10 @@ from itertools import pairwise
 
 import pytest
 
-from diloco.cli import VERBS, recipe
+from diloco.cli import VERBS
 from diloco.errors import ConfigError
 from diloco.launch import World, address_from, world_from
+from diloco.recipe import flags
 from diloco.train.config import TrainConfig, to_toml
 from diloco.train.rules import lr_at, resolve
 
@@ -49,7 +50,7 @@ def test_a_config_written_as_a_recipe_comes_back_the_same(tmp_path):
 
     config = TrainConfig(data=("a b.txt", 'c"d.txt'), steps=7, lr=3e-4, compile=True, fragments="balanced:5", name="x")
     (tmp_path / "recipe.toml").write_text(to_toml(config))
-    assert tyro.cli(TrainConfig, args=recipe(tmp_path / "recipe.toml")) == config
+    assert tyro.cli(TrainConfig, args=flags(tmp_path / "recipe.toml")) == config
 
 
 @pytest.mark.parametrize(
@@ -58,7 +59,7 @@ def test_a_config_written_as_a_recipe_comes_back_the_same(tmp_path):
 def test_a_broken_recipe_is_refused_with_the_reason(tmp_path, text, message):
     (tmp_path / "recipe.toml").write_text(text)
     with pytest.raises(ConfigError, match=message):
-        recipe(tmp_path / "recipe.toml")
+        flags(tmp_path / "recipe.toml")
 
 
 def test_torchrun_and_slurm_are_understood():

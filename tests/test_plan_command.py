@@ -13,13 +13,12 @@ from diloco.errors import ConfigError
 from diloco.plan import laws
 from diloco.plan.against import compare, line
 from diloco.plan.command import PlanConfig, main
-from diloco.plan.model import as_fragments, equal, named, parse_fragments
+from diloco.plan.model import as_fragments, equal, named
 from diloco.plan.plan import Limits, Settings, built, choose
 from diloco.plan.simulate import Group, utilization
 from diloco.plan.traffic import CODECS, Link
 from diloco.presets import PRESETS
 from diloco.train.config import TrainConfig
-from diloco.train.config import parse_fragments as of_trainer
 from diloco.train.rules import resolve
 
 GIVEN = {"model": "1b", "step_seconds": 1.0, "link": ("100mbit",)}
@@ -107,7 +106,6 @@ def test_steps_outer_lr_and_fragments_are_those_of_the_trainer(replicas, context
     config, _ = resolve(TrainConfig(context=context, batch=batch, tokens=tokens), parameters, replicas)
     assert laws.steps(parameters, replicas, context, batch, tokens) == config.steps
     assert laws.outer_lr(replicas)[0] == config.outer_lr
-    assert parse_fragments("balanced:7") == of_trainer("balanced:7") == ("balanced", 7)
 
 
 def test_json_holds_every_method_and_agrees_with_itself(capsys):

@@ -12,10 +12,10 @@ ROOT = Path(__file__).parent.parent
 def test_every_recipe_is_valid(path):
     import tyro
 
-    from diloco.cli import recipe
+    from diloco.recipe import flags
     from diloco.train.config import TrainConfig
 
-    config = tyro.cli(TrainConfig, args=recipe(path))
+    config = tyro.cli(TrainConfig, args=flags(path))
     assert config.model in ("tiny", "35m", "1b")
 
 

@@ -68,12 +68,21 @@ def outer_lr(replicas: int) -> tuple[float, int]:
     return OUTER_LR[nearest], nearest
 
 
-def steps(parameters: float, replicas: int, context: int, batch: int | None = None, tokens: int | None = None) -> int:
-    """Steps of a run. Not given: batch by the scaling laws' fit in sequences of 2048 tokens, tokens 20 a parameter."""
+def inner_lr(parameters: float, replicas: int) -> float:
+    """Peak lr of AdamW by the joint fit of the scaling laws."""
+    return 22256 * parameters**-0.8827 * replicas**0.2929
+
+
+def batch_of(parameters: float, replicas: int, context: int, multiple: int) -> int:
+    """Sequences of a step, all replicas together, by the joint fit for sequences of 2048 tokens."""
     sequences = 0.00709 * parameters**0.4695 * replicas**0.3399 * 2048 / context
-    share = max(round(sequences / replicas), 1)
-    tokens = tokens or TOKENS_PER_PARAMETER * round(parameters)
-    return max(round(tokens / ((batch or share * replicas) * context)), 1)
+    return max(round(sequences / multiple), 1) * multiple
+
+
+def steps(parameters: float, replicas: int, context: int, batch: int | None = None, tokens: int | None = None) -> int:
+    """Steps of a run. Not given: batch by the scaling laws, tokens 20 a parameter."""
+    batch = batch or batch_of(parameters, replicas, context, replicas)
+    return max(round((tokens or TOKENS_PER_PARAMETER * round(parameters)) / (batch * context)), 1)
 
 
 def _loss(parameters: float, replicas: int) -> float:

@@ -27,7 +27,7 @@ class Model:
 
     def fragments(self, text: str) -> list[list[Message]]:
         """The fragments that the library makes of "strided:3", "sequential:3" or "balanced:4", as (layer, values)."""
-        kind, count = parse_fragments(text)
+        kind, count = rules.parse(text)
         if kind == "balanced":
             tensors = [*self.rest[:1], *((round(n), 1) for n in self.layers), *self.rest[1:]]
             before = len(self.rest[:1])
@@ -67,21 +67,10 @@ def named(name: str) -> Model:
     return of_shape(PRESETS[name.lower()], name.lower())
 
 
-def parse_fragments(text: str) -> tuple[str, int]:
-    """
-    >>> parse_fragments("strided:3")
-    ('strided', 3)
-    """
-    kind, _, count = text.partition(":")
-    if kind not in ("strided", "sequential", "balanced") or not count.isdigit() or int(count) < 1:
-        raise ConfigError(f"fragments={text!r}: give strided:N, sequential:N or balanced:N with N of at least 1")
-    return kind, int(count)
-
-
 def as_fragments(text: str, layers: int) -> str:
     """ "8" → "strided:3" for 24 layers: a bare number is the number of fragments."""
     if not text.lstrip("-").isdigit():
-        parse_fragments(text)
+        rules.parse(text)
         return text
     count = int(text)
     if not 1 <= count <= layers:

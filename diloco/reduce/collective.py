@@ -29,7 +29,7 @@ class Collective:
             a replica, the group of the mesh's replica dimension: `mesh.get_group("replica")`.
         inner: with DDP inside a replica, its ranks: each of them carries its share of the traffic.
         streams: TCP connections to use at once; on a long link one stream does not fill it.
-        timeout: seconds without an answer after which a peer counts as lost.
+        timeout: seconds that an exchange may take, waiting for slower replicas included; then a peer counts as lost.
         backend: what carries the deltas. They are on the host: gloo also with GPUs, unless NCCL reaches all replicas.
         second: the codec of the averaged shares (4 or more replicas); by default that of the deltas.
     """
@@ -56,7 +56,6 @@ class Collective:
         self._inner_ranks = dist.get_process_group_ranks(inner) if inner else [dist.get_rank()]
         self.replicas, self.replica = len(self._ranks), self._ranks.index(dist.get_rank())
         self._streams, self._timeout, self._backend, self._second = streams, timeout, backend, second
-        self._device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
         self._codecs: Sequence[Codec] = ()
         self._rounds: dict[tuple[int, int], Future[Round | Dropped]] = {}
         self._line: Line | None = None

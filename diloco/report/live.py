@@ -42,7 +42,7 @@ class Live:
         self.screen = Screen(console=self.console, auto_refresh=False, transient=False) if self.panel else None
         self.began = time.monotonic()
         self.shown = -float("inf")
-        self.printed = -1
+        self.printed, self.told = -1, False
         self.sync_every = 0
 
     def __enter__(self) -> Self:
@@ -68,6 +68,9 @@ class Live:
             self.sync_every, self.steps = config.get("sync_every", 0), self.steps or config.get("steps", 0)
         for replica in self.watched:
             replica.read()
+        if not self.told and (self.folder / "derived.txt").exists():
+            self.told = True
+            self.console.print((self.folder / "derived.txt").read_text().rstrip(), markup=False, highlight=False)
         if self.screen:
             self.screen.update(self._panel(), refresh=True)
         elif self.step != self.printed and any(replica.last for replica in self.watched):

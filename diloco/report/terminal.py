@@ -36,6 +36,17 @@ def rows(run: Run) -> list[tuple[str, str, str]]:
         ("communication hidden", units.duration(run.seconds_hidden), "while training went on"),
         ("communication exposed", units.duration(run.seconds_exposed), _waited(run)),
         ("utilisation", units.percent(run.utilization), _lowest(run)),
+        *(
+            [
+                (
+                    "utilisation, planned",
+                    units.percent(planned),
+                    "what the planner gives for these steps, rounds and link",
+                )
+            ]
+            if isinstance(planned := run.summary.get("predicted_utilization"), float)
+            else []
+        ),
         ("time", units.duration(run.seconds), f"{run.steps} steps, {units.amount(run.tokens)} tokens"),
     ]
 

@@ -1,5 +1,6 @@
 """`diloco train`: start the replicas here, or be one of them."""
 
+import contextlib
 import json
 import logging
 import sys
@@ -32,6 +33,7 @@ def run_here(config: TrainConfig, *, show: bool = True) -> tuple[int, Path]:
     assert config.replicas is not None
     folder = folders.choose(config)
     with folders.locked(folder):
+        (folder / "derived.txt").unlink(missing_ok=True)
         (folder / "start.toml").write_text(to_toml(replace(config, name=folder.name)))
         words = ["train", str(folder / "start.toml"), *(["--resume"] if config.resume else [])]
         print(f"run {folder}", file=sys.stderr)  # noqa: T201
@@ -73,9 +75,9 @@ def _be_rank(config: TrainConfig, world: World) -> int:
         from diloco.train.loop import train
 
         summary = train(config, world, folder)
+        dist.barrier()  # all have written their last line
         if world.rank == 0:
             _write(folder, summary)
-        dist.barrier()
         dist.destroy_process_group()
         return 0
     except BaseException as error:
@@ -99,7 +101,12 @@ def _agree_on_folder(config: TrainConfig, world: World, store: Any) -> Path:
 
 
 def _write(folder: Path, summary: dict[str, Any]) -> None:
+    from diloco.plan import against
     from diloco.report import html
 
-    (folder / "summary.json").write_text(json.dumps(summary, indent=1))
+    path = folder / "summary.json"
+    path.write_text(json.dumps(summary, indent=1))
+    with contextlib.suppress(ConfigError):  # data-parallel, or other replicas' files are on other machines
+        summary["predicted_utilization"] = against.compare(folder).predicted
+        path.write_text(json.dumps(summary, indent=1))
     html.write([folder], folder / "report.html")

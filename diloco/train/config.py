@@ -4,6 +4,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal, get_args
 
+from diloco import layers
 from diloco.errors import ConfigError
 from diloco.schedule import check_overlap
 
@@ -65,7 +66,7 @@ class TrainConfig:
     streams: int = 1
     """TCP connections for the deltas; more on a long link."""
     timeout: float = 600.0
-    """Seconds without an answer after which a replica counts as lost."""
+    """Seconds that an exchange may take, waiting for slower replicas included; then a replica counts as lost."""
     seed: int = 0
     """Of weights and data order."""
     eval_every: int = 100
@@ -105,20 +106,12 @@ class TrainConfig:
                 raise ConfigError(f"{name}={value}: give a positive number")
         if self.steps is not None and self.tokens is not None:
             raise ConfigError(f"steps={self.steps} and tokens={self.tokens}: give one of them, the other follows")
-        parse_fragments(self.fragments)
+        layers.parse(self.fragments)
 
 
 def _at_least(least: int, name: str, value: int | None) -> None:
     if value is not None and value < least:
         raise ConfigError(f"{name}={value}: give a whole number of at least {least}")
-
-
-def parse_fragments(text: str) -> tuple[str, int]:
-    """ "strided:3" → ("strided", 3)."""
-    kind, _, count = text.partition(":")
-    if kind not in ("strided", "sequential", "balanced") or not count.isdigit() or int(count) < 1:
-        raise ConfigError(f"fragments={text!r}: give strided:N, sequential:N or balanced:N with N of at least 1")
-    return kind, int(count)
 
 
 def to_toml(config: TrainConfig) -> str:

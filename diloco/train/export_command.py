@@ -7,8 +7,8 @@ from typing import Any
 
 import tyro
 
-from diloco.cli import parse, recipe
 from diloco.errors import ConfigError
+from diloco.recipe import flags, parse
 from diloco.train.config import TrainConfig
 
 
@@ -35,7 +35,7 @@ def main(config: ExportConfig) -> int:
     step = config.step if config.step is not None else max(steps, default=None)
     if step not in steps:
         raise ConfigError(f"{config.run} has no checkpoint of step {step}; there are {steps or 'none'}")
-    settings: TrainConfig = parse(TrainConfig, recipe(config.run / "config.toml"), "config.toml")
+    settings: TrainConfig = parse(TrainConfig, flags(config.run / "config.toml"), "config.toml")
     _write(settings, folder / f"step-{step:08d}", config.to)
     print(config.to)  # noqa: T201
     return 0

@@ -1,6 +1,7 @@
 """The run, top to bottom."""
 
 import contextlib
+import logging
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -23,7 +24,7 @@ from diloco.train.evaluate import bits_per_byte, loss_of, sample
 from diloco.train.metrics import Metrics, open_sinks
 from diloco.train.model import build
 from diloco.train.replica import adamw, attach, device_for, spread
-from diloco.train.rules import lr_at, report, resolve
+from diloco.train.rules import describe, lr_at, resolve
 from diloco.train.stop import Stop
 
 EVALUATION_TOKENS = 16_384
@@ -102,7 +103,9 @@ def train(config: TrainConfig, world: World, folder: Path) -> dict[str, Any]:
 
     if world.rank == 0:
         (folder / "config.toml").write_text(to_toml(config))
-        report(rules, parameters, config, corpus.name, start)
+        text = describe(rules, parameters, config, corpus.name, start)
+        (folder / "derived.txt").write_text(text + "\n")
+        logging.getLogger("diloco").info(text)
     metrics.event("resume" if start else "start", start)
     stop = Stop(dist.distributed_c10d._get_default_store(), margin=config.sync_every + config.overlap)
     autocast = torch.autocast(device.type, torch.bfloat16) if device.type != "cpu" else contextlib.nullcontext()

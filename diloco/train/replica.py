@@ -6,6 +6,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from diloco import layers
 from diloco.codec import E3M0, BFloat16, Codec, Float8, Float32, Int8
 from diloco.diloco import DiLoCo
 from diloco.errors import ConfigError
@@ -14,7 +15,7 @@ from diloco.launch import World
 from diloco.outer import Nesterov
 from diloco.reduce import Reduce
 from diloco.reduce.collective import Collective
-from diloco.train.config import TrainConfig, parse_fragments
+from diloco.train.config import TrainConfig
 
 CODECS: dict[str, Codec] = {
     "e3m0": E3M0(),
@@ -100,5 +101,5 @@ def attach(
 
 
 def _fragmenter(text: str) -> Fragmenter:
-    kind, count = parse_fragments(text)
+    kind, count = layers.parse(text)
     return {"strided": Strided, "sequential": Sequential, "balanced": Balanced}[kind](count)

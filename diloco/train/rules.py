@@ -4,16 +4,14 @@ The fits are those of Scaling Laws for DiLoCo (arXiv 2503.09799), made on 35M to
 A·N^a·M^b. Below that range they are stopped at values that were seen to train.
 """
 
-import logging
 import math
 from dataclasses import dataclass, replace
 
+from diloco.plan import laws
 from diloco.train.config import TrainConfig
 
 LARGEST_LR = 8e-3
 """The law gives more only below 35M parameters, where it was not fitted; 8e-3 trained 0.3M well, more was not tried."""
-OUTER_LR = {1: 0.4, 2: 0.6, 4: 0.6, 8: 0.8}
-"""Best outer lr by replicas (large models, sync_every 30); it rises with both and does not depend on model size."""
 
 
 @dataclass(frozen=True)
@@ -31,24 +29,23 @@ def resolve(config: TrainConfig, parameters: int, replicas: int) -> tuple[TrainC
         if getattr(config, name) is None:
             rules.append(Rule(name, value, reason))
 
-    sequences = 0.00709 * parameters**0.4695 * replicas**0.3399 * 2048 / config.context
-    world = replicas * config.shards * config.accumulate
-    take("batch", max(round(sequences / world), 1) * world,
+    multiple = replicas * config.shards * config.accumulate
+    take("batch", laws.batch_of(parameters, replicas, config.context, multiple),
          "scaling law 0.00709·N^0.47·M^0.34 sequences of 2048 tokens, as many of this context")  # fmt: skip
     batch = config.batch or int(rules[-1].value)
     per_step = batch * config.context
-    tokens = config.tokens or (config.steps * per_step if config.steps else 20 * parameters)
+    tokens = config.tokens or (config.steps * per_step if config.steps else laws.TOKENS_PER_PARAMETER * parameters)
     if config.tokens is None and config.steps is None:
         rules.append(Rule("tokens", tokens, "20 tokens for each parameter"))
     steps = config.steps or max(round(tokens / per_step), 1)
     take("steps", steps, "tokens ÷ (batch · context)")
-    law = 22256 * parameters**-0.8827 * replicas**0.2929
+    law = laws.inner_lr(parameters, replicas)
     take("lr", float(f"{min(law, LARGEST_LR):.3g}"),
          f"scaling law 22256·N^-0.88·M^0.29{f', stopped at {LARGEST_LR:g}' if law > LARGEST_LR else ''}")  # fmt: skip
     take("warmup", min(max(steps // 10, 1), 1000), "a tenth of the steps, at most 1000")
     take("weight_decay", float(f"{1 / steps:.3g}"), "1 ÷ steps, as in the scaling laws")
-    nearest = max(m for m in OUTER_LR if m <= max(replicas, 1))
-    take("outer_lr", OUTER_LR[nearest], f"best for {nearest} replica{'s' if nearest > 1 else ''} in the scaling laws")
+    outer_lr, nearest = laws.outer_lr(replicas)
+    take("outer_lr", outer_lr, f"best for {nearest} replica{'s' if nearest > 1 else ''} in the scaling laws")
     filled = {rule.name: type_of(rule) for rule in rules if rule.name != "tokens"}
     return replace(config, replicas=replicas, tokens=None, **filled), rules
 
@@ -66,10 +63,8 @@ def lr_at(config: TrainConfig, step: int) -> float:
     return config.lr * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * min(done, 1.0))))
 
 
-def report(rules: list[Rule], parameters: int, config: TrainConfig, corpus: str, start: int) -> None:
-    """Say what is about to run, and where each derived value comes from."""
-    log = logging.getLogger("diloco")
+def describe(rules: list[Rule], parameters: int, config: TrainConfig, corpus: str, start: int) -> str:
+    """What is about to run, and where each derived value comes from."""
     where = f" from step {start}" if start else ""
-    log.info("%s: %.3gM parameters on %s, %s steps%s", config.method, parameters / 1e6, corpus, config.steps, where)
-    for rule in rules:
-        log.info("%s = %g: %s", rule.name, rule.value, rule.reason)
+    head = f"{config.method}: {parameters / 1e6:.3g}M parameters on {corpus}, {config.steps} steps{where}"
+    return "\n".join([head, *(f"  {rule.name} = {rule.value:g}: {rule.reason}" for rule in rules)])
