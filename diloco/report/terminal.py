@@ -36,17 +36,6 @@ def rows(run: Run) -> list[tuple[str, str, str]]:
         ("communication hidden", units.duration(run.seconds_hidden), "while training went on"),
         ("communication exposed", units.duration(run.seconds_exposed), _waited(run)),
         ("utilisation", units.percent(run.utilization), _lowest(run)),
-        *(
-            [
-                (
-                    "utilisation, planned",
-                    units.percent(planned),
-                    "what the planner gives for these steps, rounds and link",
-                )
-            ]
-            if isinstance(planned := run.summary.get("predicted_utilization"), float)
-            else []
-        ),
         ("time", units.duration(run.seconds), f"{run.steps} steps, {units.amount(run.tokens)} tokens"),
     ]
 
@@ -120,5 +109,10 @@ def _waited(run: Run) -> str:
 
 
 def _lowest(run: Run) -> str:
-    """Utilisation is training / (training + exposed)."""
-    return "of the time in training" + (", lowest replica" if len(run.replicas) > 1 else "")
+    """Utilisation is training / (training + exposed); beside it the planner's for the same steps and rounds."""
+    planned = run.summary.get("predicted_utilization")
+    return (
+        "of the time in training"
+        + (", lowest replica" if len(run.replicas) > 1 else "")
+        + (f"; planned {units.percent(planned, digits=1)}" if isinstance(planned, float) else "")
+    )
