@@ -34,7 +34,7 @@ class Codec(Protocol):
 
 def pack(codec: Codec, x: Tensor) -> Tensor:
     """Encode chunk by chunk into one payload of `codec.nbytes(len(x))` bytes."""
-    payload = torch.empty(codec.nbytes(len(x)), dtype=torch.uint8)
+    payload = torch.empty(codec.nbytes(len(x)), dtype=torch.uint8, device="cpu")
     for values, data in chunks(codec, len(x)):
         payload[data] = codec.encode(x[values])
     return payload
@@ -53,7 +53,7 @@ def chunks(codec: Codec, n: int) -> list[tuple[slice, slice]]:
 
 def unpack(codec: Codec, payload: Tensor, n: int) -> Tensor:
     """Decode what `pack` gave."""
-    out = torch.empty(n, dtype=torch.float32)
+    out = torch.empty(n, dtype=torch.float32, device="cpu")
     for values, data in chunks(codec, n):
         out[values] = codec.decode(payload[data], values.stop - values.start)
     return out
@@ -127,7 +127,7 @@ class Float8:
 
     def decode(self, payload: Tensor, n: int) -> Tensor:
         head = sizes.blocks(n)
-        scale = torch.ldexp(torch.ones(head), payload[:head].to(torch.int32) - 136)
+        scale = torch.ldexp(torch.ones(head, dtype=torch.float32, device="cpu"), payload[:head].to(torch.int32) - 136)
         values = _blocks(payload[head:].view(torch.float8_e4m3fn).to(torch.float32))
         return values.mul_(scale.unsqueeze(1)).view(-1)[:n]
 

@@ -12,15 +12,15 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from diloco.codec import E3M0, Codec, Float32
 from diloco.errors import ConfigError, DiLoCoError, Mismatch
-from diloco.fragment import Fragmenter, Piece, Strided, clean, find_layers, trainable
+from diloco.fragment import Fragmenter, Piece, Strided, find_layers, trainable, trained_buffers, unwrap
 from diloco.outer import SGD, Nesterov, Outer
 from diloco.part import Part
 from diloco.reduce import Dropped, Jump, Reduce, Round
 from diloco.schedule import Schedule, check_overlap
+from diloco.shard import WHOLE, reshard, sharding
 from diloco.stats import Stats
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
@@ -58,49 +58,54 @@ class DiLoCo:
         if not 0 <= keep_local <= 1:
             raise ConfigError(f"keep_local={keep_local}: give a number from 0 (take the anchor) to 1 (never take it)")
         self._optimizers = _as_list(optimizer)
+        self._model = model = unwrap(model)
         parameters: dict[str, Tensor] = dict(trainable(model))
         shapes = {name: tuple(p.shape) for name, p in parameters.items()}
         pieces = fragments.split(shapes, find_layers(model, parameters))
         self.schedule = Schedule(sync_every, len(pieces))
         self.overlap, self.keep_local = overlap, keep_local
-        self.reduce = _default_reduce(parameters) if reduce is None else reduce
-        self._shapes, self._sharding = shapes, _sharding(parameters)
+        self._sharding = sharding(parameters.values())
+        self.reduce = _default_reduce(self._sharding) if reduce is None else reduce
+        self._shapes = shapes
         self._parts = [Part(i, piece, parameters, outer, codec) for i, piece in enumerate(pieces)]
-        # Float buffers train alone; finish() averages them, exactly. They are one more fragment without a slot.
-        buffers = {clean(name): b for name, b in model.named_buffers() if b.is_floating_point()}
+        # Buffers stay local, and finish() averages those that training changes, exactly: a fragment without a slot.
+        buffers = trained_buffers(model)
         rest = tuple(Piece(name, 0, len(b) if b.dim() else 1) for name, b in buffers.items())
         self._buffers = [Part(len(pieces), rest, buffers, SGD(lr=1.0), Float32())] if rest else []
         self.step_count = 0
         self.stats = Stats()
         self._work, self._tokens = 0.0, False
         self._stepped: set[int] = set()
-        self._joined = self._finished = self._showing_anchors = False
+        self._joined = self._finished = self._closed = self._showing_anchors = False
         self._hooks = [handle for o in self._optimizers for handle in self._attach(o)]
 
     @torch.no_grad()
     def step(self) -> None:
         """What happens after an inner step. Called by the optimizer's hook; call it yourself only without one."""
-        self.join()
+        if not self._joined:
+            self._meet(self._all_parts())  # the step is done: what was there at construction is the start
         if self._showing_anchors:
             raise DiLoCoError("optimizer.step() inside anchors(): the model holds the anchors there; leave it first")
         self.step_count += 1
         if not self._tokens:
             self._work += 1
-        for part in self._parts:
-            self._apply(part, self.keep_local)
-        for part in self._parts:
-            slot = self.schedule.sends_at(part.number, self.step_count)
-            if self.reduce.due(part.number, part.state.index + 1, self.step_count - part.sent_step, slot):
-                self._send(part)
+        try:
+            for part in self._parts:
+                self._apply(part)
+        finally:  # also after a lost peer: what is sent now is saved, and sent again when all resume
+            for part in self._parts:
+                slot = self.schedule.sends_at(part.number, self.step_count)
+                if self.reduce.due(part.number, part.state.index + 1, self.step_count - part.sent_step, slot):
+                    self._send(part)
         if self.overlap == 0:
             for part in self._parts:
-                self._apply(part, self.keep_local)
+                self._apply(part)
 
     def _send(self, part: Part) -> None:
         flight = part.depart(self.step_count, self._work)
         self.reduce.send(part.number, flight.index, part.offer(flight, self._tokens))
 
-    def _apply(self, part: Part, keep_local: float) -> None:
+    def _apply(self, part: Part) -> None:
         """Apply what has arrived: `overlap` steps after the send, or at once if nothing is under way."""
         while part.flight is None or self.step_count >= part.flight.step + self.overlap or self._finished:
             began = time.perf_counter()
@@ -109,13 +114,15 @@ class DiLoCo:
             match outcome:
                 case None:
                     return
-                case Dropped():
+                case Dropped(reset):
                     part.flight = None
+                    if reset:
+                        part.jump(part.state, self._work)
                 case Jump(state):
                     part.jump(state, self._work)
                 case Round():
                     statistics = part.statistics(outcome, self.step_count, exposed)
-                    part.apply(outcome, keep_local)
+                    part.apply(outcome, self.keep_local)
                     self.stats.add(statistics)
                     self.reduce.applied(part.number, part.state)
 
@@ -128,14 +135,20 @@ class DiLoCo:
         if self._joined:
             return
         parts = self._all_parts()
+        if self.step_count == 0 and not any(part.state.index for part in parts):
+            for part in parts:  # weights may have been loaded since construction; they are the start, not progress
+                part.shard.read(part.state.anchor)
+        self._meet(parts)
+
+    def _meet(self, parts: list[Part]) -> None:
+        if self._closed:
+            raise DiLoCoError("this DiLoCo has finished or left the other replicas: make a new one to go on")
         states = self.reduce.join(self._contract(), [p.state for p in parts], [p.codec for p in parts])
         self._joined = True
         for part, state in zip(parts, states, strict=True):
             if state is not part.state:
-                part.state = state
-                part.shard.write(state.anchor)
-            if part.flight is not None and part.flight.index != state.index + 1:
-                part.flight = None
+                part.jump(state, self._work)
+        reshard(self._model)
         # What was under way when the state was saved is sent again, in the same order: equal deltas, equal mean.
         again = [(part.flight.step, part.number, part, part.flight) for part in parts if part.flight is not None]
         for _, number, part, flight in sorted(again, key=lambda each: each[:2]):
@@ -152,32 +165,34 @@ class DiLoCo:
         self._finished = True
         parts = self._all_parts()
         for part in parts:
-            self._apply(part, self.keep_local)
+            self._apply(part)
         for part in parts:
             self._send(part)
         for part in parts:
-            self._apply(part, 0.0)
-        self.reduce.leave()
+            self._apply(part)
+            part.shard.write(part.state.anchor)
+        reshard(self._model)
+        self._leave()
 
     def __enter__(self) -> Self:
         self.join()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            self.finish()
-        else:  # no sync from a broken replica; leaving closes the line, so that the others do not wait for it
-            self._detach()
-            self.reduce.leave()
+        try:
+            if kind is None:  # no sync from a broken replica
+                self.finish()
+        finally:
+            self._leave()
 
     def count(self, tokens: float) -> None:
         """Count work: in the mean, replicas weigh by tokens since the last sync. Without it they weigh by steps."""
         if not self._tokens and self._work:
             raise DiLoCoError("count() was first called after a step: call it before every step, or never")
-        if tokens < 0:
+        if not 0 <= float(tokens) < float("inf"):
             raise ConfigError(f"count({tokens}): give the number of tokens of this step, 0 or more")
         self._tokens = True
-        self._work += tokens
+        self._work += float(tokens)
 
     @contextlib.contextmanager
     def anchors(self) -> Iterator[None]:
@@ -187,6 +202,7 @@ class DiLoCo:
             for part, values in saved:
                 part.shard.read(values)
                 part.shard.write(part.state.anchor)
+        reshard(self._model)
         self._showing_anchors = True
         try:
             yield
@@ -195,6 +211,7 @@ class DiLoCo:
             with torch.no_grad():
                 for part, values in saved:
                     part.shard.write(values)
+            reshard(self._model)
 
     def state_dict(self) -> dict[str, Any]:
         """Anchors, outer state, step, and the deltas under way, which are sent again on resume. Never waits.
@@ -216,6 +233,8 @@ class DiLoCo:
                 f"the saved state has {len(saved['parts'])} fragments, this model {len(parts)}: use the model and the "
                 "fragments of the run that was saved"
             )
+        if self._closed:
+            raise DiLoCoError("load a state before finish(), into a new DiLoCo")
         for part in parts:
             part.load_state_dict(saved["parts"][str(part.number)])
         self.step_count, self._work, self._tokens = saved["step"], saved["work"], saved["tokens"]
@@ -252,6 +271,13 @@ class DiLoCo:
 
         return [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
 
+    def _leave(self) -> None:
+        """Closes the line, so that the others do not wait for this replica."""
+        if not self._closed:
+            self._detach()
+            self._joined, self._closed = False, True
+            self.reduce.leave()
+
     def _detach(self) -> None:
         for handle in self._hooks:
             handle.remove()
@@ -269,22 +295,14 @@ def _as_list(optimizer: Optimizers) -> list[torch.optim.Optimizer]:
     return optimizers
 
 
-def _sharding(parameters: dict[str, Tensor]) -> str:
-    """Which shard of the model this process holds, as a name."""
-    for p in parameters.values():
-        if isinstance(p, DTensor) and p.device_mesh.size() > 1:
-            ranks = p.device_mesh.mesh.flatten().tolist()
-            return f"shard {ranks.index(p.device_mesh.get_rank())} of {len(ranks)}"
-    return "shard 0 of 1"
-
-
-def _default_reduce(parameters: dict[str, Tensor]) -> Reduce:
+def _default_reduce(sharding: str) -> Reduce:
     from diloco.reduce.collective import Collective
 
-    if any(isinstance(p, DTensor) and p.device_mesh.size() > 1 for p in parameters.values()):
+    if sharding != WHOLE:
         raise ConfigError(
             "the parameters are sharded, so only ranks that hold the same shard may talk: make a mesh with a dimension "
             'for the replicas, mesh = init_device_mesh(device, (replicas, shards), mesh_dim_names=("replica", '
-            '"shard")), shard over mesh["shard"], and pass reduce=Collective(mesh.get_group("replica"))'
+            '"shard")), shard over mesh["shard"], and pass reduce=Collective(mesh.get_group("replica"), '
+            'shards=mesh.get_group("shard"))'
         )
     return Collective()

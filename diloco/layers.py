@@ -64,11 +64,11 @@ def cut(tensors: Sequence[tuple[int, int]], pieces: int) -> list[list[Rows]]:
 
 
 def cut_below(tensors: Sequence[tuple[int, int]], limit: int) -> list[list[Rows]]:
-    """Cut tensors into the fewest nearly equal pieces of at most `limit` values (or one row, if that is more)."""
+    """Cut tensors into few, nearly equal pieces of at most `limit` values (or one row, if that is more)."""
     limit = max(limit, *(width for _, width in tensors), 1) if tensors else 1
     pieces = -(-sum(rows * width for rows, width in tensors) // limit)
     while True:
         out = cut(tensors, pieces)
         if all(sum((b - a) * tensors[i][1] for i, a, b in piece) <= limit for piece in out):
             return out
-        pieces += 1
+        pieces += 1 + pieces // 20

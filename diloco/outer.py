@@ -31,7 +31,7 @@ def host(n: int) -> Tensor:
     """Zeroed fp32 memory on the host, pinned where an accelerator copies from it."""
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     pin = accelerator is not None and accelerator.type in ("cuda", "xpu")
-    return torch.zeros(n, dtype=torch.float32, pin_memory=pin)
+    return torch.zeros(n, dtype=torch.float32, device="cpu", pin_memory=pin)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """One fragment on one replica: its values in this process, what is agreed on, what is under way."""
 
 import io
+import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -44,14 +45,15 @@ class Part:
 
     def depart(self, step: int, work: float) -> Flight:
         """Take the delta against the anchor, never against the merged local value."""
-        values = torch.empty(self.shard.size, pin_memory=self.pinned)
+        values = self._buffer(self.shard.size)
         ready = self.shard.subtract(self.state.anchor, values)
         self.sent_step = step
         self.flight = Flight(self.state.index + 1, step, work, work - self.counted, values, ready, time.time())
         return self.flight
 
     def offer(self, flight: Flight, tokens: bool) -> Callable[[], Delta]:
-        """What the reducer calls, off the training thread. The state cannot change while the flight is under way."""
+        """What the reducer calls, off the training thread. The state it is against does not change while it is read:
+        rounds that did not count this delta, and jumps, make a new one."""
         state = self.state
 
         def delta() -> Delta:
@@ -69,23 +71,31 @@ class Part:
                 f"fragment {self.number}, round {round.index}: inf or nan in {where}. Nothing was applied on any "
                 "replica. Go back to a checkpoint; a lower learning rate or gradient clipping may prevent it."
             )
-        state = self.state
-        old = None if round.counted else state.anchor.clone()
+        assert self.flight is not None or not round.counted
+        old = self.state
+        state = self.state = old if round.counted else self._copy(old)
         if sum(round.members.values()) > 0:  # else nobody has trained since, and momentum alone must not move anything
             self.outer.step(state.anchor, round.mean, state.outer)
         state.index = round.index
-        if old is not None:
-            self.shard.carry(state.anchor, old)
-        else:
-            assert self.flight is not None
+        if self.flight is not None and round.counted:
             self.shard.merge(state.anchor, keep_local)
             self.counted = self.flight.work
+        else:
+            self.shard.carry(state.anchor, old.anchor)
         self.flight = None
 
     def jump(self, state: State, work: float) -> None:
         """Take a state as it is; local work since the last round is given up."""
-        self.state, self.flight, self.counted = state, None, work
-        self.shard.write(state.anchor)
+        self.state = state if state.anchor is self.state.anchor else self._copy(state)
+        self.flight, self.counted = None, work
+        self.shard.write(self.state.anchor)
+
+    def _buffer(self, n: int) -> Tensor:
+        return torch.empty(n, dtype=torch.float32, device="cpu", pin_memory=self.pinned)
+
+    def _copy(self, state: State) -> State:
+        anchor, outer = (self._buffer(len(t)).copy_(t) for t in (state.anchor, state.outer))
+        return State(state.index, anchor, outer)
 
     def statistics(self, round: Round, step: int, exposed: float) -> RoundStats:
         """Of a round that is about to be applied."""
@@ -104,6 +114,9 @@ class Part:
             counted=round.counted,
         )
 
+    def _pieces(self) -> str:
+        return json.dumps([(piece.name, piece.start, piece.stop) for piece in self.fragment])
+
     def state_dict(self) -> dict[str, Any]:
         flight = bytearray()  # which torch.load(weights_only=True) takes, unlike bytes
         if self.flight is not None:
@@ -112,6 +125,7 @@ class Part:
             torch.save((f.index, f.step, f.work, f.weight, f.values), buffer)
             flight = bytearray(buffer.getvalue())
         return {
+            "pieces": self._pieces(),
             "index": self.state.index,
             "sent_step": self.sent_step,
             "counted": self.counted,
@@ -126,6 +140,11 @@ class Part:
             raise Mismatch(
                 f"fragment {self.number} has (anchor, outer state) of {sizes[0]} values in the saved state and of "
                 f"{sizes[1]} here: use the model, fragments and outer rule of the run that was saved"
+            )
+        if saved["pieces"] != self._pieces():
+            raise Mismatch(
+                f"fragment {self.number} holds other parameters in the saved state: use the fragments of the run that "
+                "was saved"
             )
         self.state = State(saved["index"], self.state.anchor, self.state.outer)
         self.state.anchor.copy_(saved["anchor"])

@@ -4,11 +4,12 @@ The one place that knows of sharded parameters (DTensor), devices and parameter 
 the host; parameters are read and written in place, never replaced, so optimizers, compiled graphs and FSDP keep them.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from diloco.fragment import Fragment
@@ -28,6 +29,26 @@ def first_row(tensor: Tensor) -> int:
 
     _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return offset[0]
+
+
+WHOLE = "shard 0 of 1"
+
+
+def sharding(tensors: Iterable[Tensor]) -> str:
+    """Which shard of the model this process holds, as a name."""
+    for tensor in tensors:
+        if isinstance(tensor, DTensor) and tensor.device_mesh.size() > 1:
+            ranks = tensor.device_mesh.mesh.flatten().tolist()
+            return f"shard {ranks.index(tensor.device_mesh.get_rank())} of {len(ranks)}"
+    return WHOLE
+
+
+def reshard(model: nn.Module) -> None:
+    """Let FSDP2 forget gathered parameters: it keeps the root's after a forward without a backward, and would go on
+    with them when the shards have been written."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 @dataclass(frozen=True)
@@ -75,18 +96,20 @@ class Shard:
 
     def subtract(self, anchor: Tensor, out: Tensor) -> Callable[[], None]:
         """out ← anchor − the model's values. Call what is returned before reading `out`: copies may be under way."""
-        events = []
+        devices = set()
         for span in self.spans:
             rows, a, o = span.rows(), span.of(anchor), span.of(out)
             if rows.device.type == "cpu":
                 torch.sub(a, rows, out=o)
             else:
                 o.copy_(a.to(rows.device, non_blocking=True) - rows, non_blocking=True)
-                events.append(torch.Event(rows.device))
-                events[-1].record()
+                devices.add(rows.device)
+        events = [(torch.Event(device), torch.accelerator.current_stream(device)) for device in devices]
+        for event, stream in events:
+            event.record(stream)  # of that device, which need not be the current one
 
         def wait() -> None:
-            for event in events:
+            for event, _ in events:
                 event.synchronize()
 
         return wait

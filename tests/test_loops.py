@@ -8,7 +8,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from diloco import Balanced, Collective, ConfigError, DiLoCo, Float32
+from diloco import Balanced, Collective, ConfigError, DiLoCo, Float32, NotFinite
+from diloco.reduce import local
 from tests.models import Tiny, adamw, anchors, flat, loss_of, steps, train
 from tests.processes import run
 
@@ -236,7 +237,7 @@ def _fsdp(rank, codec):
         fully_shard(layer, mesh=mesh["shard"])
     fully_shard(model, mesh=mesh["shard"])
     optimizer = adamw(model)
-    reduce = Collective(mesh.get_group("replica"))
+    reduce = Collective(mesh.get_group("replica"), shards=mesh.get_group("shard"))
     with DiLoCo(model, optimizer, sync_every=5, overlap=2, codec=codec, reduce=reduce) as diloco:
         for _ in steps(model, optimizer, rank // 2, 1, 30):
             pass
@@ -270,7 +271,11 @@ def _tiny_shards(rank):
     fully_shard(model, mesh=mesh["shard"])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with DiLoCo(
-        model, optimizer, sync_every=2, fragments=Balanced(3), reduce=Collective(mesh.get_group("replica"))
+        model,
+        optimizer,
+        sync_every=2,
+        fragments=Balanced(3),
+        reduce=Collective(mesh.get_group("replica"), shards=mesh.get_group("shard")),
     ) as d:
         for step in range(6):
             model(torch.full((2, 1), float(step + rank // 2))).sum().backward()
@@ -290,7 +295,7 @@ def _forgot_the_group(rank):
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
     model = Tiny()
     fully_shard(model, mesh=mesh)
-    with pytest.raises(ConfigError, match=r'reduce=Collective\(mesh.get_group\("replica"\)\)'):
+    with pytest.raises(ConfigError, match=r'reduce=Collective\(mesh.get_group\("replica"\), shards='):
         DiLoCo(model, adamw(model))
     return True
 
@@ -301,7 +306,6 @@ def test_sharded_parameters_without_a_group_are_refused_with_the_line_to_write()
 
 def test_a_step_leaves_a_graph_that_is_still_alive_detectably_changed():
     """Parameters are written in place, not through .data: a backward over the old values fails instead of lying."""
-    from diloco.reduce import local
 
     def loop(reduce):
         model = nn.Linear(3, 3)
@@ -313,3 +317,122 @@ def test_a_step_leaves_a_graph_that_is_still_alive_detectably_changed():
                 x.sum().backward()
 
     local.run(1, loop)
+
+
+def _sharded_model(rank):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
+    model = Tiny()
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh["shard"])
+    fully_shard(model, mesh=mesh["shard"])
+    return model, adamw(model), Collective(mesh.get_group("replica"), shards=mesh.get_group("shard"))
+
+
+def _anchors_under_fsdp(rank):
+    model, optimizer, reduce = _sharded_model(rank)
+    with DiLoCo(model, optimizer, sync_every=5, overlap=1, reduce=reduce) as diloco:
+        for _ in steps(model, optimizer, rank // 2, 1, 8):
+            pass
+
+        def loss():
+            with torch.no_grad():
+                return loss_of(model, 0, 99).item()
+
+        before = loss()
+        with diloco.anchors():
+            inside = loss()
+        after = loss()
+        with diloco.anchors():
+            again = loss()
+    return before, inside, after, again
+
+
+def test_anchors_are_what_a_sharded_model_evaluates_and_are_gone_afterwards():
+    """FSDP2 keeps the root's gathered parameters after a forward without a backward."""
+    results = run(4, _anchors_under_fsdp)
+    for before, inside, after, again in results:
+        assert before == after != inside == again
+    assert len({inside for _, inside, _, _ in results}) == 1
+
+
+def _fault_in_one_shard(rank):
+    model, optimizer, reduce = _sharded_model(rank)
+    diloco = DiLoCo(model, optimizer, sync_every=4, overlap=1, fragments=Balanced(1), reduce=reduce)
+    try:
+        with diloco:
+            for step in range(1, 9):
+                loss_of(model, rank // 2, step).backward()
+                if step == 4 and rank == 3:
+                    with torch.no_grad():
+                        model.layers[2].weight.to_local()[-1, -1] = float("inf")
+                optimizer.step()
+                optimizer.zero_grad()
+    except NotFinite as error:
+        return str(error), diloco._parts[0].state.index
+    return None
+
+
+def test_a_fault_in_one_shard_ends_the_round_on_every_rank():
+    for message, index in run(4, _fault_in_one_shard):
+        assert "layers.2.weight on replica 1" in message
+        assert index == 0
+
+
+class Masked(nn.Module):
+    """Twelve blocks in a Sequential, a small list of heads, a mask of -inf, a cache, a running mean, own `weight`."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.Sequential(*(nn.Linear(8, 8) for _ in range(12)))
+        self.heads = nn.ModuleList(nn.Linear(8, 1) for _ in range(2))
+        self.module = nn.Linear(8, 8)
+        self.weight = nn.Parameter(torch.ones(8))
+        self.register_buffer("mask", torch.full((4, 4), float("-inf")).triu(1))
+        self.register_buffer("cache", torch.ones(3), persistent=False)
+        self.register_buffer("mean", torch.zeros(2))
+
+    def forward(self, x):
+        return sum(head(self.module(self.blocks(x)) * self.weight).sum() for head in self.heads)
+
+
+def test_ordinary_oddities_of_models_are_handled():
+    def loop(reduce):
+        model = Masked()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        with DiLoCo(model, optimizer, sync_every=3, reduce=reduce) as diloco:
+            for step in range(7):
+                model(torch.full((2, 8), float(step + reduce.replica))).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            model.mean += 1 + reduce.replica
+            names = {p.name for f in diloco._parts for p in f.fragment}
+        return model, names, len(diloco._parts), [p.name for p in diloco._buffers[0].fragment]
+
+    (one, names, fragments, buffers), (two, *_) = local.run(2, loop)
+    assert names == {name for name, _ in Masked().named_parameters()}  # `weight` and `module.weight` are two
+    assert fragments == 4 + 1  # the blocks, three to a fragment; the rest is smaller than one of these
+    assert buffers == ["mean"]
+    assert one.mean.tolist() == [1.5, 1.5]
+    assert torch.equal(flat(one), flat(two))
+
+
+def test_another_default_dtype_changes_nothing():
+    expected = local.run(4, lambda reduce: train(reduce.replica, 12, sync_every=4, reduce=reduce)["weights"])[0]
+    torch.set_default_dtype(torch.float64)
+    try:
+        result = local.run(4, _float32_loop)[0]
+    finally:
+        torch.set_default_dtype(torch.float32)
+    torch.testing.assert_close(result, expected, rtol=1e-3, atol=1e-3)
+
+
+def _float32_loop(reduce):
+    torch.set_default_dtype(torch.float32)
+    model = Tiny()
+    torch.set_default_dtype(torch.float64)
+    optimizer = adamw(model)
+    with DiLoCo(model, optimizer, sync_every=4, reduce=reduce):
+        for _ in steps(model, optimizer, reduce.replica, 1, 12):
+            pass
+    return flat(model)

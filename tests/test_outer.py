@@ -42,6 +42,15 @@ def test_nesterov_rounds_every_multiply_and_add_by_itself():
     assert np.array_equal(state.numpy(), v)
 
 
+def test_sgd_rounds_every_multiply_and_add_by_itself():
+    import numpy as np
+
+    anchor, delta = np.random.default_rng(0).standard_normal((2, 20_000)).astype(np.float32)
+    mine = torch.from_numpy(anchor.copy())
+    SGD(0.3).step(mine, torch.from_numpy(delta.copy()), torch.empty(0))
+    assert np.array_equal(mine.numpy(), anchor - np.float32(0.3) * delta)
+
+
 def test_state_is_fp32_on_the_host_and_starts_at_zero():
     assert torch.equal(Nesterov().state(5), torch.zeros(5))
     assert Nesterov().state(5).device.type == host(1).device.type == "cpu"

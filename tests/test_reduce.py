@@ -1,11 +1,12 @@
 """What every reducer owes: the weighted mean of decoded deltas, the same bits for all, whatever the sizes."""
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco import E3M0, BFloat16, Collective, Float8, Float32, Int8
+from diloco import E3M0, BFloat16, Collective, Float8, Float32, Int8, Mismatch
 from diloco.codec import pack, unpack
 from diloco.reduce import Delta, State, local
 from diloco.reduce.header import NBYTES, Header, Kind
@@ -146,6 +147,33 @@ def test_a_fingerprint_changes_with_any_bit(values, data):
     before = State(0, anchor, outer).fingerprint()
     assert State(3, anchor.clone(), outer.clone()).fingerprint() == before
     target = data.draw(st.sampled_from([anchor, outer]))
-    where, bit = data.draw(st.integers(0, len(values) - 1)), data.draw(st.integers(0, 30))
-    target.view(torch.int32)[where] ^= 1 << bit
+    where, bit = data.draw(st.integers(0, len(values) - 1)), data.draw(st.integers(0, 31))
+    target.view(torch.int32)[where] ^= (1 << bit) if bit < 31 else -(1 << 31)
     assert State(0, anchor, outer).fingerprint() != before
+
+
+def test_the_mean_rounds_every_multiply_and_add_by_itself():
+    """Bit for bit what scalar fp32 arithmetic without fused multiply-adds gives, on any CPU."""
+    values, weights = [d.numpy() for d in deltas(20_000, 3)], [1.0, 3.0, 7.0]
+    expected = np.float32(1 / 11) * values[0]
+    expected = expected + np.float32(3 / 11) * values[1]
+    expected = expected + np.float32(7 / 11) * values[2]
+    payloads = [pack(Float32(), d) for d in deltas(20_000, 3)]
+    assert np.array_equal(mean(Float32(), payloads, weights, 20_000).numpy(), expected)
+
+
+def _disagree(rank, options):
+    try:
+        _all_rounds(Collective(**options[rank], timeout=20), E3M0(), [4], rank, 2, [1.0, 1.0])
+    except Mismatch as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize(("options", "text"), [
+    ([{}, {"streams": 2}], "streams is 1 on replica 0, 2 on replica 1"),
+    ([{"second": Float32()}, {}], "second is Float32() on replica 0, None on replica 1"),
+])  # fmt: skip
+def test_collectives_that_differ_are_told_so_before_they_wait_for_each_other(options, text):
+    for message in run(2, _disagree, options):
+        assert text in message

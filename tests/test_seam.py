@@ -1,9 +1,10 @@
 """The core against a reducer that does what an elastic one may do: rounds without us, jumps, drops, calls, delays."""
 
+import pytest
 import torch
 from torch import nn
 
-from diloco import SGD, Balanced, DiLoCo, Float32, Nesterov
+from diloco import SGD, Balanced, ConfigError, DiLoCo, DiLoCoError, Float32, Nesterov, PeerLost
 from diloco.reduce import Dropped, Jump, Round, State
 
 
@@ -146,3 +147,71 @@ def test_finish_is_a_last_round_for_every_fragment_then_leaves_once():
     assert diloco._parts[0].state.anchor.item() == 2.5
     assert diloco._parts[0].shard.spans[0].rows().item() == 2.5  # keep_local is 0 here
     assert script.left == 1
+
+
+def test_a_dropped_round_may_put_local_back_to_the_anchor():
+    script = Script({(0, 1): [(6, Dropped(reset=True))]})
+    _, step = start(script)
+    assert [step() for _ in range(8)] == [1, 2, 3, 4, 5, 0, 1, 2]
+    assert [(i, d.values.item(), d.weight) for _, i, d in script.sent] == [(1, -4.0, 4.0), (1, -2.0, 2.0)]
+
+
+def test_an_uncounted_round_leaves_the_state_that_a_sent_delta_is_against_as_it_was():
+    """The thread that sends may still be reading it."""
+    script = Script({(0, 1): [(5, mean(1, -10.0, counted=False))]})
+    diloco, step = start(script)
+    for _ in range(5):
+        step()
+    against = diloco._parts[0].state
+    step()
+    assert (against.index, against.anchor.item()) == (0, 0.0)
+    assert (diloco._parts[0].state.index, diloco._parts[0].state.anchor.item()) == (1, 10.0)
+
+
+def test_a_lost_peer_does_not_swallow_what_is_due_in_the_same_step():
+    class Lost(Script):
+        def take(self, fragment, index):
+            if fragment == 0 and self.sent:
+                raise PeerLost("gone")
+
+    model = nn.Linear(1, 2, bias=False)
+    script = Lost()
+    diloco = DiLoCo(model, reduce=script, sync_every=4, overlap=2, fragments=Balanced(2))
+    for _ in range(5):
+        diloco.step()
+    with pytest.raises(PeerLost):
+        diloco.step()
+    assert [(f, i) for f, i, _ in script.sent] == [(0, 1), (1, 1)]  # sent after 4 and, with the loss, after 6
+    saved = diloco.state_dict()["shard 0 of 1"]["parts"]
+    assert saved["0"]["flight"] and saved["1"]["flight"]
+
+
+def test_after_leaving_every_call_says_so():
+    diloco, step = start(Script())
+    step()
+    diloco.finish()
+    for act in (step, lambda: diloco.load_state_dict(diloco.state_dict()), diloco.join):
+        with pytest.raises(DiLoCoError, match="finish"):
+            act()
+
+
+def test_weights_loaded_before_the_first_step_are_the_start_and_not_progress():
+    script = Script()
+    model = nn.Linear(1, 1, bias=False)
+    diloco = DiLoCo(model, reduce=script, sync_every=2)
+    nn.init.constant_(model.weight, 100.0)
+    with diloco:
+        diloco.step()
+        diloco.step()
+    assert script.sent[0][2].values.item() == 0
+
+
+def test_tokens_may_be_counted_as_a_tensor():
+    script = Script({(0, i): [(4 * i + 1, mean(i, 0.0, counted=True))] for i in (1, 2)})
+    diloco, step = start(script)
+    for _ in range(12):
+        diloco.count(torch.tensor(3))
+        step()
+    assert [d.weight for _, _, d in script.sent] == [12.0, 12.0, 12.0]
+    with pytest.raises(ConfigError, match="0 or more"):
+        diloco.count(float("nan"))

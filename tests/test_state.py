@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from diloco import SGD, Balanced, DiLoCo, Mismatch
+from diloco import SGD, Balanced, DiLoCo, Mismatch, Sequential, Strided
 from diloco.reduce import local
 from tests.models import Tiny, adamw, anchors, flat, steps
 from tests.processes import run
@@ -99,10 +99,10 @@ def test_the_state_survives_torch_distributed_checkpoint(tmp_path):
     assert run(2, _with_dcp, str(tmp_path)) == [True, True]
 
 
-def _behind(replica, saves, reduce):
+def _behind(replica, saves, reduce, last):
     """Replica 1 lost the last step: it comes back one round of a fragment behind."""
     model, optimizer, diloco = _start(replica, reduce)
-    at = 13 - replica  # fragment 0, sent after step 8, is applied after step 13
+    at = last - replica
     state = torch.load(io.BytesIO(saves[replica][at]), weights_only=True)
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
@@ -111,14 +111,17 @@ def _behind(replica, saves, reduce):
     history = {}
     with diloco:
         after = [p.state.index for p in diloco._parts]
+        counted = [p.counted for p in diloco._parts]
         for _ in steps(model, optimizer, replica, at + 1, 30):
             history |= {(p.number, p.state.index): p.state.fingerprint() for p in diloco._parts}
-    return before, after, history, flat(model)
+    return before, after, history, flat(model), counted
 
 
-def test_8_a_replica_that_comes_back_a_round_behind_gets_it_from_one_that_is_ahead():
-    saves = [r[2] for r in local.run(2, lambda reduce: _uninterrupted(reduce.replica, 20, reduce))]
-    ahead, behind = local.run(2, lambda reduce: _behind(reduce.replica, saves, reduce))
+@pytest.mark.parametrize("last", [13, 21])  # fragment 0, sent after 8 and 16, is applied 5 steps later
+def test_8_a_replica_that_comes_back_a_round_behind_gets_it_from_one_that_is_ahead(last):
+    saves = [r[2] for r in local.run(2, lambda reduce: _uninterrupted(reduce.replica, 24, reduce))]
+    ahead, behind = local.run(2, lambda reduce: _behind(reduce.replica, saves, reduce, last))
+    assert ahead[4][0] == last - 5 and behind[4][0] == last - 1  # its work is given up, so it must not weigh
     assert behind[0] != ahead[0]
     assert behind[1] == ahead[1] == ahead[0]
     both = ahead[2].keys() & behind[2].keys()
@@ -136,9 +139,56 @@ def test_a_state_of_another_model_is_refused():
         few = DiLoCo(Tiny(), None, reduce=reduce, **(SETTINGS | {"fragments": Balanced(3)}))
         with pytest.raises(Mismatch, match="4 fragments, this model 3"):
             few.load_state_dict(small.state_dict())
+        other = DiLoCo(Tiny(width=8), None, reduce=reduce, **(SETTINGS | {"fragments": Strided(3)}))
+        same_sizes = DiLoCo(Tiny(width=8), None, reduce=reduce, **(SETTINGS | {"fragments": Sequential(3)}))
+        with pytest.raises(Mismatch, match="fragment 0 holds other parameters"):
+            other.load_state_dict(same_sizes.state_dict())
         with pytest.raises(Mismatch, match="outer rule"):
             DiLoCo(Tiny(width=8), None, reduce=reduce, outer=SGD(), **SETTINGS).load_state_dict(small.state_dict())
         with pytest.raises(Mismatch, match="is of shard 1 of 2, this process is shard 0 of 1"):
             small.load_state_dict({"shard 1 of 2": {}})
 
     local.run(1, other)
+
+
+def test_a_state_loaded_into_a_running_diloco_gives_up_what_is_under_way():
+    def loop(reduce):
+        model, optimizer, diloco = _start(reduce.replica, reduce)
+        with diloco:
+            for step in steps(model, optimizer, reduce.replica, 1, 14):
+                if step == 11:
+                    saved = _save(model, optimizer, diloco)
+            state = torch.load(io.BytesIO(saved), weights_only=True)
+            model.load_state_dict(state["model"])
+            optimizer.load_state_dict(state["optimizer"])
+            diloco.load_state_dict(state["diloco"])
+            for _ in steps(model, optimizer, reduce.replica, 12, 30):
+                pass
+        return flat(model)
+
+    expected = local.run(2, lambda reduce: _uninterrupted(reduce.replica, 30, reduce))
+    assert all(torch.equal(w, expected[0][0]) for w in local.run(2, loop))
+    assert all(torch.equal(w, expected[0][0]) for w in run(2, _loaded_while_running))
+
+
+def _loaded_while_running(rank):
+    model, optimizer, diloco = _start(rank)
+    with diloco:
+        for step in steps(model, optimizer, rank, 1, 14):
+            if step == 11:
+                saved = _save(model, optimizer, diloco)
+        state = torch.load(io.BytesIO(saved), weights_only=True)
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        diloco.load_state_dict(state["diloco"])
+        for _ in steps(model, optimizer, rank, 12, 30):
+            pass
+    return flat(model)
+
+
+def test_two_runs_one_after_the_other_in_one_process():
+    def loop(reduce):
+        return [_uninterrupted(reduce.replica, 12, reduce)[0] for _ in range(2)]
+
+    first, second = local.run(2, loop)[0]
+    assert torch.equal(first, second)

@@ -26,9 +26,9 @@ class State:
     outer: Tensor
 
     def fingerprint(self) -> int:
-        """A sum over all bits: equal states have equal fingerprints, and one flipped bit changes it."""
+        """A sum over all bits, modulo a prime: equal states have equal ones, and one flipped bit changes it."""
         anchor, outer = _words(self.anchor), _words(self.outer)
-        return (anchor + 0x9E3779B97F4A7C15 * outer) % (1 << 63)
+        return (anchor + 0x9E3779B97F4A7C15 * outer) % ((1 << 63) - 25)
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,10 @@ class Jump:
 
 @dataclass(frozen=True)
 class Dropped:
-    """The round that was sent will not take place; what was trained stays in the next delta."""
+    """The round that was sent will not take place. What was trained stays in the next delta, unless it is to be given
+    up: `reset` puts local back to the anchor (a delta with inf or nan, where others go on without it)."""
+
+    reset: bool = False
 
 
 class Reduce(Protocol):

@@ -27,6 +27,7 @@ class Collective:
     Args:
         group: the ranks that hold the same part of the model, one per replica; by default all ranks. With FSDP2 inside
             a replica, the group of the mesh's replica dimension: `mesh.get_group("replica")`.
+        shards: with FSDP2 inside a replica, its ranks: what ends a round for one of them ends it for all.
         inner: with DDP inside a replica, its ranks: each of them carries its share of the traffic.
         streams: TCP connections to use at once; on a long link one stream does not fill it.
         timeout: seconds that an exchange may take, waiting for slower replicas included; then a peer counts as lost.
@@ -38,6 +39,7 @@ class Collective:
         self,
         group: dist.ProcessGroup | None = None,
         *,
+        shards: dist.ProcessGroup | None = None,
         inner: dist.ProcessGroup | None = None,
         streams: int = 1,
         timeout: float = 600.0,
@@ -54,6 +56,7 @@ class Collective:
                               "positive timeout in seconds, and 'gloo' or 'nccl'")  # fmt: skip
         self._ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
         self._inner_ranks = dist.get_process_group_ranks(inner) if inner else [dist.get_rank()]
+        self._shard_ranks = dist.get_process_group_ranks(shards) if shards else [dist.get_rank()]
         self.replicas, self.replica = len(self._ranks), self._ranks.index(dist.get_rank())
         self._streams, self._timeout, self._backend, self._second = streams, timeout, backend, second
         self._codecs: Sequence[Codec] = ()
@@ -62,8 +65,9 @@ class Collective:
 
     def join(self, contract: Contract, states: Sequence[State], codecs: Sequence[Codec]) -> list[State]:
         self._codecs = codecs
+        self._rounds.clear()  # of a time line that was given up by loading a state
         if self._line is None:
-            self._line = Line(self._ranks, self._inner_ranks, self._streams, self._timeout, self._backend)
+            self._line = Line(self._ranks, self._timeout)
         return self._line.submit("join", lambda line: self._join(line, contract, states)).result()
 
     def due(self, fragment: int, index: int, steps: int, slot: bool) -> bool:
@@ -99,19 +103,25 @@ class Collective:
 
     def _join(self, line: Line, contract: Contract, states: Sequence[State]) -> list[State]:
         check_round(line.exchange(Header(Kind.JOIN)))
-        compare(line.gather_json(contract))
+        own = {"second": repr(self._second), "streams": self._streams, "backend": self._backend,
+               "ranks of a replica": len(self._inner_ranks)}  # fmt: skip
+        compare(line.gather_json({**contract, **own}))
+        line.open(self._streams, self._backend, self._inner_ranks, self._shard_ranks)
         held = line.gather_json([(s.index, s.fingerprint()) for s in states])
         out = list(states)
         for i, source in enumerate(sources([[tuple(h) for h in replica] for replica in held])):
             if source is None:
                 continue
-            state = State(
-                held[source][i][0], states[i].anchor, states[i].outer
-            )  # in place: no second copy of the model
-            for tensor in (state.anchor, state.outer):
+            arrived = State(held[source][i][0], states[i].anchor.clone(), states[i].outer.clone())
+            for tensor in (arrived.anchor, arrived.outer):
                 line.broadcast(tensor, source)
             if held[self.replica][i] != held[source][i]:
-                out[i] = state
+                # Into the tensors that are there, once all has come: no second copy of the model, and no half state.
+                mine = states[i]
+                mine.index = arrived.index
+                mine.anchor.copy_(arrived.anchor)
+                mine.outer.copy_(arrived.outer)
+                out[i] = State(mine.index, mine.anchor, mine.outer)
         return out
 
     def _round(self, line: Line, fragment: int, index: int, delta: Delta, began: float) -> Round | Dropped:
@@ -120,10 +130,10 @@ class Collective:
         headers = line.exchange(mine)
         if settling(headers):
             return Dropped()
-        check_round(headers)
+        found = {str(m): h.fault for m, h in enumerate(headers) if h.fault >= 0}
+        faults = line.agree(lambda: check_round(headers), found)
         weights = [h.weight for h in headers]
         members = {str(m): weight for m, weight in enumerate(weights)}
-        faults = {str(m): h.fault for m, h in enumerate(headers) if h.fault >= 0}
         if faults or not any(weights):  # nothing will be applied, so nothing need be sent
             return Round(index, delta.values, members, faults=faults)
         before = line.sent
@@ -149,7 +159,7 @@ class Collective:
         received = line.swap([pack(codec, values[cut]) for cut in cuts], [codec.nbytes(mine)] * self.replicas)
         averaged = pack(second, mean(codec, received, weights, mine))
         averages = line.swap([averaged] * self.replicas, [second.nbytes(n) for n in counts])
-        out = torch.empty(len(values), dtype=torch.float32)
+        out = torch.empty(len(values), dtype=torch.float32, device="cpu")
         for cut, n, payload in zip(cuts, counts, averages, strict=True):
             out[cut] = unpack(second, payload, n)
         return out

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from diloco.errors import PeerLost
+from diloco.errors import DiLoCoError, Diverged, Mismatch, PeerLost
 from diloco.reduce.header import NBYTES, Header
 
 
@@ -25,16 +25,17 @@ class Line:
 
     _opened: ClassVar[Counter[str]] = Counter()
 
-    def __init__(self, ranks: list[int], inner: list[int], streams: int, timeout: float, backend: str) -> None:
+    def __init__(self, ranks: list[int], timeout: float) -> None:
         # Groups of our own: the user's collectives come from another thread, in an order we do not know. They are not
         # registered with torch.distributed, whose names and keys would be used again after a group was destroyed.
-        self._timeout = timeout
-        self._replica = ranks.index(dist.get_rank())
-        self._replicas, self._inner_size = len(ranks), len(inner)
-        self._device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
+        self._ranks, self._timeout = ranks, timeout
+        self._replicas, self._replica = len(ranks), ranks.index(dist.get_rank())
+        self._device = torch.device("cpu")
         self._control: Any = self._group("control", ranks, "gloo")
-        self._payload = [self._group(f"payload {i}", ranks, backend) for i in range(streams)]
-        self._inner: Any = self._group("inner", inner, "gloo") if len(inner) > 1 else None
+        self._payload: list[Any] = []
+        self._inner: Any = None
+        self._shards: Any = None
+        self._inner_size = self._shard_count = 1
         self._lost: str | None = None
         self._jobs: queue.SimpleQueue[tuple[str, Callable[[Line], Any], Future[Any]] | None] = queue.SimpleQueue()
         self._closing, self._exiting = threading.Lock(), False
@@ -60,6 +61,17 @@ class Line:
             return dist.ProcessGroupGloo(store, rank, len(ranks), timeout)
         except RuntimeError as error:
             raise PeerLost(f"join: {_explain(str(error), self._timeout)}") from None
+
+    def open(self, streams: int, backend: str, inner: list[int], shards: list[int]) -> None:
+        """The other groups, once all are known to want the same."""
+        if self._payload:
+            return
+        if backend == "nccl":
+            self._device = torch.device("cuda", torch.cuda.current_device())
+        self._payload = [self._group(f"payload {i}", self._ranks, backend) for i in range(streams)]
+        self._inner_size, self._shard_count = len(inner), len(shards)
+        self._inner = self._group("inner", inner, "gloo") if len(inner) > 1 else None
+        self._shards = self._group("shards", shards, "gloo") if len(shards) > 1 else None
 
     def submit(self, what: str, work: Callable[["Line"], Any]) -> Future[Any]:
         future: Future[Any] = Future()
@@ -103,7 +115,7 @@ class Line:
     def _drop(self) -> None:
         with self._closing:
             if not self._exiting:
-                self._control, self._payload, self._inner = None, [], None
+                self._control, self._payload, self._inner, self._shards = None, [], None, None
                 return
         threading.Event().wait()  # for the end of the process
 
@@ -128,15 +140,33 @@ class Line:
         return [Header.unpack(bytes(row.tolist())) for row in out.view(self._replicas, -1)]
 
     def gather_json(self, value: object) -> list[Any]:
+        """What each replica says."""
+        return self._gather_json(self._control, self._replicas, value)
+
+    def agree(self, check: Callable[[], None], faults: dict[str, int]) -> dict[str, int]:
+        """The faults that any rank of this replica knows of. An error of the check on one of them is raised on all."""
+        try:
+            check()
+            verdict = None
+        except DiLoCoError as error:
+            verdict = [type(error).__name__, str(error)]
+        said: list[Any] = [[verdict, faults]]
+        if self._shards is not None:
+            said = self._gather_json(self._shards, self._shard_count, said[0])
+        for verdict, _ in said:
+            if verdict is not None:
+                raise {"Mismatch": Mismatch, "Diverged": Diverged}[verdict[0]](verdict[1])
+        return {member: fault for _, each in said for member, fault in each.items()}
+
+    def _gather_json(self, group: Any, size: int, value: object) -> list[Any]:
         data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        lengths = torch.empty(self._replicas, dtype=torch.int64)
-        length = torch.tensor([len(data)])
-        self._wait([self._control._allgather_base(lengths, length)])
+        lengths = torch.empty(size, dtype=torch.int64)
+        self._wait([group._allgather_base(lengths, torch.tensor([len(data)]))])
         padded = torch.zeros(int(lengths.max()), dtype=torch.uint8)
         padded[: len(data)] = data
-        out = torch.empty(self._replicas * len(padded), dtype=torch.uint8)
-        self._wait([self._control._allgather_base(out, padded)])
-        rows = zip(out.view(self._replicas, -1), lengths.tolist(), strict=True)
+        out = torch.empty(size * len(padded), dtype=torch.uint8)
+        self._wait([group._allgather_base(out, padded)])
+        rows = zip(out.view(size, -1), lengths.tolist(), strict=True)
         return [json.loads(row[:n].numpy().tobytes()) for row, n in rows]
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
@@ -188,9 +218,9 @@ class Line:
         """The whole of n values from the share that each rank of this replica has."""
         if self._inner is None:
             return share
-        padded = torch.zeros(-(-n // self._inner_size))
+        padded = torch.zeros(-(-n // self._inner_size), dtype=torch.float32)
         padded[: len(share)] = share
-        out = torch.empty(len(padded) * self._inner_size)
+        out = torch.empty(len(padded) * self._inner_size, dtype=torch.float32)
         self._wait([self._inner._allgather_base(out, padded)])
         return out[:n]
 

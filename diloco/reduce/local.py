@@ -66,6 +66,10 @@ class _Board:
         self.settled: set[int] = set()
         self.gone: set[int] = set()
 
+    def clear(self) -> None:
+        for left in (self.deltas, self.outcomes, self.dropped, self.settled):
+            left.clear()
+
     def begin(self, m: int) -> None:
         with self.condition:
             self.condition.wait_for(lambda: self.holder == m)
@@ -119,6 +123,8 @@ class Local:
         self._joins += 1
         meeting.offers[self.replica] = (contract, states)
         self._wait("join", lambda: len(meeting.offers) == self.replicas)
+        self._began.clear()
+        self._board.clear()  # all are here: what is left is of a run that has finished or was given up
         offers = [meeting.offers[m] for m in range(self.replicas)]
         compare([theirs for theirs, _ in offers])
         held = [[(s.index, s.fingerprint()) for s in theirs] for _, theirs in offers]
@@ -184,7 +190,8 @@ class Local:
             self._board.wait(self.replica, until)
         if not until():
             gone = ", ".join(str(m) for m in sorted(self._board.gone))
-            raise PeerLost(f"{what}: replica {gone or '?'} is gone without finish(), so this one would wait for ever")
+            reason = f"replica {gone} is gone without finish()" if gone else "replicas wait for different rounds"
+            raise PeerLost(f"{what}: {reason}, so this one would wait for ever")
 
 
 def _outcome(index: int, deltas: list[Delta], fragment: int, second: Codec | None, codec: Codec) -> Round | DiLoCoError:

@@ -20,7 +20,7 @@ def shares(weights: Sequence[float]) -> list[float]:
 
 def mean(codec: Codec, payloads: Sequence[Tensor], weights: Sequence[float], n: int) -> Tensor:
     """Σ share · decoded delta, every multiply and add rounded by itself, in fp32."""
-    out = torch.empty(n, dtype=torch.float32)
+    out = torch.empty(n, dtype=torch.float32, device="cpu")
     for values, data in chunks(codec, n):
         count = values.stop - values.start
         total = None
@@ -43,7 +43,7 @@ def mean_in_one_place(codec: Codec, second: Codec, deltas: Sequence[Tensor], wei
     n = len(deltas[0])
     if len(deltas) <= GATHER:
         return mean(codec, [pack(codec, d) for d in deltas], weights, n)
-    out = torch.empty(n, dtype=torch.float32)
+    out = torch.empty(n, dtype=torch.float32, device="cpu")
     for part in parts(n, len(deltas)):
         size = part.stop - part.start
         averaged = mean(codec, [pack(codec, d[part]) for d in deltas], weights, size)

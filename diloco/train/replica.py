@@ -85,8 +85,8 @@ def attach(
     assert config.outer_lr is not None
     streaming = config.method == "streaming"
     if reduce is None:
-        group = mesh.get_group("replica") if mesh else None
-        reduce = Collective(group, streams=config.streams, timeout=config.timeout)
+        group, shards = (mesh.get_group("replica"), mesh.get_group("shard")) if mesh else (None, None)
+        reduce = Collective(group, shards=shards, streams=config.streams, timeout=config.timeout)
     return DiLoCo(
         model,
         optimizer,
