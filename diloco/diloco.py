@@ -7,7 +7,7 @@ After each step, for each fragment that is due:
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, Self
 
 import torch
@@ -16,14 +16,13 @@ from torch import Tensor, nn
 from diloco.codec import E3M0, Codec, Float32
 from diloco.errors import ConfigError, DiLoCoError, Mismatch
 from diloco.fragment import Fragmenter, Piece, Strided, find_layers, trainable, trained_buffers, unwrap
+from diloco.hook import Optimizers, as_list, attach
 from diloco.outer import SGD, Nesterov, Outer
 from diloco.part import Part
 from diloco.reduce import Dropped, Jump, Reduce, Round
 from diloco.schedule import Schedule, check_overlap
 from diloco.shard import WHOLE, reshard, sharding
 from diloco.stats import Stats
-
-Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 
 
 class DiLoCo:
@@ -57,7 +56,7 @@ class DiLoCo:
         check_overlap(overlap, sync_every)
         if not 0 <= keep_local <= 1:
             raise ConfigError(f"keep_local={keep_local}: give a number from 0 (take the anchor) to 1 (never take it)")
-        self._optimizers = _as_list(optimizer)
+        as_list(optimizer)  # refuses what is none, before anything is done
         self._model = model = unwrap(model)
         parameters: dict[str, Tensor] = dict(trainable(model))
         shapes = {name: tuple(p.shape) for name, p in parameters.items()}
@@ -75,9 +74,8 @@ class DiLoCo:
         self.step_count = 0
         self.stats = Stats()
         self._work, self._tokens = 0.0, False
-        self._stepped: set[int] = set()
         self._joined = self._finished = self._closed = self._showing_anchors = False
-        self._hooks = [handle for o in self._optimizers for handle in self._attach(o)]
+        self._detach = attach(optimizer, self.join, self.step)
 
     @torch.no_grad()
     def step(self) -> None:
@@ -259,40 +257,12 @@ class DiLoCo:
             "fragments": {str(p.number): [[q.name, q.start, q.stop] for q in p.fragment] for p in parts},
         }
 
-    def _attach(self, optimizer: torch.optim.Optimizer) -> list[Any]:
-        def before(*_: object) -> None:
-            self.join()
-
-        def after(*_: object) -> None:
-            self._stepped.add(id(optimizer))
-            if len(self._stepped) == len(self._optimizers):
-                self._stepped.clear()
-                self.step()
-
-        return [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
-
     def _leave(self) -> None:
         """Closes the line, so that the others do not wait for this replica."""
         if not self._closed:
             self._detach()
             self._joined, self._closed = False, True
             self.reduce.leave()
-
-    def _detach(self) -> None:
-        for handle in self._hooks:
-            handle.remove()
-        self._hooks = []
-
-
-def _as_list(optimizer: Optimizers) -> list[torch.optim.Optimizer]:
-    optimizers = [] if optimizer is None else [optimizer] if not isinstance(optimizer, Sequence) else list(optimizer)
-    for o in optimizers:
-        if not hasattr(o, "register_step_post_hook"):
-            raise ConfigError(
-                f"optimizer is a {type(o).__name__}: give a torch.optim.Optimizer or a list of them, or None and call "
-                "step() after each step"
-            )
-    return optimizers
 
 
 def _default_reduce(sharding: str) -> Reduce:
