@@ -38,6 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     try:
         module = import_module(VERBS[verb][0])
+        rest = module.complete(rest) if hasattr(module, "complete") else rest
         return module.main(parse(module.CONFIG, rest, f"diloco {verb}"))
     except (ConfigError, Mismatch) as error:
         print(f"diloco: {error}", file=sys.stderr)

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 
 from diloco.codec import E3M0, Codec, Float32
 from diloco.errors import ConfigError, DiLoCoError, Mismatch
-from diloco.fragment import Fragmenter, Piece, Strided, find_layers, trainable, trained_buffers, unwrap
+from diloco.fragment import Fragmenter, Piece, Strided, find_layers, frozen, trainable, trained_buffers, unwrap
 from diloco.hook import Optimizers, as_list, attach
 from diloco.outer import SGD, Nesterov, Outer
 from diloco.part import Part
 from diloco.reduce import Dropped, Jump, Reduce, Round
 from diloco.schedule import Schedule, check_overlap
-from diloco.shard import WHOLE, reshard, sharding
+from diloco.shard import WHOLE, checksum, reshard, sharding
 from diloco.stats import Stats
 
 
@@ -56,6 +56,7 @@ class DiLoCo:
         check_overlap(overlap, sync_every)
         if not 0 <= keep_local <= 1:
             raise ConfigError(f"keep_local={keep_local}: give a number from 0 (take the anchor) to 1 (never take it)")
+        _check_kinds(fragments, codec, outer)
         as_list(optimizer)  # refuses what is none, before anything is done
         self._model = model = unwrap(model)
         parameters: dict[str, Tensor] = dict(trainable(model))
@@ -253,6 +254,7 @@ class DiLoCo:
             "codec": repr(self._parts[0].codec),
             "outer": repr(self._parts[0].outer),
             "parameters": {name: list(shape) for name, shape in self._shapes.items()},
+            "frozen parameters": {name: checksum(p) for name, p in frozen(self._model).items()},
             "shard": self._sharding,
             "fragments": {str(p.number): [[q.name, q.start, q.stop] for q in p.fragment] for p in parts},
         }
@@ -263,6 +265,16 @@ class DiLoCo:
             self._detach()
             self._joined, self._closed = False, True
             self.reduce.leave()
+
+
+def _check_kinds(fragments: object, codec: object, outer: object) -> None:
+    for name, value, method, examples in (
+        ("fragments", fragments, "split", "Strided(layers=3) or Balanced(8)"),
+        ("codec", codec, "encode", "E3M0() or BFloat16()"),
+        ("outer", outer, "step", "Nesterov(lr=0.4)"),
+    ):
+        if not hasattr(value, method) or isinstance(value, (str, type)):
+            raise ConfigError(f"{name}={value!r}: give an object, as in {examples}")
 
 
 def _default_reduce(sharding: str) -> Reduce:

@@ -146,9 +146,10 @@ def show(findings: list[Finding], as_json: bool) -> None:
         return
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     table = Table(box=None, show_header=False)
     marks = {True: "[green]ok[/]", False: "[red]problem[/]", None: ""}
     for f in findings:
-        table.add_row(marks[f.good], f.what, f.value, f.remedy if f.good is not True else "")
+        table.add_row(marks[f.good], *map(Text, (f.what, f.value, f.remedy if f.good is not True else "")))
     Console().print(table)

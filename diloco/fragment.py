@@ -129,6 +129,11 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     return found
 
 
+def frozen(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that are not trained: replicas must start with the same, for they are never synced."""
+    return {_clean(name): p for name, p in model.named_parameters() if not p.requires_grad}
+
+
 def trained_buffers(model: nn.Module) -> dict[str, Tensor]:
     """The buffers that training may change: float, saved with the model, finite (a mask of -inf is none of them)."""
     fixed = {

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from diloco.errors import ConfigError
 
+STARTED = "DILOCO_STARTED_HERE"
 GRACE = 10.0
 """Seconds that the others get to end by themselves after one has failed."""
 
@@ -83,6 +84,11 @@ def own_world(shards: int, replicas: int | None) -> World | None:
     return world_from(os.environ, shards, replicas)
 
 
+def started_here() -> bool:
+    """Whether `start` has started this process, which then watches and shows the run."""
+    return STARTED in os.environ
+
+
 def own_address() -> tuple[str, int]:
     return address_from(os.environ)
 
@@ -96,6 +102,7 @@ def start(words: Sequence[str], size: int, folder: Path, shards: int, watch: Cal
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     common = {
+        STARTED: "1",
         "WORLD_SIZE": str(size),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
@@ -129,7 +136,10 @@ def _attend(processes: list[subprocess.Popen[bytes]], folder: Path, watch: Calla
                 failed_at = time.monotonic()
             if len(asked) > passed_on:  # the first asks for a checkpoint, the second does not wait for it
                 passed_on = len(asked)
-                _signal_all(processes, signal.SIGTERM if passed_on == 1 else signal.SIGKILL)
+                first = passed_on == 1
+                text = "stopping after a few steps, with a checkpoint; again: at once, without" if first else "stopped"
+                print(text, file=sys.stderr)  # noqa: T201
+                _signal_all(processes, signal.SIGTERM if first else signal.SIGKILL)
             if failed_at is not None and time.monotonic() - failed_at > GRACE:
                 _signal_all(processes, signal.SIGKILL)
             watch()

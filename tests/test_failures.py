@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from diloco import (
+    SGD,
     Balanced,
     Collective,
     ConfigError,
@@ -162,6 +163,23 @@ def test_other_initial_weights_are_replaced_by_the_first_replicas_and_buffers_ar
         assert running == [3.0] * 3  # all started from replica 0's, and went up by 2, 3 and 4
 
 
+def _other_base(rank):
+    model = Tiny(seed=rank)
+    model.embedding.requires_grad_(False)
+    try:
+        with DiLoCo(model):
+            pass
+    except Mismatch as error:
+        return str(error)
+    return None
+
+
+def test_frozen_parameters_that_differ_are_refused_for_they_would_never_be_synced():
+    one, two = run(2, _other_base)
+    assert one == two
+    assert "frozen parameters of replica 0 / replica 1: embedding.weight is" in one
+
+
 def _corrupt(rank):
     model = Tiny()
     optimizer = adamw(model)
@@ -253,6 +271,10 @@ def _local(**settings):
     (lambda: DiLoCo(Tiny(), adamw(Tiny())), "no process group: call torch.distributed.init_process_group.*torchrun"),
     (lambda: DiLoCo(Tiny(), Tiny()), "optimizer is a Tiny: give a torch.optim.Optimizer"),  # type: ignore[arg-type]
     (lambda: local.run(0, lambda reduce: None), "replicas=0"),
+    (lambda: local.run(print, 2), "give a whole number of at least 1, then the loop"),  # type: ignore[arg-type]
+    (lambda: _local(codec="e3m0"), r"codec='e3m0': give an object, as in E3M0\(\)"),
+    (lambda: _local(fragments=3), r"fragments=3: give an object, as in Strided\(layers=3\)"),
+    (lambda: _local(outer=SGD), "outer=<class .*: give an object"),
     (lambda: DiLoCo(nn.Linear(2, 2).requires_grad_(False)), "no parameter with requires_grad"),
 ])  # fmt: skip
 def test_wrong_arguments_fail_at_construction_with_what_is_allowed(act, message):

@@ -154,9 +154,14 @@ def test_ctrl_c_leaves_a_checkpoint_of_one_step_and_a_report_and_resumes(place):
     stops = [e["step"] for m in (0, 1) for e in lines(place, "stopped", m, "events") if e["event"] == "stop"]
     assert len(stops) == 2 and len(set(stops)) == 1 and stops[0] < 2000
     assert (place / "runs/stopped/report.html").exists()
-    code, out, err = train(place, "stopped", "--steps", str(stops[0] + 5), "--resume", "--json")
+    assert "stopping after a few steps, with a checkpoint" in err
+    # Only what is given changes; all else is as the run had it.
+    before = (place / "runs/stopped/config.toml").read_text()
+    code, out, err = run(place, "train", "--resume", "--name", "stopped", "--steps", str(stops[0] + 5), "--json")
     assert code == 0, err
+    assert f"changed: steps 2000 → {stops[0] + 5}\n" in err
     assert json.loads(out)["steps"] == stops[0] + 5
+    assert (place / "runs/stopped/config.toml").read_text() == before.replace("= 2000", f"= {stops[0] + 5}")
 
 
 def test_one_dead_process_stops_all_with_its_reason_on_the_last_line(place):
@@ -182,10 +187,11 @@ def test_sharded_replicas_with_accumulation_save_and_resume(place):
 
 
 def test_torchrun_starts_the_same_trainer(place, whole):
-    code, _, err = run(place, "--nproc_per_node", "2", "--standalone", "-m", "diloco", "train", *SMALL, "--data",
+    code, out, err = run(place, "--nproc_per_node", "2", "--standalone", "-m", "diloco", "train", *SMALL, "--data",
                        "corpus.txt", "--name", "torchrun", "--steps", "60", "--save-every", "20",
                        tool=("-m", "torch.distributed.run"))  # fmt: skip
     assert code == 0, err
+    assert "loss of the anchors" in out and "report.html" in out
     check_same(place, "torchrun")
 
 
@@ -240,6 +246,7 @@ def test_what_only_the_replicas_can_find_is_one_line_too(place, whole, words, me
     code, _, err = run(place, "train", *words)
     assert code == 2, err
     assert message in err.splitlines()[-1] and "Traceback" not in err
+    assert not (place / "wrong").exists() or not list((place / "wrong").iterdir())  # nothing is left behind
 
 
 def test_a_recipe_is_stored_flags_and_a_typo_in_it_gets_the_same_suggestion_as_on_the_line(place, whole):
@@ -299,8 +306,12 @@ def test_report_and_export_read_a_finished_run(place, whole):
     exported = load_file(place / "exported/model.safetensors")
     saved = weights(place, "whole", 60)
     assert all(torch.equal(value, saved[f"/model/{name}"]) for name, value in exported.items())
-    code, _, err = run(place, "export", "runs/absent", "--to", "exported")
+    code, _, err = run(place, "export", "runs/absent", "--to", "elsewhere")
     assert code == 2 and "holds no run" in err
+    code, _, err = run(place, "export", "runs/whole", "--to", "exported")
+    assert code == 2 and "holds a model already" in err
+    code, _, err = run(place, "report")
+    assert code == 2 and "which run?" in err
 
 
 def test_export_of_a_step_on_the_way_is_the_anchors_not_the_replica(place, whole):

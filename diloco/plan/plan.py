@@ -120,7 +120,7 @@ def choose(
         for h in _sync_everys(limits)
     }
     best = max(share(s) for settings in widest.values() for s in settings)
-    enough = best - TOLERANCE if limits.target is None else min(limits.target, best)
+    enough = best * (1 - TOLERANCE) if limits.target is None else min(limits.target, best)
     sync_every = next(h for h, settings in widest.items() if max(map(share, settings)) >= enough)
     chosen = next(s for s in grid if s.sync_every == sync_every and share(s) >= enough)
     lr, nearest = laws.outer_lr(group.replicas)
@@ -165,7 +165,7 @@ def _reasons(chosen: Settings, share: float, best: float, limits: Limits, model:
         "overlap": given
         if limits.overlap is not None
         else (
-            "blocking is enough on this link"
+            ("blocking is enough on this link" if share >= 0.9 else "nothing hides a round on this link")
             if chosen.overlap == 0
             else f"the fewest steps that hide a round; {laws.STREAMING} saw no loss up to {laws.SAFE_OVERLAP}"
         ),

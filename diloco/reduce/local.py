@@ -25,8 +25,8 @@ def run(replicas: int, loop: Callable[["Local"], T], *, second: Codec | None = N
 
     Give each replica `DiLoCo(…, reduce=reduce)`; `reduce.replica` is its number. The first error is raised.
     """
-    if replicas < 1:
-        raise ConfigError(f"replicas={replicas}: give at least 1")
+    if not isinstance(replicas, int) or replicas < 1:
+        raise ConfigError(f"replicas={replicas}: give a whole number of at least 1, then the loop")
     board = _Board(replicas, second)
     results: list[Any] = [None] * replicas
     errors: list[BaseException] = []

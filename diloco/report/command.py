@@ -7,6 +7,7 @@ from pathlib import Path
 import tyro
 from rich.console import Console
 
+from diloco.errors import ConfigError
 from diloco.report import html, terminal
 from diloco.report.run import read
 
@@ -27,6 +28,8 @@ CONFIG = ReportConfig
 
 
 def main(config: ReportConfig) -> int:
+    if not config.runs:
+        raise ConfigError("which run? Give its folder, as in runs/tiny-streaming-1")
     runs = [read(folder) for folder in config.runs]
     out = config.out or config.runs[0] / "report.html"
     html.write(config.runs, out)

@@ -43,10 +43,11 @@ def rows(run: Run) -> list[tuple[str, str, str]]:
 def comparison(runs: Sequence[Run]) -> Table:
     """One line per setting: loss, gap to data-parallel, bytes, seconds."""
     lines = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    lines.add_column("setting")
+    rows = compare(runs)
+    lines.add_column("setting", no_wrap=True, min_width=max(len(row.label) for row in rows))
     for name in ("seeds", "loss", "gap to dp", "sent", "less", "burst", "time", "exposed"):
         lines.add_column(name, justify="right", no_wrap=True)
-    for row in compare(runs):
+    for row in rows:
         lines.add_row(
             Text(row.label),
             str(len(row.runs)),
@@ -88,7 +89,7 @@ def data_parallel(run: Run) -> str:
     """The bytes of data-parallel in as many steps, and how many times fewer were sent."""
     if run.bytes_data_parallel is None:
         return ""
-    against = f"data-parallel: {units.size(run.bytes_data_parallel)}"
+    against = f"data-parallel in bf16: {units.size(run.bytes_data_parallel)}"
     return against if run.factor is None or run.method == "dp" else f"{against}, {units.factor(run.factor)} as much"
 
 

@@ -45,7 +45,7 @@ class Checkpoints:
                 shutil.rmtree(temporary, ignore_errors=True)
                 temporary.mkdir(parents=True)
             self._barrier()
-            with _quiet():
+            with alone():
                 dcp.save(state, checkpoint_id=temporary, process_group=self._group, no_dist=self._group is None)
             if self._leader:
                 shutil.rmtree(final, ignore_errors=True)
@@ -62,7 +62,7 @@ class Checkpoints:
     def load(self, step: int, state: dict[str, Any]) -> None:
         """Fill `state` in place."""
         try:
-            with _quiet():
+            with alone():
                 dcp.load(state, checkpoint_id=self._path(step), process_group=self._group, no_dist=self._group is None)
         except (CheckpointException, RuntimeError, ValueError) as error:
             reason = str(error).strip().splitlines()[-1][:200]
@@ -90,7 +90,7 @@ class Checkpoints:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def alone() -> Iterator[None]:
     """A replica saves alone on purpose; torch warns of it each time."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")

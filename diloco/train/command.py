@@ -3,18 +3,21 @@
 import contextlib
 import json
 import logging
+import shutil
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 from diloco import launch
 from diloco.errors import ConfigError, DiLoCoError, Mismatch
 from diloco.launch import World
+from diloco.recipe import flags, parse
 from diloco.train import folder as folders
 from diloco.train.config import TrainConfig, to_toml
 
 CONFIG = TrainConfig
+complete = folders.resumed
 
 
 def main(config: TrainConfig) -> int:
@@ -32,6 +35,8 @@ def run_here(config: TrainConfig, *, show: bool = True) -> tuple[int, Path]:
     config = replace(config, replicas=config.replicas or 2)
     assert config.replicas is not None
     folder = folders.choose(config)
+    if config.resume:
+        _say_what_changed(config, folder)
     with folders.locked(folder):
         (folder / "derived.txt").unlink(missing_ok=True)
         (folder / "start.toml").write_text(to_toml(replace(config, name=folder.name)))
@@ -41,9 +46,21 @@ def run_here(config: TrainConfig, *, show: bool = True) -> tuple[int, Path]:
             code, reason = launch.start(words, config.replicas * config.shards, folder, config.shards, live.refresh)
     if reason:
         print(f"diloco: {reason}", file=sys.stderr)  # noqa: T201
+    if code == 2 and not (folder / "config.toml").exists():
+        shutil.rmtree(folder)  # refused before anything was there to keep
     if show and (folder / "summary.json").exists() and code in (0, 130):
         _show(folder, config.json)
     return code, folder
+
+
+def _say_what_changed(config: TrainConfig, folder: Path) -> None:
+    before = parse(TrainConfig, flags(folder / "config.toml"), "config.toml")
+    names = [f.name for f in fields(TrainConfig) if f.name not in ("resume", "json", "name", "out")]
+    changed = [
+        f"{n} {getattr(before, n)} → {getattr(config, n)}" for n in names if getattr(before, n) != getattr(config, n)
+    ]
+    text = f"; changed: {', '.join(changed)}" if changed else ""
+    print(f"resume with the settings of {folder / 'config.toml'}{text}", file=sys.stderr)  # noqa: T201
 
 
 def _show(folder: Path, as_json: bool) -> None:
@@ -74,10 +91,14 @@ def _be_rank(config: TrainConfig, world: World) -> int:
         folder = _agree_on_folder(config, world, dist.distributed_c10d._get_default_store())
         from diloco.train.loop import train
 
-        summary = train(config, world, folder)
+        alone = world.shard == 0 and not launch.started_here()  # else `run_here` holds the folder and shows the run
+        with folders.locked(folder / f"replica-{world.replica}") if alone else contextlib.nullcontext():
+            summary = train(config, world, folder)
         dist.barrier()  # all have written their last line
         if world.rank == 0:
             _write(folder, summary)
+            if alone:
+                _show(folder, config.json)
         dist.destroy_process_group()
         return 0
     except BaseException as error:
@@ -90,10 +111,9 @@ def _be_rank(config: TrainConfig, world: World) -> int:
 
 
 def _agree_on_folder(config: TrainConfig, world: World, store: Any) -> Path:
-    """The first rank chooses for all, as under torchrun, unless `run_here` has done so and left a start.toml."""
+    """The first rank chooses for all, unless `run_here` has done so."""
     if world.rank == 0:
-        named = config.name is not None and (config.out / config.name / "start.toml").exists()
-        chosen = config.out / str(config.name) if named else folders.choose(config)
+        chosen = config.out / str(config.name) if launch.started_here() else folders.choose(config)
         store.set("folder", chosen.name)
     folder = config.out / store.get("folder").decode()
     (folder / f"replica-{world.replica}").mkdir(parents=True, exist_ok=True)

@@ -5,7 +5,7 @@ import json
 import sys
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from diloco.errors import ConfigError
 from diloco.train import folder as folders
@@ -100,10 +100,11 @@ def _axis(text: str) -> tuple[str, str]:
 
 def _value(key: str, text: str) -> Any:
     """The value as the field's type has it."""
-    default = {f.name: str(f.type) for f in fields(TrainConfig)}[key]
+    declared = next(f.type for f in fields(TrainConfig) if f.name == key)
+    kinds = get_args(declared) or (declared,)
     try:
-        if "int" in default:
+        if int in kinds:
             return int(text)
-        return float(text) if "float" in default else text
+        return float(text) if float in kinds else text
     except ValueError:
         raise ConfigError(f"vary {key}={text!r}: give numbers") from None

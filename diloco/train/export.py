@@ -96,4 +96,5 @@ def _save(state: dict[str, Tensor], path: Path) -> None:
         raise ConfigError("export needs safetensors: pip install safetensors") from error
     temporary = path.with_suffix(".tmp")
     save_file({n: t.detach().cpu().contiguous() for n, t in state.items()}, temporary, metadata={"format": "pt"})
+    temporary.chmod(path.parent.stat().st_mode & 0o666)  # as readable as its folder; safetensors gives it to the owner
     temporary.replace(path)

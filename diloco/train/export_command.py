@@ -35,6 +35,8 @@ def main(config: ExportConfig) -> int:
     step = config.step if config.step is not None else max(steps, default=None)
     if step not in steps:
         raise ConfigError(f"{config.run} has no checkpoint of step {step}; there are {steps or 'none'}")
+    if (config.to / "config.json").exists():
+        raise ConfigError(f"{config.to} holds a model already: give another --to, or remove it first")
     settings: TrainConfig = parse(TrainConfig, flags(config.run / "config.toml"), "config.toml")
     _write(settings, folder / f"step-{step:08d}", config.to)
     print(config.to)  # noqa: T201
@@ -45,6 +47,7 @@ def _write(settings: TrainConfig, checkpoint: Path, to: Path) -> None:
     import torch.distributed.checkpoint as dcp
 
     from diloco.reduce import local
+    from diloco.train.checkpoint import alone
     from diloco.train.data import prepare
     from diloco.train.export import export_module
     from diloco.train.model import build
@@ -53,14 +56,16 @@ def _write(settings: TrainConfig, checkpoint: Path, to: Path) -> None:
     corpus = prepare(settings.data, settings.tokenizer)
     model = build(settings.model, corpus.tokenizer.vocabulary, settings.context, settings.seed)
     state: dict[str, Any] = {"model": model.state_dict()}
-    dcp.load(state, checkpoint_id=checkpoint, no_dist=True)
+    with alone():
+        dcp.load(state, checkpoint_id=checkpoint, no_dist=True)
     model.load_state_dict(state["model"])
 
     def with_anchors(reduce: local.Local) -> None:
         """Checkpoints hold the replica's own weights, and the anchors beside them."""
         diloco = attach(model, adamw(model, settings), settings, None, reduce) if settings.shards == 1 else None
         if diloco:
-            dcp.load({"diloco": diloco}, checkpoint_id=checkpoint, no_dist=True)
+            with alone():
+                dcp.load({"diloco": diloco}, checkpoint_id=checkpoint, no_dist=True)
         with diloco.anchors() if diloco else contextlib.nullcontext():
             export_module(model, corpus.tokenizer, to)
 

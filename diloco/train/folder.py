@@ -1,8 +1,9 @@
 """The folder of a run: which one, and that nobody else is using it. No torch."""
 
 import fcntl
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 
 from diloco.errors import ConfigError
@@ -33,6 +34,18 @@ def _existing(config: TrainConfig) -> Path:
     if not runs:
         raise ConfigError(f"there is nothing to resume in {config.out}: leave --resume out to start a run")
     return runs[-1].parent
+
+
+def resumed(words: Sequence[str]) -> list[str]:
+    """The flags of the run that `--resume` goes on with, then those given: what is not changed stays as it was."""
+    if "--resume" not in words or words[0].endswith(".toml"):
+        return list(words)
+    given = {flag: value for flag, value in pairwise(words) if flag in ("--name", "--out")}
+    try:
+        config = TrainConfig(name=given.get("--name"), out=Path(given.get("--out", "runs")), resume=True)
+        return [str(_existing(config) / "config.toml"), *words]
+    except ConfigError:
+        return list(words)  # said again, and better, when the run starts
 
 
 @contextmanager

@@ -28,7 +28,10 @@ from diloco.train.rules import describe, lr_at, resolve
 from diloco.train.stop import Stop
 
 EVALUATION_TOKENS = 16_384
+SAY_EVERY = 10.0
 SUMS = ("rounds", "bytes_sent", "bytes_received", "largest_round", "seconds_hidden", "seconds_exposed")
+
+log = logging.getLogger("diloco")
 
 
 def train(config: TrainConfig, world: World, folder: Path) -> dict[str, Any]:
@@ -105,12 +108,14 @@ def train(config: TrainConfig, world: World, folder: Path) -> dict[str, Any]:
         (folder / "config.toml").write_text(to_toml(config))
         text = describe(rules, parameters, config, corpus.name, start)
         (folder / "derived.txt").write_text(text + "\n")
-        logging.getLogger("diloco").info(text)
+        log.info(text)
     metrics.event("resume" if start else "start", start)
-    stop = Stop(dist.distributed_c10d._get_default_store(), margin=config.sync_every + config.overlap)
+    # A replica waits for every round, so it is ahead of another by no more than one of them takes.
+    ahead = config.overlap - (-config.sync_every // diloco.schedule.fragments) if diloco else 0
+    stop = Stop(dist.distributed_c10d._get_default_store(), margin=ahead)
     autocast = torch.autocast(device.type, torch.bfloat16) if device.type != "cpu" else contextlib.nullcontext()
     no_sync = model.no_sync if isinstance(model, DistributedDataParallel) else contextlib.nullcontext
-    step, stopped, rounds = start, False, stats.rounds
+    step, stopped, rounds, said = start, False, stats.rounds, 0.0
 
     for step in range(start + 1, config.steps + 1):
         began = time.perf_counter()
@@ -140,6 +145,10 @@ def train(config: TrainConfig, world: World, folder: Path) -> dict[str, Any]:
         for finished in stats.since(rounds):
             metrics.round(finished)
         rounds = stats.rounds
+        if world.rank == 0 and metrics.seconds() > said + SAY_EVERY:
+            said = metrics.seconds()
+            log.info("step %d/%d, loss %.3f, %.0f tokens/s, sent %.3g MB", step, config.steps, value,
+                     per_step / seconds, stats.bytes_sent / 1e6)  # fmt: skip
         if step % config.eval_every == 0 and step < config.steps:
             evaluate(step)  # on all replicas: one alone would keep the others waiting
         if stopped := stop.after(step, seconds):

@@ -44,8 +44,10 @@ def resolve(config: TrainConfig, parameters: int, replicas: int) -> tuple[TrainC
          f"scaling law 22256·N^-0.88·M^0.29{f', stopped at {LARGEST_LR:g}' if law > LARGEST_LR else ''}")  # fmt: skip
     take("warmup", min(max(steps // 10, 1), 1000), "a tenth of the steps, at most 1000")
     take("weight_decay", float(f"{1 / steps:.3g}"), "1 ÷ steps, as in the scaling laws")
-    outer_lr, nearest = laws.outer_lr(replicas)
-    take("outer_lr", outer_lr, f"best for {nearest} replica{'s' if nearest > 1 else ''} in the scaling laws")
+    if config.method in ("streaming", "diloco"):
+        outer_lr, nearest = laws.outer_lr(replicas)
+        near = "" if nearest == replicas else ", the nearest that was measured"
+        take("outer_lr", outer_lr, f"best for {nearest} replica{'s' if nearest > 1 else ''} in the scaling laws{near}")
     filled = {rule.name: type_of(rule) for rule in rules if rule.name != "tokens"}
     return replace(config, replicas=replicas, tokens=None, **filled), rules
 
