@@ -151,39 +151,25 @@ def test_a_state_of_another_model_is_refused():
     local.run(1, other)
 
 
-def test_a_state_loaded_into_a_running_diloco_gives_up_what_is_under_way():
-    def loop(reduce):
-        model, optimizer, diloco = _start(reduce.replica, reduce)
-        with diloco:
-            for step in steps(model, optimizer, reduce.replica, 1, 14):
-                if step == 11:
-                    saved = _save(model, optimizer, diloco)
-            state = torch.load(io.BytesIO(saved), weights_only=True)
-            model.load_state_dict(state["model"])
-            optimizer.load_state_dict(state["optimizer"])
-            diloco.load_state_dict(state["diloco"])
-            for _ in steps(model, optimizer, reduce.replica, 12, 30):
-                pass
-        return flat(model)
-
-    expected = local.run(2, lambda reduce: _uninterrupted(reduce.replica, 30, reduce))
-    assert all(torch.equal(w, expected[0][0]) for w in local.run(2, loop))
-    assert all(torch.equal(w, expected[0][0]) for w in run(2, _loaded_while_running))
-
-
-def _loaded_while_running(rank):
-    model, optimizer, diloco = _start(rank)
+def _loaded_while_running(replica, reduce=None):
+    model, optimizer, diloco = _start(replica, reduce)
+    saved = b""
     with diloco:
-        for step in steps(model, optimizer, rank, 1, 14):
+        for step in steps(model, optimizer, replica, 1, 14):
             if step == 11:
                 saved = _save(model, optimizer, diloco)
         state = torch.load(io.BytesIO(saved), weights_only=True)
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-        diloco.load_state_dict(state["diloco"])
-        for _ in steps(model, optimizer, rank, 12, 30):
+        for part, name in ((model, "model"), (optimizer, "optimizer"), (diloco, "diloco")):
+            part.load_state_dict(state[name])
+        for _ in steps(model, optimizer, replica, 12, 30):
             pass
     return flat(model)
+
+
+def test_a_state_loaded_into_a_running_diloco_gives_up_what_is_under_way():
+    expected = local.run(2, lambda reduce: _uninterrupted(reduce.replica, 30, reduce))[0][0]
+    together = local.run(2, lambda reduce: _loaded_while_running(reduce.replica, reduce))
+    assert all(torch.equal(weights, expected) for weights in [*together, *run(2, _loaded_while_running)])
 
 
 def test_two_runs_one_after_the_other_in_one_process():
