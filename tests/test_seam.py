@@ -104,9 +104,9 @@ def test_a_jump_takes_anchor_outer_state_and_index_and_overwrites_local():
 
 def test_a_result_that_is_late_is_applied_at_the_first_step_at_which_it_is_there():
     script = Script({(0, 1): [(7, mean(1, -4.0, counted=True))]})
-    diloco, step = start(script, keep_local=0.5)
-    # due after 6, there after 7: half of 7 and half of 4
-    assert [step() for _ in range(7)] == [1, 2, 3, 4, 5, 6, 5.5]
+    diloco, step = start(script, keep_local=0.25)
+    # due after 6, there after 7: a quarter of 7 and three quarters of 4
+    assert [step() for _ in range(7)] == [1, 2, 3, 4, 5, 6, 4.75]
     assert diloco.stats.last[0].applied_step == 7
 
 

@@ -129,6 +129,17 @@ def test_8_a_replica_that_comes_back_a_round_behind_gets_it_from_one_that_is_ahe
     assert torch.equal(ahead[3], behind[3])
 
 
+def test_8_replicas_that_come_back_a_step_apart_send_again_in_the_order_of_the_first_time():
+    """After step 24 fragments 2, 3 and 0 are under way, in this order; after step 23 only 2 and 3."""
+    saves = [r[2] for r in local.run(2, lambda reduce: _uninterrupted(reduce.replica, 24, reduce))]
+    one, two = run(2, _a_step_apart, [{24: saves[0][24]}, {23: saves[1][23]}])
+    assert torch.equal(one[3], two[3])
+
+
+def _a_step_apart(rank, saves):
+    return _behind(rank, saves, None, 24)
+
+
 def test_a_state_of_another_model_is_refused():
     def other(reduce):
         small = DiLoCo(Tiny(width=8), None, reduce=reduce, **SETTINGS)
