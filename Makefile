@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export PIP_CONSTRAINT := constraints.txt
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test lint bench netlab clean
 
 demo: .venv/ready  ## two replicas train a small model on this machine, two to three minutes
 	$(BIN)/diloco train recipes/demo.toml
@@ -22,6 +22,11 @@ bench: .venv/ready  ## measured figures: benchmarks/results/*.json and the table
 	$(BIN)/python -m benchmarks.overhead
 	$(BIN)/python -m benchmarks.reduce
 	$(BIN)/python -m benchmarks.trainer
+	$(BIN)/python -m benchmarks.table
+
+netlab: .venv/ready  ## utilisation over a slow link, all methods; as root, about 40 minutes of both cores
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[netlab]'
+	$(BIN)/python -m benchmarks.netlab --fresh
 	$(BIN)/python -m benchmarks.table
 
 .venv/ready: pyproject.toml constraints.txt

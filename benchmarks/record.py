@@ -36,12 +36,13 @@ class Target:
         return f"{self.what}: {self.measured:.4g} (target {self.bound}, {'met' if self.met else 'MISSED'})"
 
 
-def write(name: str, settings: Record, values: Record, targets: list[Target]) -> None:
+def write(name: str, settings: Record, values: Record, targets: list[Target], *, quiet: bool = False) -> None:
     """Save, and print the targets."""
     record = {"settings": settings, "machine": machine(), "values": values, "targets": [asdict(t) for t in targets]}
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / f"{name}.json").write_text(json.dumps(record, indent=2) + "\n")
-    print(*targets, sep="\n")
+    if not quiet:
+        print(*targets, sep="\n")
 
 
 def read(name: str) -> Record | None:

@@ -6,6 +6,8 @@ A benchmark is one section: a function that turns its record into Markdown, and 
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+from benchmarks.netlab.plot import draw
+from benchmarks.netlab.section import section as netlab
 from benchmarks.record import Record, Target, read
 
 PAGE = Path(__file__).parent.parent / "docs" / "benchmarks.md"
@@ -27,6 +29,8 @@ def main() -> None:
         else:
             text += f"{section(record).strip()}\n\n{targets(record)}\n{machine(record)}\n"
     PAGE.parent.mkdir(exist_ok=True)
+    if (record := read("netlab")) is not None:
+        draw(record, PAGE.parent / "netlab.svg")
     PAGE.write_text(text)
     print(f"wrote {PAGE.name}")
 
@@ -122,6 +126,7 @@ SECTIONS: dict[str, tuple[str, Callable[[Record], str]]] = {
     "reduce": ("A round: bytes and seconds", reduce),
     "overhead": ("What training pays", overhead),
     "trainer": ("The trainer against a bare loop", trainer),
+    "netlab": ("The network lab: utilisation over a slow link", netlab),
 }
 
 

@@ -16,8 +16,22 @@ from diloco.schedule import Schedule, check_overlap
 
 def data_parallel(pieces: Sequence[float], nbytes: Bytes = sizes.bfloat16) -> Method:
     """Every layer after every step, by a ring all-reduce of gradients."""
-    messages = _descending(enumerate(pieces))
+    messages = _descending((layer, values) for layer, values in enumerate(pieces) if values)
     return Method(len(pieces), lambda step: messages, nbytes, period=1, reduce="ring")
+
+
+def bucketed(pieces: Sequence[float], first: float, others: float) -> list[float]:
+    """Layers as DDP sends them: from the last on, in buckets that leave when so many values are reached, or at the end.
+
+    >>> bucketed([3, 3, 3, 3], first=1, others=100)
+    [9.0, 0.0, 0.0, 3.0]
+    """
+    out, size, limit = [0.0] * len(pieces), 0.0, first
+    for layer in reversed(range(len(pieces))):
+        size += pieces[layer]
+        if size >= limit or layer == 0:
+            out[layer], size, limit = float(size), 0.0, others
+    return out
 
 
 def diloco(

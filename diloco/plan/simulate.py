@@ -4,9 +4,10 @@ A step of T seconds is a forward pass (T/3) and a backward pass (2T/3) over L eq
 layer that is due has ended, its message queues for the link, which carries one at a time. The forward pass of that
 layer, `overlap` steps later than the next, waits for it. Utilisation is time computing / total time.
 
-That is all of the paper. Beyond it, and off by default, are round trips, codec time, links that differ up and down,
-more than two replicas, replicas of unequal speed and jitter (`Group`), and rounds as this library makes them
-(`in_turn`): a whole fragment after the step, one round after another, awaited by the whole model.
+That is all of the paper. Beyond it, and off by default, are round trips, headers, codec time, cores that training and
+communication share, links that differ up and down, more than two replicas, replicas of unequal speed and jitter
+(`Group`), and rounds as this library makes them (`in_turn`): a whole fragment after the step, one round after another,
+awaited by the whole model.
 """
 
 from collections.abc import Callable, Sequence
@@ -63,6 +64,10 @@ class Group:
     jitter: float = 0.0
     """Standard deviation of a step's time, as a share of it, independent from step to step."""
     seed: int = 0
+    busy_ns: float = 0.0
+    """Nanoseconds of training that a value costs in each round, where communication shares training's cores."""
+    wire: float = 1.0
+    """Bytes on the link for each byte of payload: headers and acknowledgements (`traffic.TCP`)."""
 
     def step_times(self, steps: int) -> Array:
         """Seconds of each step of each replica: (replicas or 1, steps or 1)."""
@@ -127,6 +132,8 @@ class _State:
     clock: Array
     net: Array
     latest: Array
+    lost: float
+    """Seconds that the round of a value takes from training."""
     need: dict[int, list[tuple[int, Array]]] = field(default_factory=dict)
     """By step: (layer, when its message is there)."""
 
@@ -138,15 +145,15 @@ def _start(method: Method, group: Group, link: Link, times: Array) -> _State:
     def cost(values: float) -> tuple[Array, float]:
         """Seconds that a message occupies the link, and seconds that it takes to arrive after that."""
         if values not in costs:
-            nbytes = moved(values, method.nbytes, group.replicas, method.reduce)
-            busy = transfer(*nbytes, link, method.reduce)
+            up, down = moved(values, method.nbytes, group.replicas, method.reduce)
+            busy = transfer(group.wire * up, group.wire * down, link, method.reduce)
             if group.replicas > 1:
                 busy = busy + values * group.codec_ns * 1e-9
             costs[values] = (busy + latency, 0.0) if method.in_turn else (busy, latency)
         return costs[values]
 
-    links = len(cost(1.0)[0])
-    return _State(method, times, cost, np.zeros((len(times), links)), np.zeros(links), np.zeros(links))
+    links, lost = len(cost(1.0)[0]), group.busy_ns * 1e-9 if group.replicas > 1 else 0.0
+    return _State(method, times, cost, np.zeros((len(times), links)), np.zeros(links), np.zeros(links), lost)
 
 
 def _advance(state: _State, step: int) -> None:
@@ -170,6 +177,7 @@ def _advance(state: _State, step: int) -> None:
         ready = state.net + latency
         state.latest = np.maximum(state.latest, ready)
         state.need.setdefault(step + 1 + state.method.overlap, []).append((layer, ready))
+        clock = clock + values * state.lost
     state.clock = clock + above * 2 * forward if above else clock
 
 

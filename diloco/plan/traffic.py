@@ -26,6 +26,8 @@ CODECS: dict[str, Bytes] = {
 
 GATHER = 3
 """Up to so many replicas everyone gets all deltas; above, everyone averages a part (reduce/mean.py)."""
+TCP = 1.06
+"""Bytes on an Ethernet for each of payload: frames of 1,514 bytes carry 1,448, and some acknowledgements go apart."""
 BUCKET_TRIPS = 3.0
 """Put the delta, read the closing record, get the deltas."""
 

@@ -22,13 +22,13 @@ def mean(codec: Codec, payloads: Sequence[Tensor], weights: Sequence[float], n: 
     """Σ share · decoded delta, every multiply and add rounded by itself, in fp32."""
     out = torch.empty(n, dtype=torch.float32, device="cpu")
     for values, data in chunks(codec, n):
-        count = values.stop - values.start
-        total = None
-        for payload, share in zip(payloads, shares(weights), strict=True):
-            term = codec.decode(payload[data], count).mul_(share)
-            total = term if total is None else total.add_(term)
-        assert total is not None
-        out[values] = total
+        total, count = out[values], values.stop - values.start
+        for i, (payload, share) in enumerate(zip(payloads, shares(weights), strict=True)):
+            term = codec.decode(payload[data], count)
+            if i == 0:
+                torch.mul(term, share, out=total)
+            else:
+                total.add_(term.mul_(share))
     return out
 
 
