@@ -19,13 +19,18 @@ def shares(weights: Sequence[float]) -> list[float]:
 
 
 def mean(codec: Codec, payloads: Sequence[Tensor], weights: Sequence[float], n: int) -> Tensor:
-    """Σ share · decoded delta, every multiply and add rounded by itself, in fp32."""
+    """Σ share · decoded delta."""
+    return weighted(codec, payloads, shares(weights), n)
+
+
+def weighted(codec: Codec, payloads: Sequence[Tensor], factors: Sequence[float], n: int) -> Tensor:
+    """Σ factor · decoded delta, every multiply and add rounded by itself, in fp32."""
     out = torch.empty(n, dtype=torch.float32, device="cpu")
     for values, data in chunks(codec, n):
         count = values.stop - values.start
         total = None
-        for payload, share in zip(payloads, shares(weights), strict=True):
-            term = codec.decode(payload[data], count).mul_(share)
+        for payload, factor in zip(payloads, factors, strict=True):
+            term = codec.decode(payload[data], count).mul_(factor)
             total = term if total is None else total.add_(term)
         assert total is not None
         out[values] = total
