@@ -32,9 +32,9 @@ PATIENCE = 60.0
 """Seconds that finish() waits for a last round to be closed, beyond the time in which a dead member is noticed."""
 
 
-def find_run(url: str, key: bytes | None = None) -> Run | None:
-    """The run in a bucket, if there is one."""
-    return Store(open_store(url)).run(read_run(key), contextlib.nullcontext())
+def find_run(url: str, key: bytes | None = None, *, create: bool = False) -> Run | None:
+    """The run in a bucket, if there is one. `create`: a folder that is not there is made."""
+    return Store(open_store(url, create=create)).run(read_run(key), contextlib.nullcontext())
 
 
 class Bucket:
@@ -85,6 +85,7 @@ class Bucket:
         self._courses: list[Course] = []
         self._error: BaseException | None = None
         self._entering = self._settled = False
+        self._trained: set[int] = set()  # fragments with rounds of their own, unlike buffers
         self._stepped: float | None = None
         self._clock = time.monotonic
         self.meeting: Meeting | None = None
@@ -129,6 +130,7 @@ class Bucket:
         with self._lock:
             self._check()
             self._entering = False
+            self._trained.add(fragment)
             if fragment == 0:
                 self._time_step()
             return self._courses[fragment].due(steps, slot)
@@ -176,10 +178,11 @@ class Bucket:
 
     @property
     def ended(self) -> bool:
-        """Whether every fragment has reached the last round of the run."""
+        """Whether every fragment that is trained has reached the last round of the run."""
         with self._lock:
             self._check()
-            return self._rounds is not None and all(c.held >= self._rounds for c in self._courses)
+            rounds, held = self._rounds, [self._courses[f].held for f in self._trained]
+            return rounds is not None and bool(held) and min(held) >= rounds
 
     @property
     def traffic(self) -> dict[str, int]:

@@ -7,6 +7,7 @@ import statistics
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -55,7 +56,7 @@ class Store:
     def __init__(self, backend: Backend, connections: int = 8) -> None:
         self._backend = backend
         self.closing = threading.Event()
-        self._pool = ThreadPoolExecutor(connections, "store")
+        self._connections = connections
         self.sent = self.received = self.requests = 0
         self._puts: deque[float] = deque(maxlen=32)
         self._down = threading.Event()
@@ -68,9 +69,7 @@ class Store:
     def perform(self, operation: Operation) -> Any:
         match operation:
             case All(operations):
-                if len(operations) < 2:
-                    return [self.perform(each) for each in operations]
-                return list(self._pool.map(self.perform, operations))
+                return self._at_once(operations)
             case Work(function):
                 return function()
             case Pause(seconds):
@@ -98,6 +97,30 @@ class Store:
             self._count(operation, answer, time.monotonic() - began)
             return answer
 
+    def _at_once(self, operations: Sequence[Operation]) -> list[Any]:
+        """On threads that do not keep the process alive, as those of a pool would while the store does not answer."""
+        answers: list[Any] = [None] * len(operations)
+        errors: list[BaseException] = []
+        rest = iter(range(len(operations)))
+
+        def some() -> None:
+            try:
+                for k in rest:  # shared: the next of an iterator over a range is one step for the interpreter
+                    answers[k] = self.perform(operations[k])
+            except BaseException as error:
+                errors.append(error)
+
+        helpers = min(len(operations), self._connections) - 1
+        threads = [threading.Thread(target=some, name="store", daemon=True) for _ in range(helpers)]
+        for thread in threads:
+            thread.start()
+        some()
+        for thread in threads:
+            thread.join()
+        if errors:
+            raise errors[0]
+        return answers
+
     def _count(self, operation: Operation, answer: Any, seconds: float) -> None:
         self.requests += 1
         match operation:
@@ -120,7 +143,6 @@ class Store:
 
     def close(self) -> None:
         self.closing.set()
-        self._pool.shutdown(wait=False)
 
 
 def probe(backend: Backend) -> None:
@@ -208,7 +230,9 @@ class Obstore:
                     return {m["path"]: m["size"] for part in obstore.list(self._store, prefix) for m in part}
                 case Delete(name):
                     return obstore.delete(self._store, name)
-        except FileNotFoundError:
+        except FileNotFoundError as error:
+            if isinstance(operation, (Create, Write)):
+                raise ConfigError(f"{self._url}: there is no such bucket ({_first_line(error)})") from None
             return {} if isinstance(operation, List) else None
         except (exceptions.AlreadyExistsError, exceptions.PreconditionError):
             return False
