@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export PIP_CONSTRAINT := constraints.txt
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test lint bench chaos clean
 
 demo: .venv/ready  ## two replicas train a small model on this machine, two to three minutes
 	$(BIN)/diloco train recipes/demo.toml
@@ -23,6 +23,9 @@ bench: .venv/ready  ## measured figures: benchmarks/results/*.json and the table
 	$(BIN)/python -m benchmarks.reduce
 	$(BIN)/python -m benchmarks.trainer
 	$(BIN)/python -m benchmarks.table
+
+chaos: .venv/ready  ## members of a bucket are killed, stopped and restarted; at most 20 minutes
+	$(BIN)/python -m benchmarks.chaos
 
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
