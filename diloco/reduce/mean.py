@@ -27,13 +27,13 @@ def weighted(codec: Codec, payloads: Sequence[Tensor], factors: Sequence[float],
     """Σ factor · decoded delta, every multiply and add rounded by itself, in fp32."""
     out = torch.empty(n, dtype=torch.float32, device="cpu")
     for values, data in chunks(codec, n):
-        count = values.stop - values.start
-        total = None
-        for payload, factor in zip(payloads, factors, strict=True):
-            term = codec.decode(payload[data], count).mul_(factor)
-            total = term if total is None else total.add_(term)
-        assert total is not None
-        out[values] = total
+        total, count = out[values], values.stop - values.start
+        for i, (payload, factor) in enumerate(zip(payloads, factors, strict=True)):
+            term = codec.decode(payload[data], count)
+            if i == 0:
+                torch.mul(term, factor, out=total)
+            else:
+                total.add_(term.mul_(factor))
     return out
 
 
