@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export PIP_CONSTRAINT := constraints.txt
 
-.PHONY: demo test lint bench netlab clean
+.PHONY: demo test lint bench netlab chaos clean
 
 demo: .venv/ready  ## two replicas train a small model on this machine, two to three minutes
 	$(BIN)/diloco train recipes/demo.toml
@@ -28,6 +28,9 @@ netlab: .venv/ready  ## utilisation over a slow link, all methods; as root, abou
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[netlab]'
 	$(BIN)/python -m benchmarks.netlab --fresh
 	$(BIN)/python -m benchmarks.table
+
+chaos: .venv/ready  ## members of a bucket are killed, stopped and restarted; at most 20 minutes
+	$(BIN)/python -m benchmarks.chaos
 
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

@@ -16,6 +16,7 @@ VERBS = {
     "train": ("diloco.train.command", "train a language model on several replicas"),
     "compare": ("diloco.train.compare", "run several methods or settings at equal tokens, side by side"),
     "report": ("diloco.report.command", "show a run: table here, curves and timeline as one HTML file"),
+    "watch": ("diloco.report.watch", "show a run that meets in a bucket, live, from anywhere"),
     "export": ("diloco.train.export_command", "write the agreed weights as a Hugging Face folder"),
     "plan": ("diloco.plan.command", "know before the run whether the link suffices"),
     "doctor": ("diloco.doctor", "check this machine, and the link between replicas"),

@@ -138,6 +138,9 @@ class DiLoCo:
             for part in parts:  # weights may have been loaded since construction; they are the start, not progress
                 part.shard.read(part.state.anchor)
         self._meet(parts)
+        for part in parts:
+            if part.flight is None:
+                self._apply(part)  # rounds that others finished before this replica came
 
     def _meet(self, parts: list[Part]) -> None:
         if self._closed:
@@ -238,6 +241,11 @@ class DiLoCo:
             part.load_state_dict(saved["parts"][str(part.number)])
         self.step_count, self._work, self._tokens = saved["step"], saved["work"], saved["tokens"]
         self._joined = False
+
+    @property
+    def indices(self) -> list[int]:
+        """The round that this replica holds of each fragment."""
+        return [part.state.index for part in self._parts]
 
     @property
     def in_flight(self) -> int:

@@ -186,5 +186,11 @@ def write_error(folder: Path, world: World, error: BaseException, code: int) -> 
     (home / f"error-{world.shard}.json").write_text(json.dumps(value))
 
 
+def alone() -> None:
+    """This process talks to no other: gloo must not look for the machine's name, which may not resolve."""
+    if sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+
 def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -6,25 +6,31 @@ from diloco.errors import Diverged, Mismatch
 from diloco.reduce import Contract
 
 
-def compare(contracts: Sequence[Contract]) -> None:
-    """Raise a Mismatch that names every setting on which replicas differ, with both values."""
+def compare(contracts: Sequence[Contract], names: Sequence[str] = ()) -> None:
+    """Raise a Mismatch that names every setting on which replicas differ, with both values. `names`: of whom, else they
+    are replica 0, replica 1, …"""
+    called = names or [f"replica {m}" for m in range(len(contracts))]
     differences = []
     for key in dict.fromkeys(key for contract in contracts for key in contract):
         values = [contract.get(key) for contract in contracts]
         other = next((m for m, value in enumerate(values) if value != values[0]), None)
         if other is not None:
-            differences.append(_difference(key, values[0], values[other], other))
+            differences.append(_difference(key, values[0], values[other], called[0], called[other]))
     if differences:
-        raise Mismatch("replicas disagree: " + "; ".join(differences) + ". Start all with the same settings and model.")
+        raise Mismatch(
+            f"{'replicas' if not names else ' and '.join(names)} disagree: "
+            + "; ".join(differences)
+            + ". Start all with the same settings and model."
+        )
 
 
-def _difference(key: str, first: object, second: object, other: int) -> str:
+def _difference(key: str, first: object, second: object, one: str, other: str) -> str:
     if isinstance(first, dict) and isinstance(second, dict):
         names = [name for name in [*first, *second] if first.get(name) != second.get(name)]
         shown = [f"{name} is {_show(first.get(name))} / {_show(second.get(name))}" for name in dict.fromkeys(names)]
         more = f" and {len(shown) - 3} more" if len(shown) > 3 else ""
-        return f"{key} of replica 0 / replica {other}: {', '.join(shown[:3])}{more}"
-    return f"{key} is {_show(first)} on replica 0, {_show(second)} on replica {other}"
+        return f"{key} of {one} / {other}: {', '.join(shown[:3])}{more}"
+    return f"{key} is {_show(first)} on {one}, {_show(second)} on {other}"
 
 
 def _show(value: object) -> str:

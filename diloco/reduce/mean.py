@@ -19,16 +19,21 @@ def shares(weights: Sequence[float]) -> list[float]:
 
 
 def mean(codec: Codec, payloads: Sequence[Tensor], weights: Sequence[float], n: int) -> Tensor:
-    """Σ share · decoded delta, every multiply and add rounded by itself, in fp32."""
+    """Σ share · decoded delta."""
+    return weighted(codec, payloads, shares(weights), n)
+
+
+def weighted(codec: Codec, payloads: Sequence[Tensor], factors: Sequence[float], n: int) -> Tensor:
+    """Σ factor · decoded delta, every multiply and add rounded by itself, in fp32."""
     out = torch.empty(n, dtype=torch.float32, device="cpu")
     for values, data in chunks(codec, n):
         total, count = out[values], values.stop - values.start
-        for i, (payload, share) in enumerate(zip(payloads, shares(weights), strict=True)):
+        for i, (payload, factor) in enumerate(zip(payloads, factors, strict=True)):
             term = codec.decode(payload[data], count)
             if i == 0:
-                torch.mul(term, share, out=total)
+                torch.mul(term, factor, out=total)
             else:
-                total.add_(term.mul_(share))
+                total.add_(term.mul_(factor))
     return out
 
 

@@ -21,6 +21,10 @@ complete = folders.resumed
 
 
 def main(config: TrainConfig) -> int:
+    if config.bucket is not None:
+        from diloco.train.member import be_member
+
+        return be_member(config)
     world = launch.own_world(config.shards, config.replicas)
     if world is None:
         code, _ = run_here(config)
@@ -49,7 +53,7 @@ def run_here(config: TrainConfig, *, show: bool = True) -> tuple[int, Path]:
     if code == 2 and not (folder / "config.toml").exists():
         shutil.rmtree(folder)  # refused before anything was there to keep
     if show and (folder / "summary.json").exists() and code in (0, 130):
-        _show(folder, config.json)
+        show_run(folder, config.json)
     return code, folder
 
 
@@ -63,7 +67,7 @@ def _say_what_changed(config: TrainConfig, folder: Path) -> None:
     print(f"resume with the settings of {folder / 'config.toml'}{text}", file=sys.stderr)  # noqa: T201
 
 
-def _show(folder: Path, as_json: bool) -> None:
+def show_run(folder: Path, as_json: bool) -> None:
     if as_json:
         print(json.dumps(json.loads((folder / "summary.json").read_text()) | {"run": str(folder)}))  # noqa: T201
         return
@@ -96,9 +100,9 @@ def _be_rank(config: TrainConfig, world: World) -> int:
             summary = train(config, world, folder)
         dist.barrier()  # all have written their last line
         if world.rank == 0:
-            _write(folder, summary)
+            write_summary(folder, summary)
             if alone:
-                _show(folder, config.json)
+                show_run(folder, config.json)
         dist.destroy_process_group()
         return 0
     except BaseException as error:
@@ -120,7 +124,7 @@ def _agree_on_folder(config: TrainConfig, world: World, store: Any) -> Path:
     return folder
 
 
-def _write(folder: Path, summary: dict[str, Any]) -> None:
+def write_summary(folder: Path, summary: dict[str, Any]) -> None:
     from diloco.plan import against
     from diloco.report import html
 

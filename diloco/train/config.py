@@ -67,6 +67,21 @@ class TrainConfig:
     """TCP connections for the deltas; more on a long link."""
     timeout: float = 600.0
     """Seconds that an exchange may take, waiting for slower replicas included; then a replica counts as lost."""
+    bucket: str | None = None
+    """Meet the other members in a folder or in s3://, gs://, az://…: this process is one member. The same command
+    begins the run and joins it."""
+    member: str | None = None
+    """With --bucket: the name of this member, the same when it returns. Default: the machine's name."""
+    join_only: bool = False
+    """With --bucket: do not begin a new run."""
+    pace: Literal["decoupled", "strict"] = "decoupled"
+    """With --bucket: decoupled never waits for other members; strict waits for all of them in every round."""
+    quorum: int = 1
+    """With --bucket: the fewest members of a round."""
+    grace: float | None = None
+    """With --bucket: seconds that a round waits for members that are expected. Default: by their step time."""
+    key_file: Path | None = None
+    """With --bucket: a file whose content signs all objects; what is not signed with it is ignored."""
     seed: int = 0
     """Of weights and data order."""
     eval_every: int = 100
@@ -93,7 +108,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for name in ("context", "shards", "accumulate", "sync_every", "eval_every", "save_every", "streams"):
             _at_least(1, name, getattr(self, name))
-        for name in ("replicas", "steps", "tokens", "batch"):
+        for name in ("replicas", "steps", "tokens", "batch", "quorum"):
             _at_least(1, name, getattr(self, name))
         _at_least(2, "keep", self.keep)  # a crash while saving may leave the newest on some replicas only
         _at_least(0, "warmup", self.warmup)
@@ -107,6 +122,11 @@ class TrainConfig:
         if self.steps is not None and self.tokens is not None:
             raise ConfigError(f"steps={self.steps} and tokens={self.tokens}: give one of them, the other follows")
         layers.parse(self.fragments)
+        if self.bucket is not None:
+            if self.method not in ("streaming", "diloco"):
+                raise ConfigError(f"method={self.method} with a bucket: give streaming or diloco")
+            if self.shards > 1:
+                raise ConfigError("shards > 1 with a bucket: a member is one process; give --shards 1")
 
 
 def _at_least(least: int, name: str, value: int | None) -> None:
@@ -119,7 +139,7 @@ def to_toml(config: TrainConfig) -> str:
     lines = []
     for field in fields(config):
         value = getattr(config, field.name)
-        if value is None or field.name in ("resume", "json"):
+        if value is None or field.name in ("resume", "json", "join_only"):
             continue
         if isinstance(value, bool):
             text = "true" if value else "false"

@@ -3,7 +3,8 @@
 import contextlib
 import logging
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +45,15 @@ def train(config: TrainConfig, world: World, folder: Path) -> dict[str, Any]:
         dist.barrier()
     model = build(config.model, corpus.tokenizer.vocabulary, config.context, config.seed).to(device)
     parameters = sum(p.numel() for p in model.parameters())
-    config, rules = resolve(config, parameters, world.replicas)
-    assert config.steps is not None and config.batch is not None
+    config, rules = resolve(config, parameters, config.replicas or 2 if config.bucket else world.replicas)
+    assert config.steps is not None and config.batch is not None and config.replicas is not None
+    elastic = None
+    if config.bucket:  # the batch is that of all replicas; here is one of them
+        from diloco.train.elastic import Elastic
+
+        elastic = Elastic(config, config.batch // config.replicas * config.context)
+        config = replace(config, batch=config.batch // config.replicas)
+        assert config.steps is not None and config.batch is not None
     if config.batch % (world.size * config.accumulate):
         raise ConfigError(
             f"batch={config.batch}: give a multiple of ranks · accumulate, {world.size * config.accumulate}"
@@ -73,6 +81,8 @@ def train(config: TrainConfig, world: World, folder: Path) -> dict[str, Any]:
                 own: {"data": data.state_dict(), "metrics": metrics.state_dict(), "sums": sums}}  # fmt: skip
 
     start = checkpoints.newest_common() if config.resume else 0
+    if start is None and elastic:
+        start = 0  # it was killed before it saved: the bucket has all but its own work
     if start is None:
         raise ConfigError(f"{folder} has no checkpoint that all replicas have: there is nothing to resume")
     saved = state() if start else {}
@@ -81,13 +91,18 @@ def train(config: TrainConfig, world: World, folder: Path) -> dict[str, Any]:
         set_state_dict(model, optimizer, model_state_dict=saved["model"], optim_state_dict=saved["optimizer"])
         data.load_state_dict(saved[own]["data"])
         metrics.load_state_dict(saved[own]["metrics"])
-    diloco = attach(model, optimizer, config, mesh)
+    diloco = attach(model, optimizer, config, mesh, elastic.reduce if elastic else None)
     if diloco:
         stats = diloco.stats
         if start:
             checkpoints.load(start, {"diloco": diloco})
             for name in SUMS:
                 setattr(stats, name, saved[own]["sums"][name])
+        if elastic:
+            elastic.begin(diloco, start, folder)
+            data = elastic.data(corpus, sequences)
+            if start:
+                data.load_state_dict(saved[own]["data"])
         diloco.join()
 
     def save(step: int) -> None:
@@ -102,6 +117,8 @@ def train(config: TrainConfig, world: World, folder: Path) -> dict[str, Any]:
         bits = bits_per_byte(loss, corpus.bytes_per_token)
         values = {"eval/loss": loss, "eval/bits_per_byte": bits, "eval/replica_loss": replica_loss}
         metrics.log(step, {"tokens": step * per_step, **values})
+        if elastic:
+            elastic.reduce.tell(anchor_loss=loss)
         return values
 
     if world.rank == 0:
@@ -117,9 +134,9 @@ def train(config: TrainConfig, world: World, folder: Path) -> dict[str, Any]:
     no_sync = model.no_sync if isinstance(model, DistributedDataParallel) else contextlib.nullcontext
     step, stopped, rounds, said = start, False, stats.rounds, 0.0
 
-    for step in range(start + 1, config.steps + 1):
+    for step in count(start + 1) if elastic else range(start + 1, config.steps + 1):
         began = time.perf_counter()
-        lr = lr_at(config, step)
+        lr = elastic.lr(step) if elastic else lr_at(config, step)
         for group in optimizer.param_groups:
             group["lr"] = lr
         loss = torch.zeros((), device=device)
@@ -149,11 +166,13 @@ def train(config: TrainConfig, world: World, folder: Path) -> dict[str, Any]:
             said = metrics.seconds()
             log.info("step %d/%d, loss %.3f, %.0f tokens/s, sent %.3g MB", step, config.steps, value,
                      per_step / seconds, stats.bytes_sent / 1e6)  # fmt: skip
-        if step % config.eval_every == 0 and step < config.steps:
+        if elastic and elastic.after(step, metrics, loss=value, tokens_per_second=per_step / seconds):
+            break
+        if step % config.eval_every == 0 and (elastic or step < config.steps):
             evaluate(step)  # on all replicas: one alone would keep the others waiting
         if stopped := stop.after(step, seconds):
             break
-        if step % config.save_every == 0 and step < config.steps:
+        if step % config.save_every == 0 and (elastic or step < config.steps):
             save(step)
 
     stop.close()
@@ -164,6 +183,8 @@ def train(config: TrainConfig, world: World, folder: Path) -> dict[str, Any]:
             metrics.round(finished)
     if step > start:
         save(step)
+    if elastic and stopped:
+        elastic.reduce.leave()  # the others know at once
     metrics.event("stop" if stopped else "finish", step)
     values = evaluate(step, replica_loss)
     with diloco.anchors() if diloco else contextlib.nullcontext():

@@ -1,0 +1,267 @@
+"""Reduce through a folder or an object store: members come and go, no server of ours runs anywhere.
+
+One thread for each fragment and one for the members do all that touches the store. The training thread asks them under
+one lock, which is never held while the store is used or numbers are crunched; it waits only to join, to finish, and in
+strict pace.
+"""
+
+import contextlib
+import secrets
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
+
+from diloco.codec import Codec
+from diloco.errors import ConfigError, DiLoCoError
+from diloco.reduce import Contract, Delta, Dropped, Jump, Round, State
+from diloco.reduce.bucket.course import Course
+from diloco.reduce.bucket.meeting import Manners, Meeting, Pace
+from diloco.reduce.bucket.member import check_name
+from diloco.reduce.bucket.member import enter as enter_members
+from diloco.reduce.bucket.object import Seal
+from diloco.reduce.bucket.run import Run, contract_of, enter, meet, read_run
+from diloco.reduce.bucket.snapshot import Shelf
+from diloco.reduce.bucket.store import Backend, Closed, Failure, Store, open_store, probe
+from diloco.reduce.bucket.task import Task, Write, together
+
+WHOLE = "shard 0 of 1"
+PATIENCE = 60.0
+"""Seconds that finish() waits for a last round to be closed, beyond the time in which a dead member is noticed."""
+
+
+def find_run(url: str, key: bytes | None = None, *, create: bool = False) -> Run | None:
+    """The run in a bucket, if there is one. `create`: a folder that is not there is made."""
+    return Store(open_store(url, create=create)).run(read_run(key), contextlib.nullcontext())
+
+
+class Bucket:
+    """The mean over whoever meets in a bucket.
+
+    Args:
+        url: a folder, or s3://, gs://, az:// (credentials as usual for each, from the environment).
+        name: of this member, the same when it returns. Two processes under one name: the older one stops.
+        key: if given, all objects are signed with it, and those that are not are ignored.
+        join_only: refuse to begin a new run.
+        pace: "decoupled" never waits for the others; "strict" waits for all members in every round.
+        quorum: the fewest members of a round.
+        grace: seconds that a round waits for members that are expected, after its first delta. Default: by step time.
+        rounds: index at which every fragment ends; by default never.
+        most: work that may count of one delta: tokens, or steps.
+        note: JSON values that later members find with the run, if this one begins it.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        name: str,
+        *,
+        key: bytes | None = None,
+        join_only: bool = False,
+        pace: Pace = "decoupled",
+        quorum: int = 1,
+        grace: float | None = None,
+        rounds: int | None = None,
+        most: float = float("inf"),
+        note: Mapping[str, object] = MappingProxyType({}),
+        heartbeat: float = 5.0,
+        poll: float | None = None,
+        backend: Backend | None = None,
+    ) -> None:
+        if pace not in ("decoupled", "strict") or quorum < 1 or (grace is not None and not 0 <= grace < float("inf")):
+            raise ConfigError(f"pace={pace!r}, quorum={quorum}, grace={grace}: give 'decoupled' or 'strict', a quorum "
+                              "of at least 1, and a grace of 0 seconds or more")  # fmt: skip
+        self.url, self.name = url, check_name(name)
+        self._key, self._join_only, self._rounds, self._most = key, join_only, rounds, most
+        self._note = dict(note)
+        self._manners = Manners(pace, quorum, grace, heartbeat, poll)
+        self._backend = backend if backend is not None else open_store(url, create=not join_only)
+        self._lock = threading.Condition()
+        self._store = Store(self._backend)
+        self._threads: list[threading.Thread] = []
+        self._wakes: list[threading.Event] = []
+        self._courses: list[Course] = []
+        self._error: BaseException | None = None
+        self._entering = self._settled = False
+        self._trained: set[int] = set()  # fragments with rounds of their own, unlike buffers
+        self._stepped: float | None = None
+        self._clock = time.monotonic
+        self.meeting: Meeting | None = None
+        self.run: Run | None = None
+
+    def join(self, contract: Contract, states: Sequence[State], codecs: Sequence[Codec]) -> list[State]:
+        if contract.get("shard", WHOLE) != WHOLE:
+            raise ConfigError(
+                "the bucket takes replicas of one rank each: this one is sharded. Train it with one rank, or use "
+                "Collective between replicas that are sharded."
+            )
+        self._end_threads()
+        self._store, self._error = Store(self._backend), None
+        probe(self._backend)
+        entered = self._store.run(self.joining(contract, states, codecs), self._lock)
+        self._start_threads()
+        return entered
+
+    def joining(self, contract: Contract, states: Sequence[State], codecs: Sequence[Codec]) -> Task[list[State]]:
+        """All of `join` that others may see, as a task."""
+        agreed = contract_of(contract, self._rounds, self._most)
+        offer = Run(secrets.token_hex(8), agreed, (), self._note, created=True)
+        self.run = yield from meet(offer, self._key, states, self._join_only)
+        seal = Seal(self.run.id, self._key)
+        mine = yield from enter_members(seal, self.name, float(secrets.randbits(48)))
+        sync_every = contract.get("sync_every")
+        assert isinstance(sync_every, int)
+        meeting = Meeting(seal, mine, self._manners, sync_every, self._rounds, self._most, self._clock,
+                          lambda: self._store.put_seconds)  # fmt: skip
+        self.meeting = meeting
+        self._courses = [
+            Course(f, len(state.anchor), codec, Shelf(seal, f, state, initial, meeting.reject), meeting)
+            for f, (state, codec, initial) in enumerate(zip(states, codecs, self.run.snapshots, strict=True))
+        ]
+        entered = yield from together([enter(c, s) for c, s in zip(self._courses, states, strict=True)])
+        meeting.mine = replace(meeting.mine, joining=False)
+        yield from meeting.tick()
+        self._entering, self._settled = True, False
+        return entered
+
+    def due(self, fragment: int, index: int, steps: int, slot: bool) -> bool:
+        with self._lock:
+            self._check()
+            self._entering = False
+            self._trained.add(fragment)
+            if fragment == 0:
+                self._time_step()
+            return self._courses[fragment].due(steps, slot)
+
+    def send(self, fragment: int, index: int, delta: Callable[[], Delta]) -> None:
+        with self._lock:
+            self._check()
+            self._courses[fragment].send(index, delta)
+            self._wake(fragment)
+
+    def take(self, fragment: int, index: int) -> Round | Jump | Dropped | None:
+        course, began = self._courses[fragment], time.monotonic()
+        with self._lock:
+            while True:
+                self._check()
+                outcome = course.take(index)
+                if outcome is not None or not self._must_wait(course):
+                    self._wake(fragment)  # there is room for the next
+                    return outcome
+                if self._settled and time.monotonic() - began > self._manners.ttl + PATIENCE:
+                    course.give_up()
+                    return Dropped()
+                self._lock.wait(1.0)
+
+    def applied(self, fragment: int, state: State) -> None:
+        with self._lock:
+            self._courses[fragment].applied(state)
+            self._wake(fragment)
+
+    def settle(self) -> None:
+        with self._lock:
+            self._check()
+            self._settled = True
+
+    def leave(self) -> None:
+        """Tell the others, unless the store does not answer: then they find out by themselves."""
+        if self.meeting is None or not self._threads:
+            return
+        self._end_threads()
+        for operation in self.meeting.leave():
+            assert isinstance(operation, Write)
+            last = threading.Thread(target=self._try, args=(operation,), daemon=True)
+            last.start()
+            last.join(5.0)
+
+    @property
+    def ended(self) -> bool:
+        """Whether every fragment that is trained has reached the last round of the run."""
+        with self._lock:
+            self._check()
+            rounds, held = self._rounds, [self._courses[f].held for f in self._trained]
+            return rounds is not None and bool(held) and min(held) >= rounds
+
+    @property
+    def traffic(self) -> dict[str, int]:
+        """All that went through the store since joining, in bytes, and the number of requests."""
+        return {"sent": self._store.sent, "received": self._store.received, "requests": self._store.requests}
+
+    def tell(self, **values: float) -> None:
+        """Numbers for those who watch: loss, steps, …"""
+        if self.meeting is not None:
+            self.meeting.mine = replace(self.meeting.mine, told={**self.meeting.mine.told, **values})
+
+    def events(self) -> list[dict[str, Any]]:
+        """What happened since the last call: members, jumps, snapshots, objects that were not used and why."""
+        return self.meeting.drain() if self.meeting else []
+
+    def ticks(self) -> list[Callable[[], Task[None]]]:
+        """What the background does again and again: first for the members, then for each fragment."""
+        assert self.meeting is not None
+        return [self.meeting.tick, *(course.tick for course in self._courses)]
+
+    def _must_wait(self, course: Course) -> bool:
+        if self._entering and not course.caught_up:
+            return True
+        return (self._settled or self._manners.strict) and course.offer.under_way and not course.given_up
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _time_step(self) -> None:
+        assert self.meeting is not None
+        now = self._clock()
+        if self._stepped is not None:
+            self.meeting.steps.append(now - self._stepped)
+        self._stepped = now
+
+    def _wake(self, fragment: int) -> None:
+        if self._wakes:
+            self._wakes[fragment + 1].set()
+
+    def _start_threads(self) -> None:
+        meeting, ticks = self.meeting, self.ticks()
+        assert meeting is not None
+        self._wakes = [threading.Event() for _ in ticks]
+        pauses = [lambda: self._manners.heartbeat, *[lambda: meeting.poll] * (len(ticks) - 1)]
+        self._threads = [
+            threading.Thread(target=self._attend, args=(self._store, *each), name="bucket", daemon=True)
+            for each in zip(ticks, self._wakes, pauses, strict=True)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def _attend(
+        self, store: Store, tick: Callable[[], Task[None]], wake: threading.Event, pause: Callable[[], float]
+    ) -> None:
+        try:
+            while not store.closing.is_set():
+                store.run(tick(), self._lock)
+                with self._lock:
+                    self._lock.notify_all()
+                    if self.meeting is not None and self.meeting.members.stranger:
+                        self._wakes[0].set()
+                wake.wait(pause())
+                wake.clear()
+        except Closed:
+            pass
+        except BaseException as error:
+            with self._lock:
+                self._error = self._error or error
+                self._lock.notify_all()
+
+    def _end_threads(self) -> None:
+        self._store.close()
+        for wake in self._wakes:
+            wake.set()
+        for thread in self._threads:
+            thread.join(5.0)
+        self._threads, self._wakes = [], []
+
+    def _try(self, operation: Write) -> None:
+        with contextlib.suppress(Failure, DiLoCoError):
+            self._backend.attempt(operation)

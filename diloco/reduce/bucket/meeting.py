@@ -1,0 +1,140 @@
+"""What all fragments of a member share: who it is, who else is there, how long to wait, what happened."""
+
+import statistics
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from diloco.reduce.bucket.member import Member, Members, Superseded, beat, look
+from diloco.reduce.bucket.object import Invalid, Seal
+from diloco.reduce.bucket.task import Task
+
+Pace = Literal["decoupled", "strict"]
+LONGEST_GRACE = 30.0
+ALL_EVERY = 4
+"""Rounds, of which one waits for all that live."""
+
+
+@dataclass(frozen=True)
+class Manners:
+    """How this member takes part. Members may differ in it."""
+
+    pace: Pace = "decoupled"
+    quorum: int = 1
+    grace: float | None = None
+    heartbeat: float = 5.0
+    poll: float | None = None
+
+    @property
+    def strict(self) -> bool:
+        return self.pace == "strict"
+
+    @property
+    def ttl(self) -> float:
+        return max(10.0, 5 * self.heartbeat)
+
+
+@dataclass
+class Meeting:
+    seal: Seal
+    mine: Member
+    manners: Manners
+    sync_every: int
+    rounds: int | None  # the last index of every fragment
+    most: float  # work that may count of one delta
+    clock: Callable[[], float] = time.monotonic
+    put_seconds: Callable[[], float] = lambda: 0.0
+    members: Members = field(init=False)
+    steps: deque[float] = field(default_factory=lambda: deque(maxlen=32))  # seconds
+    events: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=10_000))
+    rejected: int = 0
+
+    def __post_init__(self) -> None:
+        self.members = Members(self.mine.name, self.manners.ttl)
+        self._named: set[tuple[str, str]] = set()
+        self._held: dict[int, int] = {}
+        self._wants: dict[int, int] = {}
+        self._events_lock = threading.Lock()
+
+    @property
+    def me(self) -> str:
+        return self.mine.name
+
+    @property
+    def step_seconds(self) -> float:
+        return statistics.median(self.steps) if self.steps else 0.0
+
+    @property
+    def poll(self) -> float:
+        return self.manners.poll or min(max(self.step_seconds, 0.2), 5.0)
+
+    def awaited(self, index: int) -> dict[str, Member]:
+        """Whom a round waits for. Now and then for all that live: else one that was late once, and always comes a
+        little after the others, would find every round closed by members that no longer wait for it."""
+        return self.members.awaited(self.clock(), self.manners.strict or index % ALL_EVERY == 0)
+
+    def grace(self) -> float:
+        """How long a round waits after its first delta: enough that a member of usual speed, which has to end its step
+        first, is in."""
+        if self.manners.strict:
+            return float("inf")
+        if self.manners.grace is not None:
+            return self.manners.grace
+        steps = [m.step_seconds for m in self.members.awaited(self.clock(), False).values()] or [self.step_seconds]
+        return min(2 * statistics.median(steps) + self.poll + self.put_seconds(), LONGEST_GRACE)
+
+    def patience(self) -> float:
+        """How long to wait for a snapshot that another member is asked for: it puts one after its next round."""
+        steps = [m.step_seconds for m in self.members.alive(self.clock()).values()]
+        return min(2 * self.sync_every * max(steps, default=0.0) + 4 * self.manners.heartbeat, 300.0)
+
+    def event(self, event: str, **values: Any) -> None:
+        with self._events_lock:
+            self.events.append({"event": event, **values})
+
+    def drain(self) -> list[dict[str, Any]]:
+        with self._events_lock:
+            out = list(self.events)
+            self.events.clear()
+        return out
+
+    def reject(self, name: str, reason: Invalid) -> None:
+        """An object that is not used: counted and named, once."""
+        if (name, str(reason)) not in self._named:
+            self._named.add((name, str(reason)))
+            self.rejected += 1
+            self.event("invalid", object=name, reason=str(reason))
+
+    def holds(self, fragment: int, index: int) -> None:
+        self._held[fragment] = index
+        if index >= self._wants.get(fragment, 0):
+            self._wants.pop(fragment, None)
+
+    def want(self, fragment: int, index: int) -> None:
+        self._wants[fragment] = index
+
+    def tick(self) -> Task[None]:
+        """Say that one is alive, and look who is."""
+        self.mine = replace(
+            self.mine,
+            counter=self.mine.counter + 1,
+            held=tuple(self._held[f] for f in sorted(self._held)),
+            wants=tuple(sorted(self._wants.items())),
+            step_seconds=self.step_seconds,
+        )
+        yield from beat(self.seal, self.mine)
+        found = yield from look(self.seal, self.reject)
+        for other in found:
+            if other.name == self.me and other.incarnation > self.mine.incarnation:
+                raise Superseded(
+                    f"another process has joined the run as {self.me!r}: give each member a name of its own"
+                )
+        for new in self.members.saw((m for m in found if m.name != self.me), self.clock()):
+            self.event("left" if new.left else "member", member=new.name)
+
+    def leave(self) -> Task[None]:
+        self.mine = replace(self.mine, counter=self.mine.counter + 1, left=True, joining=False)
+        yield from beat(self.seal, self.mine)

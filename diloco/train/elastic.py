@@ -1,0 +1,135 @@
+"""A member of a run that meets in a bucket: what the loop does otherwise than with a fixed number of replicas."""
+
+import hashlib
+import logging
+import math
+import re
+import socket
+import sys
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+
+from diloco.diloco import DiLoCo
+from diloco.errors import ConfigError
+from diloco.reduce.bucket import Bucket, find_run
+from diloco.reduce.bucket.run import Run
+from diloco.train.batches import Batches
+from diloco.train.config import TrainConfig
+from diloco.train.data import Corpus
+from diloco.train.metrics import Metrics
+from diloco.train.rules import lr_at
+
+OWN = ("data", "accumulate", "eval_every", "save_every", "keep", "compile", "device", "track", "name", "out", "resume",
+       "json", "bucket", "member", "join_only", "pace", "quorum", "grace", "key_file", "streams", "timeout",
+       "tokens")  # fmt: skip
+"""What a member decides for itself; the rest is the run's."""
+CARRIES = 32
+"""Rounds of work that may count of one delta: a slow member carries what it did since it last counted."""
+log = logging.getLogger("diloco")
+
+
+def member_name(config: TrainConfig) -> str:
+    return config.member or re.sub(r"[^a-z0-9_-]", "-", socket.gethostname().lower()).strip("-")[:63] or "member"
+
+
+def as_the_run(config: TrainConfig) -> TrainConfig:
+    """The config with what the run in the bucket has settled, if there is one."""
+    config = replace(config, replicas=config.replicas or 2)
+    run = _run(config)
+    if run is None:
+        return config
+    default = TrainConfig()
+    changes = {}
+    for field in fields(TrainConfig):
+        if field.name in OWN or field.name not in run.note:
+            continue
+        mine, theirs = getattr(config, field.name), run.note[field.name]
+        changes[field.name] = theirs
+        if mine not in (theirs, getattr(default, field.name)) and field.name != "replicas":
+            print(f"{field.name}: the run has {theirs}, not {mine}", file=sys.stderr)  # noqa: T201
+    if not config.data:
+        changes["data"] = tuple(run.note.get("data", ()))
+    return replace(config, tokens=None, **changes)
+
+
+class Elastic:
+    """Made with the settled config; `config.batch` is that of all replicas the run was planned for."""
+
+    def __init__(self, config: TrainConfig, per_step: int) -> None:
+        assert config.bucket is not None and config.steps is not None
+        self._config = config
+        self.rounds = math.ceil(config.steps / config.sync_every)
+        settled = {k: v for k, v in asdict(config).items() if k not in OWN or k == "data"}
+        self.reduce = Bucket(
+            config.bucket, member_name(config), key=_key(config), join_only=config.join_only, pace=config.pace,
+            quorum=config.quorum, grace=config.grace, rounds=self.rounds,
+            most=float(CARRIES * config.sync_every * per_step), note=settled,
+        )  # fmt: skip
+        self._position = self._joined_at = 0
+        self._warm = False
+
+    def begin(self, diloco: DiLoCo, start: int, folder: Path) -> None:
+        """Join, and say where. `start`: the step of the checkpoint that was loaded."""
+        diloco.join()
+        run = self.reduce.run
+        assert run is not None
+        self._diloco, self._joined_at, self._warm = diloco, start, bool(start)
+        (folder / "run-id").write_text(run.id)
+        index = self._index()
+        self._position = max(start, self._config.sync_every * index)
+        self._warm |= index == 0
+        what = f"created run {run.id}" if run.created else f"joined run {run.id} at round {index}"
+        print(f"{what}, as {self.reduce.name}", file=sys.stderr, flush=True)  # noqa: T201
+
+    def data(self, corpus: Corpus, sequences: int) -> Batches:
+        """Windows in an order of this member's own."""
+        assert self.reduce.run is not None
+        digest = hashlib.blake2b(f"{self.reduce.run.id} {self.reduce.name}".encode(), digest_size=6).digest()
+        return corpus.batches(0, 1, sequences, self._config.context, int.from_bytes(digest, "big"))
+
+    def lr(self, step: int) -> float:
+        """By how far the run has come, never back; a new member, whose AdamW knows nothing yet, begins low."""
+        self._position = max(self._position + 1, self._config.sync_every * self._index())
+        lr = lr_at(self._config, self._position)
+        warmup = min(100, self._config.sync_every)
+        return lr if self._warm else lr * min((step - self._joined_at) / warmup, 1.0)
+
+    def after(self, step: int, metrics: Metrics, **told: float) -> bool:
+        """Tell those who watch, log what happened; whether the run has ended."""
+        self.reduce.tell(step=step, **told)
+        for event in self.reduce.events():
+            metrics.event(event.pop("event"), step, **event)
+        return self.reduce.ended
+
+    def _index(self) -> int:
+        return self._diloco.indices[0]
+
+
+def check_folder(folder: Path, config: TrainConfig) -> bool:
+    """Whether the folder holds an earlier life of this member in this run."""
+    known = folder / "run-id"
+    if not known.exists():
+        return False
+    run = _run(config)
+    if run is None or run.id != known.read_text():
+        raise ConfigError(f"{folder} is of run {known.read_text()}, the bucket has {run.id if run else 'none'}: give "
+                          "another --name")  # fmt: skip
+    return True
+
+
+def _run(config: TrainConfig) -> Run | None:
+    assert config.bucket is not None
+    return find_run(config.bucket, _key(config), create=not config.join_only)
+
+
+def _key(config: TrainConfig) -> bytes | None:
+    if config.key_file is None:
+        return None
+    try:
+        key = config.key_file.read_bytes().strip()
+    except OSError as error:
+        raise ConfigError(f"key_file={config.key_file}: {error.strerror}") from None
+    if len(key) < 16:
+        raise ConfigError(f"key_file={config.key_file} holds {len(key)} bytes: give at least 16, as from "
+                          "`openssl rand -hex 32`")  # fmt: skip
+    return key

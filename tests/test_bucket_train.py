@@ -1,0 +1,83 @@
+"""`diloco train --bucket`: real processes that begin a run, join it, leave it, are killed and return."""
+
+import os
+import re
+import signal
+import time
+
+import pytest
+
+from benchmarks.chaos import chaos
+from tests.test_train import SMALL, lines, place, run, start  # noqa: F401
+
+
+def member(place, name, *words, steps=200, bucket="bucket"):  # noqa: F811
+    return start(place, "train", *SMALL, "--data", "corpus.txt", "--bucket", bucket, "--member", name, "--name",
+                 f"{bucket}-{name}", "--steps", steps, "--save-every", 10, *words)  # fmt: skip
+
+
+def ended(process):
+    out, err = process.communicate(timeout=110)
+    return process.returncode, out, err
+
+
+def wait_for(path, text="", seconds=60):
+    deadline = time.monotonic() + seconds
+    while not path.exists() or text.encode() not in path.read_bytes():
+        assert time.monotonic() < deadline, f"{path} does not come"
+        time.sleep(0.05)
+
+
+def test_one_command_begins_a_run_and_joins_it_and_it_ends_for_all(place):  # noqa: F811
+    a = member(place, "a")
+    wait_for(place / "bucket/run.json")
+    b = member(place, "b", "--lr", "0.1")  # what the run has settled is taken from the bucket
+    results = [ended(process) for process in (a, b)]
+    assert [code for code, _, _ in results] == [0, 0], results
+    assert re.search(r"created run (\w+), as a", results[0][2]).group(1) in results[1][2]
+    assert re.search(r"joined run \w+ at round \d+, as b", results[1][2])
+    assert "lr: the run has" in results[1][2]
+    last = [[line for line in lines(place, f"bucket-{name}") if "eval/loss" in line][-1] for name in "ab"]
+    assert last[0]["eval/loss"] == last[1]["eval/loss"]  # the anchors are the same
+    code, out, _ = run(place, "watch", "bucket", "--once")
+    assert code == 0 and "left" in out and " a " in out and " b " in out
+
+
+def test_a_member_leaves_returns_with_its_checkpoint_and_a_killed_one_stops_nobody(place):  # noqa: F811
+    a = member(place, "a", bucket="second", steps=600)
+    wait_for(place / "runs/second-a/replica-0/events.jsonl", '"save"')
+    b = member(place, "b", bucket="second")
+    wait_for(place / "runs/second-b/replica-0/events.jsonl", '"round"')
+    a.send_signal(signal.SIGINT)
+    code, _, err = ended(a)
+    assert code == 130, err
+    b.kill()
+    b.communicate()
+    a = member(place, "a", bucket="second")
+    wait_for(place / "runs/second-a/replica-0/events.jsonl", '"resume"')
+    code, _, err = ended(a)
+    assert code == 0, err
+    assert "joined run" in err
+
+
+def test_wrong_use_is_one_line(place):  # noqa: F811
+    for words, text in (
+        (["--bucket", "nowhere", "--join-only"], "there is no folder"),
+        (["--bucket", "b", "--method", "dp"], "give streaming or diloco"),
+        (["--bucket", "b", "--member", "A B"], "member name"),
+        (["--bucket", "ftp://x"], "s3://"),
+        (["--bucket", "b", "--key-file", "missing"], "No such file"),
+    ):
+        code, _, err = run(place, "train", *SMALL, "--data", "corpus.txt", "--name", "wrong", "--steps", 10, *words)
+        assert code == 2 and text in err and "Traceback" not in err, err
+
+
+@pytest.mark.timeout(110)
+def test_chaos_in_short(tmp_path):
+    found = chaos(tmp_path, 3, events=6, steps=220, every=2.5, seed=1, kill_all=True)
+    assert sum(found["events"].values()) >= 5
+    assert found["records changed or lost"] == 0
+    assert found["states with several fingerprints"] == 0 and found["states compared"] > 20
+    assert found["rounds"] == 3 * 22
+    assert set(found["exit codes"].values()) == {0}
+    assert os.listdir(tmp_path / "bucket")
