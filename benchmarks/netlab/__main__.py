@@ -38,7 +38,7 @@ def main() -> None:
                         help=f"which to measure: {', '.join([*METHODS, *checks.CHECKS])}")  # fmt: skip
     parser.add_argument("--batch", type=int, default=5, help="sequences a step")
     parser.add_argument("--multiples", nargs="+", type=float, metavar="X",
-                        help="measure only at these multiples of the bound, inf is unlimited, and keep other cells")  # fmt: skip
+                        help="only these multiples of the bound, keeping other cells; inf: unlimited")  # fmt: skip
     parser.add_argument("--fresh", action="store_true", help="forget what was measured before")
     arguments = parser.parse_args()
     if reason := impossible():

@@ -162,7 +162,7 @@ def lab(method: str | None, replicas: int, batch: int) -> Iterator[Lab]:
             finally:
                 for worker in workers:
                     worker.kill()
-                    worker.wait()
+                    worker.communicate()  # closes the pipes too
     finally:
         signal.signal(signal.SIGTERM, previous)
 

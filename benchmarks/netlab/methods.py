@@ -193,9 +193,9 @@ class _Torchft:
     PORT = 29510
 
     def __init__(self, training: Training, setup: Torchft, addresses: Sequence[str]) -> None:
-        from torchft import Manager, ProcessGroupGloo
-        from torchft.coordination import LighthouseServer
-        from torchft.local_sgd import DiLoCo as TheirDiLoCo
+        from torchft import Manager, ProcessGroupGloo  # pyright: ignore[reportMissingImports]
+        from torchft.coordination import LighthouseServer  # pyright: ignore[reportMissingImports]
+        from torchft.local_sgd import DiLoCo as TheirDiLoCo  # pyright: ignore[reportMissingImports]
 
         rank, world = dist.get_rank(), dist.get_world_size()
         if rank == 0:

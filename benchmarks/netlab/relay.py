@@ -42,7 +42,7 @@ def far_apart(seconds: float) -> Iterator[Network]:
             yield net
         finally:
             relay.kill()
-            relay.wait()
+            relay.communicate()  # closes the pipe too
 
 
 def main() -> None:
