@@ -169,12 +169,12 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 @pytest.mark.parametrize("mode", ["500", "cut"])
 def test_errors_and_replies_that_are_cut_off_are_tried_again(proxy, mode):
-    a = Member(f"s3://bucket/{mode}", "a", 60, pause=0.05)
+    a = Member(f"s3://bucket/{mode}", "a", 120, pause=0.05)
     until(lambda: a.done > 3 or a.error)
     proxy.mode = mode
     a.end(100)
-    assert proxy.harmed > 10
-    assert min(a.held) >= 3
+    assert proxy.harmed > 3
+    assert min(a.held) >= 2
     assert a.reduce.meeting.rejected == 0  # a reply that is cut off is no bad object
 
 
