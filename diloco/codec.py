@@ -118,9 +118,10 @@ class Float8:
 
     def encode(self, x: Tensor) -> Tensor:
         rows = _blocks(x)
-        # The block's largest magnitude lands in [128, 256) of e4m3's 448, so that nothing overflows by rounding.
-        _, exponent = torch.frexp(rows.abs().amax(1))
-        exponent = exponent.clamp_(-100, 120)
+        # The block's largest magnitude lands in [124, 248) of e4m3's 448: nothing overflows by rounding, and the scale
+        # is that of the rounded magnitude, so that what was decoded is encoded with the same scale again.
+        mantissa, exponent = torch.frexp(rows.abs().amax(1))
+        exponent = (exponent + (mantissa >= 1 - 2**-5)).clamp_(-100, 120)
         scaled = torch.ldexp(rows, (8 - exponent).unsqueeze(1))
         codes = scaled.to(torch.float8_e4m3fn).view(torch.uint8)
         return torch.cat([(exponent + 128).to(torch.uint8), codes.view(-1)[: len(x)]])
