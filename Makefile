@@ -24,7 +24,7 @@ bench: .venv/ready  ## measured figures: benchmarks/results/*.json and the table
 	$(BIN)/python -m benchmarks.trainer
 	$(BIN)/python -m benchmarks.table
 
-netlab: .venv/ready  ## utilisation over a slow link, all methods; as root, about 40 minutes of both cores
+netlab: .venv/ready  ## utilisation over a slow link, all methods; as root, about an hour of both cores
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[netlab]'
 	$(BIN)/python -m benchmarks.netlab --fresh
 	$(BIN)/python -m benchmarks.table

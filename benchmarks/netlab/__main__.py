@@ -21,13 +21,13 @@ from benchmarks.netlab.summary import CLOSE, LEVELS, OURS, crossing, save, start
 from benchmarks.netns import impossible
 from benchmarks.record import Record
 
-COMMON = (None, 300, 30, 3)
+COMMON = (None, 30, 3)
 """Multiples of the bound that all methods are measured at; None is unlimited."""
-BETWEEN = (1000, 100, 10, 1.5, 1, 0.5, 0.3)
+BETWEEN = (3000, 1000, 300, 100, 10, 1.5, 1, 0.5, 0.3)
 """Those at which a method is measured only if the link matters to it."""
-LEAST, FULL = 0.08, 0.97
+LEAST, FULL = 0.15, 0.9
 """Predicted utilisation below which a method is not measured, and above which the link does not matter."""
-REPEATED = 24
+REPEATED = 16
 """Parts of the cell that most depends on: ours at 1.5 times the bound. The mean of so many has an error of 2 %."""
 
 

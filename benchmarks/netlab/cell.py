@@ -11,7 +11,7 @@ from benchmarks.netlab.lab import Lab, link
 from benchmarks.netlab.methods import METHODS, SYNC_EVERY
 from benchmarks.record import Record
 from diloco.plan.simulate import Group, Method, utilization
-from diloco.plan.traffic import TCP, Link
+from diloco.plan.traffic import WIRE, Link
 
 BITS = 4
 BASELINE = 20
@@ -104,7 +104,7 @@ def thread_shares(parts: list[Record], total: float) -> Record:
 
 
 def predict(method: str, mbit: float | None, step_seconds: float, busy_ns: float) -> float:
-    group = Group(step_seconds, busy_ns=busy_ns, wire=TCP)
+    group = Group(step_seconds, busy_ns=busy_ns, wire=WIRE)
     rate = UNLIMITED if mbit is None else 1e6 * mbit
     return float(utilization(METHODS[method].predicted(), group, Link.same(rate))[0])
 

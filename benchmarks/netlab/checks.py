@@ -11,7 +11,7 @@ from benchmarks.netlab.lab import Lab, lab, link
 from benchmarks.netlab.methods import OURS, OVERLAP, SETUPS, SYNC_EVERY, WAN
 from benchmarks.record import Record
 from diloco.plan.simulate import Group, utilization
-from diloco.plan.traffic import TCP, Link
+from diloco.plan.traffic import WIRE, Link
 
 PAIRS, BLOCK = 40, 2 * OVERLAP
 LINKS = (1.5, 2.0, 3.0, 6.0)
@@ -77,7 +77,7 @@ def wan(settings: Record) -> Record:
                 made.drain()
                 baselines.append(made.calm(BASELINE, synced=False)["seconds"] / BASELINE)
         alone = sum(a + b for a, b in pairwise(baselines)) / 2 * SYNC_EVERY
-        group = Group(statistics.mean(baselines), replicas=4, wire=TCP)
+        group = Group(statistics.mean(baselines), replicas=4, wire=WIRE)
         out[name] = {
             "bound_mbit": bound,
             "utilisation": alone / sum(part["seconds"] for part in parts),

@@ -67,7 +67,7 @@ class Group:
     busy_ns: float = 0.0
     """Nanoseconds of training that a value costs in each round, where communication shares training's cores."""
     wire: float = 1.0
-    """Bytes on the link for each byte of payload: headers and acknowledgements (`traffic.TCP`)."""
+    """What the link could carry in the time of a byte of payload: headers, acknowledgements, gaps (`traffic.WIRE`)."""
 
     def step_times(self, steps: int) -> Array:
         """Seconds of each step of each replica: (replicas or 1, steps or 1)."""

@@ -28,6 +28,10 @@ GATHER = 3
 """Up to so many replicas everyone gets all deltas; above, everyone averages a part (reduce/mean.py)."""
 TCP = 1.06
 """Bytes on an Ethernet for each of payload: frames of 1,514 bytes carry 1,448, and some acknowledgements go apart."""
+FILLED = 0.94
+"""Share of a link's rate that TCP fills where the link is the limit: fitted to the network lab (docs/benchmarks.md)."""
+WIRE = TCP / FILLED
+"""What a link carries, or could have carried, for each byte of payload."""
 BUCKET_TRIPS = 3.0
 """Put the delta, read the closing record, get the deltas."""
 
