@@ -30,7 +30,8 @@ from diloco.reduce.bucket.task import (
 
 TIMEOUT = 60.0
 """Seconds of one request, a part of 16 MB included: 2 Mbit/s."""
-LONGEST_PAUSE = 30.0
+LONGEST_PAUSE = 10.0
+"""Between two tries of an operation, where no other operation succeeds meanwhile."""
 SCHEMES = "a folder, file://, s3://, gs://, az:// or memory://"
 T = TypeVar("T")
 log = logging.getLogger("diloco")
@@ -60,6 +61,7 @@ class Store:
         self.sent = self.received = self.requests = 0
         self._puts: deque[float] = deque(maxlen=32)
         self._down = threading.Event()
+        self._news = threading.Condition()  # the store answers again, or is closed
 
     @property
     def put_seconds(self) -> float:
@@ -88,12 +90,15 @@ class Store:
                 if not self._down.is_set():
                     self._down.set()
                     log.warning("the store does not answer (%s); trying again, training goes on", failure)
-                self.closing.wait(pause * random.uniform(0.5, 1.5))
+                with self._news:
+                    if not self.closing.is_set():
+                        self._news.wait(pause * random.uniform(0.5, 1.5))
                 pause = min(2 * pause, LONGEST_PAUSE)
                 continue
             if self._down.is_set():
                 self._down.clear()
                 log.warning("the store answers again")
+                self._tell()
             self._count(operation, answer, time.monotonic() - began)
             return answer
 
@@ -143,6 +148,11 @@ class Store:
 
     def close(self) -> None:
         self.closing.set()
+        self._tell()
+
+    def _tell(self) -> None:
+        with self._news:
+            self._news.notify_all()
 
 
 def probe(backend: Backend) -> None:
