@@ -1,5 +1,7 @@
 """Several ranks in a replica: DDP, and FSDP2 with shards of any size."""
 
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -8,7 +10,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from diloco import Balanced, Collective, ConfigError, DiLoCo, Float32, NotFinite
+from diloco import Balanced, Collective, ConfigError, DiLoCo, Float32, Mismatch, NotFinite
+from diloco.reduce.bucket import Bucket
 from tests.models import Tiny, adamw, anchors, flat, loss_of, steps
 from tests.processes import run
 
@@ -181,3 +184,31 @@ def test_a_fault_in_one_shard_ends_the_round_on_every_rank():
     for message, index in run(4, _fault_in_one_shard):
         assert "layers.2.weight on replica 1" in message
         assert index == 0
+
+
+def _members(rank, url):
+    """Two members of two shards each: ranks with the same shard meet in the bucket."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
+    model = Tiny(width=15)
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh["shard"])
+    fully_shard(model, mesh=mesh["shard"])
+    optimizer = adamw(model)
+    with pytest.raises(ConfigError, match="wait for each other crosswise"):
+        DiLoCo(model, reduce=Bucket(url, f"m{rank // 2}", pace="strict")).join()
+    reduce = Bucket(url, f"m{rank // 2}", heartbeat=0.5, poll=0.02)
+    with DiLoCo(model, optimizer, sync_every=5, overlap=2, codec=Float32(), reduce=reduce) as diloco:
+        for _ in steps(model, optimizer, rank // 2, 1, 60):
+            time.sleep(0.02)
+    return torch.cat([p.full_tensor().detach().flatten() for p in model.parameters()]), diloco.stats.last
+
+
+def test_fsdp2_inside_a_member_of_a_bucket_meets_shard_by_shard(tmp_path):
+    results = run(4, _members, str(tmp_path / "run"))
+    weights = [weights for weights, _ in results]
+    assert all(torch.equal(each, weights[0]) for each in weights)
+    assert all(any(round.members == 2 for round in rounds) for _, rounds in results)
+    start = Tiny(width=15)
+    assert not torch.equal(weights[0], flat(start))
+    with pytest.raises(Mismatch, match="members are sharded"):
+        DiLoCo(start, reduce=Bucket(str(tmp_path / "run"), "whole")).join()

@@ -19,7 +19,7 @@ from diloco.train.compare import CompareConfig, plan
 
 ROOT = Path(__file__).parent.parent
 SMALL = ["--model", "tiny", "--batch", "4", "--context", "32", "--sync-every", "10", "--fragments", "balanced:3",
-         "--overlap", "2", "--eval-every", "1000"]  # fmt: skip
+         "--overlap", "2", "--eval-every", "1000", "--eval-tokens", "2048"]  # fmt: skip
 
 
 @pytest.fixture(scope="session")
@@ -79,7 +79,7 @@ def whole(place):
     """An uninterrupted run of 60 steps, to compare with, from a recipe that the command line overrides."""
     (place / "recipe.toml").write_text(
         'data = ["corpus.txt"]\nsteps = 7\nbatch = 4\ncontext = 32\nsync_every = 10\nfragments = "balanced:3"\n'
-        "overlap = 2\neval_every = 1000\ncompile = false\n"
+        "overlap = 2\neval_every = 1000\neval_tokens = 2048\ncompile = false\n"
     )
     words = ["--name", "whole", "--steps", "60", "--save-every", "20", "--json"]
     code, out, err = run(place, "train", "recipe.toml", *words)

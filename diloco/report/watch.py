@@ -58,11 +58,13 @@ class Watch:
     LAST = 5
 
     def __init__(self, url: str, key: bytes | None) -> None:
-        from diloco.reduce.bucket.bucket import find_run
+        from diloco.reduce.bucket.bucket import below, find_run
         from diloco.reduce.bucket.object import Seal
         from diloco.reduce.bucket.store import Store, open_store
 
         run = find_run(url, key)
+        if run is None and (run := find_run(below(url, 0), key)) is not None:
+            url = below(url, 0)  # of replicas with several ranks, those with the first shard
         if run is None:
             raise ConfigError(f"{url} holds no run: check the address")
         self.url, self.run = url, run

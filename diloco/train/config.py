@@ -86,6 +86,8 @@ class TrainConfig:
     """Of weights and data order."""
     eval_every: int = 100
     """Steps between two evaluations on held-out text."""
+    eval_tokens: int = 16_384
+    """Held-out tokens of an evaluation."""
     save_every: int = 500
     """Steps between two checkpoints; there is one at the end in any case."""
     keep: int = 2
@@ -108,7 +110,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for name in ("context", "shards", "accumulate", "sync_every", "eval_every", "save_every", "streams"):
             _at_least(1, name, getattr(self, name))
-        for name in ("replicas", "steps", "tokens", "batch", "quorum"):
+        for name in ("replicas", "steps", "tokens", "batch", "quorum", "eval_tokens"):
             _at_least(1, name, getattr(self, name))
         _at_least(2, "keep", self.keep)  # a crash while saving may leave the newest on some replicas only
         _at_least(0, "warmup", self.warmup)
@@ -122,11 +124,8 @@ class TrainConfig:
         if self.steps is not None and self.tokens is not None:
             raise ConfigError(f"steps={self.steps} and tokens={self.tokens}: give one of them, the other follows")
         layers.parse(self.fragments)
-        if self.bucket is not None:
-            if self.method not in ("streaming", "diloco"):
-                raise ConfigError(f"method={self.method} with a bucket: give streaming or diloco")
-            if self.shards > 1:
-                raise ConfigError("shards > 1 with a bucket: a member is one process; give --shards 1")
+        if self.bucket is not None and self.method not in ("streaming", "diloco"):
+            raise ConfigError(f"method={self.method} with a bucket: give streaming or diloco")
 
 
 def _at_least(least: int, name: str, value: int | None) -> None:

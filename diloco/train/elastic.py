@@ -9,9 +9,13 @@ import sys
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 
+import torch
+import torch.distributed as dist
+
 from diloco.diloco import DiLoCo
 from diloco.errors import ConfigError
-from diloco.reduce.bucket import Bucket, find_run
+from diloco.launch import World
+from diloco.reduce.bucket import Bucket, below, find_run
 from diloco.reduce.bucket.run import Run
 from diloco.train.batches import Batches
 from diloco.train.config import TrainConfig
@@ -19,9 +23,9 @@ from diloco.train.data import Corpus
 from diloco.train.metrics import Metrics
 from diloco.train.rules import lr_at
 
-OWN = ("data", "accumulate", "eval_every", "save_every", "keep", "compile", "device", "track", "name", "out", "resume",
-       "json", "bucket", "member", "join_only", "pace", "quorum", "grace", "key_file", "streams", "timeout",
-       "tokens")  # fmt: skip
+OWN = ("data", "accumulate", "eval_every", "eval_tokens", "save_every", "keep", "compile", "device", "track", "name",
+       "out", "resume", "json", "bucket", "member", "join_only", "pace", "quorum", "grace", "key_file", "streams",
+       "timeout", "tokens")  # fmt: skip
 """What a member decides for itself; the rest is the run's."""
 CARRIES = 32
 """Rounds of work that may count of one delta: a slow member carries what it did since it last counted."""
@@ -55,9 +59,9 @@ def as_the_run(config: TrainConfig) -> TrainConfig:
 class Elastic:
     """Made with the settled config; `config.batch` is that of all replicas the run was planned for."""
 
-    def __init__(self, config: TrainConfig, per_step: int) -> None:
+    def __init__(self, config: TrainConfig, per_step: int, world: World) -> None:
         assert config.bucket is not None and config.steps is not None
-        self._config = config
+        self._config, self._world = config, world
         self.rounds = math.ceil(config.steps / config.sync_every)
         settled = {k: v for k, v in asdict(config).items() if k not in OWN or k == "data"}
         self.reduce = Bucket(
@@ -65,7 +69,7 @@ class Elastic:
             quorum=config.quorum, grace=config.grace, rounds=self.rounds,
             most=float(CARRIES * config.sync_every * per_step), note=settled,
         )  # fmt: skip
-        self._position = self._joined_at = 0
+        self._position = self._joined_at = self._index = 0
         self._warm = False
 
     def begin(self, diloco: DiLoCo, start: int, folder: Path) -> None:
@@ -74,12 +78,14 @@ class Elastic:
         run = self.reduce.run
         assert run is not None
         self._diloco, self._joined_at, self._warm = diloco, start, bool(start)
-        (folder / "run-id").write_text(run.id)
-        index = self._index()
+        self._index, _ = self._agree()
+        index = self._index
         self._position = max(start, self._config.sync_every * index)
         self._warm |= index == 0
-        what = f"created run {run.id}" if run.created else f"joined run {run.id} at round {index}"
-        print(f"{what}, as {self.reduce.name}", file=sys.stderr, flush=True)  # noqa: T201
+        if self._world.shard == 0:
+            (folder / "run-id").write_text(run.id)
+            what = f"created run {run.id}" if run.created else f"joined run {run.id} at round {index}"
+            print(f"{what}, as {self.reduce.name}", file=sys.stderr, flush=True)  # noqa: T201
 
     def data(self, corpus: Corpus, sequences: int) -> Batches:
         """Windows in an order of this member's own."""
@@ -89,7 +95,7 @@ class Elastic:
 
     def lr(self, step: int) -> float:
         """By how far the run has come, never back; a new member, whose AdamW knows nothing yet, begins low."""
-        self._position = max(self._position + 1, self._config.sync_every * self._index())
+        self._position = max(self._position + 1, self._config.sync_every * self._index)
         lr = lr_at(self._config, self._position)
         warmup = min(100, self._config.sync_every)
         return lr if self._warm else lr * min((step - self._joined_at) / warmup, 1.0)
@@ -99,10 +105,15 @@ class Elastic:
         self.reduce.tell(step=step, **told)
         for event in self.reduce.events():
             metrics.event(event.pop("event"), step, **event)
-        return self.reduce.ended
+        self._index, ended = self._agree()
+        return ended
 
-    def _index(self) -> int:
-        return self._diloco.indices[0]
+    def _agree(self) -> tuple[int, bool]:
+        """How far the run has come and whether it has ended, for all ranks of this member: shards go their own ways."""
+        mine = torch.tensor([self._diloco.indices[0], self.reduce.ended])
+        if self._world.size > 1:
+            dist.all_reduce(mine, dist.ReduceOp.MIN)
+        return int(mine[0]), bool(mine[1])
 
 
 def check_folder(folder: Path, config: TrainConfig) -> bool:
@@ -119,7 +130,8 @@ def check_folder(folder: Path, config: TrainConfig) -> bool:
 
 def _run(config: TrainConfig) -> Run | None:
     assert config.bucket is not None
-    return find_run(config.bucket, _key(config), create=not config.join_only)
+    url = config.bucket if config.shards == 1 else below(config.bucket, 0)
+    return find_run(url, _key(config), create=not config.join_only)
 
 
 def _key(config: TrainConfig) -> bytes | None:

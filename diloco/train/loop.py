@@ -28,7 +28,6 @@ from diloco.train.replica import adamw, attach, device_for, spread
 from diloco.train.rules import describe, lr_at, resolve
 from diloco.train.stop import Stop
 
-EVALUATION_TOKENS = 16_384
 SAY_EVERY = 10.0
 SUMS = ("rounds", "bytes_sent", "bytes_received", "largest_round", "seconds_hidden", "seconds_exposed")
 
@@ -51,7 +50,7 @@ def train(config: TrainConfig, world: World, folder: Path) -> dict[str, Any]:
     if config.bucket:  # the batch is that of all replicas; here is one of them
         from diloco.train.elastic import Elastic
 
-        elastic = Elastic(config, config.batch // config.replicas * config.context)
+        elastic = Elastic(config, config.batch // config.replicas * config.context, world)
         config = replace(config, batch=config.batch // config.replicas)
         assert config.steps is not None and config.batch is not None
     if config.batch % (world.size * config.accumulate):
@@ -61,7 +60,7 @@ def train(config: TrainConfig, world: World, folder: Path) -> dict[str, Any]:
     sequences = config.batch // world.size // config.accumulate
     per_step = config.batch // world.replicas * config.context  # tokens of a replica
     data = corpus.batches(world.rank, world.size, sequences, config.context, config.seed)
-    windows = corpus.evaluation(config.context, EVALUATION_TOKENS)
+    windows = corpus.evaluation(config.context, config.eval_tokens)
 
     model, mesh = spread(model, config, world, device)
     bare = model.module if isinstance(model, DistributedDataParallel) else model  # which one replica may call alone

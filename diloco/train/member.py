@@ -1,16 +1,20 @@
-"""`diloco train --bucket URL`: this process is one member of the run. No other process is started or waited for."""
+"""`diloco train --bucket URL`: this process is one member of the run, or one rank of it under torchrun. No other
+process is started or waited for."""
 
+import contextlib
 import logging
 import sys
 from dataclasses import replace
 
 from diloco import launch
+from diloco.errors import ConfigError
 from diloco.launch import World
 from diloco.train import folder as folders
 from diloco.train.config import TrainConfig
 
 
 def be_member(config: TrainConfig) -> int:
+    import torch
     import torch.distributed as dist
 
     from diloco.train import command
@@ -20,18 +24,28 @@ def be_member(config: TrainConfig) -> int:
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     logging.getLogger().setLevel(logging.WARNING)
     logging.getLogger("diloco").setLevel(logging.INFO)
+    world = launch.own_world(config.shards, 1) if config.shards > 1 else World(0, 1, 0)
+    if world is None:
+        raise ConfigError(f"shards={config.shards} with a bucket: start the ranks of this member with torchrun "
+                          f"--nproc-per-node {config.shards} -m diloco train …")  # fmt: skip
     config = as_the_run(config)
     folder = config.out / (config.name or f"bucket-{member_name(config)}")
     config = replace(config, name=folder.name)
-    with folders.locked(folder):
+    with folders.locked(folder) if world.shard == 0 else contextlib.nullcontext():
         config = replace(config, resume=check_folder(folder, config))
-        # The loop and its checkpoints speak to a group; this one has a single process and no address.
-        launch.alone()
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        if world.size > 1:
+            host, port = launch.own_address()
+            backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+            dist.init_process_group(backend, init_method=f"tcp://{host}:{port}", rank=world.rank, world_size=world.size)
+        else:  # the loop and its checkpoints speak to a group; this one has a single process and no address
+            launch.alone()
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         try:
-            summary = train(config, World(0, 1, 0), folder)
+            summary = train(config, world, folder)
         finally:
             dist.destroy_process_group()
+        if world.rank > 0:
+            return 0
         command.write_summary(folder, summary)
         command.show_run(folder, config.json)
     return 130 if summary["stopped"] else 0
