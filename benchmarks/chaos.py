@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -138,10 +139,17 @@ class Witness:
 
 
 def chaos(
-    place: Path, members: int, events: int, steps: int, every: float, seed: int, kill_all: bool
+    place: Path,
+    members: int,
+    events: int,
+    steps: int,
+    every: float,
+    seed: int,
+    kill_all: bool,
+    words: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Let them run under so many events, then restart all and let the run end."""
-    chance, crowd, witness = random.Random(seed), Crowd(place, steps), Witness(str(place / "bucket"))
+    chance, crowd, witness = random.Random(seed), Crowd(place, steps, list(words)), Witness(str(place / "bucket"))
     names = [f"m{k}" for k in range(members)]
     happened: dict[str, int] = {}
     longest = 0.0
@@ -222,8 +230,8 @@ def _until(what: Any, witness: Witness, crowd: Crowd, seconds: float = 120) -> N
 def main() -> None:
     parser = argparse.ArgumentParser(description="members are killed, stopped, restarted; the run goes on")
     parser.add_argument("--events", type=int, default=50)
-    parser.add_argument("--steps", type=int, default=900)
-    parser.add_argument("--every", type=float, default=6.0, help="seconds between two events")
+    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--every", type=float, default=3.0, help="seconds between two events")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

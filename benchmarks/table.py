@@ -6,6 +6,8 @@ A benchmark is one section: a function that turns its record into Markdown, and 
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+from benchmarks.bucket.section import chaos
+from benchmarks.bucket.section import section as bucket
 from benchmarks.netlab.plot import draw
 from benchmarks.netlab.section import section as netlab
 from benchmarks.record import Record, Target, read
@@ -127,6 +129,8 @@ SECTIONS: dict[str, tuple[str, Callable[[Record], str]]] = {
     "overhead": ("What training pays", overhead),
     "trainer": ("The trainer against a bare loop", trainer),
     "netlab": ("The network lab: utilisation over a slow link", netlab),
+    "bucket": ("The bucket: members come and go", bucket),
+    "chaos": ("Chaos", chaos),
 }
 
 

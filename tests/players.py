@@ -1,8 +1,8 @@
 """Members of a bucket without threads: the production code, driven one store operation at a time.
 
 A `World` holds a store in memory, a clock, and puts that are still on their way. A `Player` is one life of a member: a
-model of one parameter a fragment, the real core, the real reducer. What it wants from the store it gets when the test
-says so; it may die before, after or while the store does it.
+model (by default of one parameter a fragment), the real core, the real reducer. What it wants from the store it gets
+when the test says so; it may die before, after or while the store does it.
 """
 
 import copy
@@ -20,6 +20,7 @@ from diloco.reduce.bucket.task import All, Create, Delete, List, Oversized, Paus
 
 FRAGMENTS = 2
 SYNC_EVERY = 2
+SETTINGS = {"sync_every": SYNC_EVERY, "overlap": 1, "outer": SGD(1.0), "codec": Float32()}
 
 
 class Violation(AssertionError):
@@ -27,7 +28,8 @@ class Violation(AssertionError):
 
 
 class World:
-    def __init__(self):
+    def __init__(self, fragments=FRAGMENTS):
+        self.fragments = fragments
         self.objects: dict[str, bytes] = {}
         self.limbo: list[Create] = []  # puts whose caller does not know what has become of them
         self.now = 0.0
@@ -66,7 +68,7 @@ class World:
     def check(self):
         """Guarantee 1: one record per round, for ever. 6: a delta is in at most one record, once."""
         counted = set()
-        for fragment in range(FRAGMENTS):
+        for fragment in range(self.fragments):
             previous, index = "", 1
             while True:
                 record = self.record(fragment, index, previous)
@@ -137,13 +139,14 @@ class Driven(Bucket):
 
 
 class Player:
-    def __init__(self, world, name, checkpoint=None, start=0.0, rate=1.0, **manners):
+    def __init__(self, world, name, checkpoint=None, start=0.0, rate=1.0, model=None, settings=SETTINGS, **manners):
         self.world, self.name, self.rate = world, name, rate
-        self.model = nn.Linear(1, FRAGMENTS, bias=False)
-        nn.init.constant_(self.model.weight, start)
+        self.model = model
+        if model is None:
+            self.model = nn.Linear(1, world.fragments, bias=False)
+            nn.init.constant_(self.model.weight, start)
         self.reduce = Driven(world, name, **manners)
-        self.diloco = DiLoCo(self.model, reduce=self.reduce, sync_every=SYNC_EVERY, overlap=1, outer=SGD(1.0),
-                             codec=Float32(), fragments=Balanced(FRAGMENTS))  # fmt: skip
+        self.diloco = DiLoCo(self.model, reduce=self.reduce, fragments=Balanced(world.fragments), **settings)
         if checkpoint is not None:
             self.model.load_state_dict(checkpoint["model"])
             self.diloco.load_state_dict(copy.deepcopy(checkpoint["diloco"]))
@@ -159,7 +162,7 @@ class Player:
     @property
     def slots(self):
         """What may go on: joining, or the members (0) and each fragment (1, 2, …)."""
-        return range(-1, 0) if not self.joined else range(1 + FRAGMENTS)
+        return range(-1, 0) if not self.joined else range(1 + self.world.fragments)
 
     def want(self, slot):
         """The next operation of a slot; a tick begins if none is under way."""

