@@ -3,13 +3,14 @@ PYTHON ?= python3
 BIN := .venv/bin
 export PIP_CONSTRAINT := constraints.txt
 
-.PHONY: demo test lint bench netlab chaos clean
+.PHONY: demo test lint bench netlab bucket chaos clean
 
 demo: .venv/ready  ## two replicas train a small model on this machine, two to three minutes
 	$(BIN)/diloco train recipes/demo.toml
 
 test: .venv/ready
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -m alone
+	$(BIN)/python -m pytest -m 'not alone' -n 2 --dist loadfile
 
 lint: .venv/ready
 	$(BIN)/ruff format --check .
@@ -29,8 +30,14 @@ netlab: .venv/ready  ## utilisation over a slow link, all methods; as root, abou
 	$(BIN)/python -m benchmarks.netlab --fresh
 	$(BIN)/python -m benchmarks.table
 
+bucket: .venv/ready  ## what the bucket costs and survives, beside torchft; as root, about 15 minutes
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[netlab]'
+	$(BIN)/python -m benchmarks.bucket
+	$(BIN)/python -m benchmarks.table
+
 chaos: .venv/ready  ## members of a bucket are killed, stopped and restarted; at most 20 minutes
 	$(BIN)/python -m benchmarks.chaos
+	$(BIN)/python -m benchmarks.table
 
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

@@ -18,6 +18,7 @@ from benchmarks.netns import impossible, network
 from diloco.plan.simulate import Group, utilization
 from diloco.plan.traffic import Link
 
+pytestmark = pytest.mark.alone
 REASON = impossible()
 needs_root = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 
