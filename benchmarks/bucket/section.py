@@ -96,7 +96,10 @@ def _carrying(values: Record) -> str:
     {settings["slower"]}th of them; a small decoder, sync_every {settings["sync_every"]}, in one process with a clock
     of its own, so that only the arms differ:""")
     columns = ("", "loss, by seed", "÷ alone", "the slow one's weight", "rounds that count it")
-    return f"{text}\n\n{table(columns, rows)}"
+    tail = fill("""Carried or given up, the late work makes no difference that three seeds could show. Both are above
+    the first arm, by more in one seed than in the others; rounds that wait for the slow one are applied later, and
+    whether that is the reason was not found out.""")
+    return f"{text}\n\n{table(columns, rows)}\n\n{tail}"
 
 
 def chaos(record: Record) -> str:
