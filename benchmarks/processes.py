@@ -8,7 +8,17 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 
+import torch
+
 from benchmarks.record import Record
+
+
+def pin() -> int:
+    """One core and one thread for this process, by its rank, which is returned."""
+    rank, cores = int(os.environ["RANK"]), sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[rank % len(cores)]})
+    torch.set_num_threads(1)
+    return rank
 
 
 def no_prefix(rank: int) -> list[str]:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.s3 import ENVIRONMENT, Proxy, Server, free_port
-from diloco import ConfigError
+from diloco import ConfigError, DiLoCoError
 from diloco.reduce.bucket.store import open_store, probe
 from diloco.reduce.bucket.task import Create, List, Read
 from tests.test_bucket import Member, agree, until
@@ -84,6 +84,12 @@ def test_a_server_whose_puts_overwrite_is_refused_with_the_reason(tmp_path, monk
     finally:
         server.kill()
         server.wait()
+
+
+def test_a_server_that_is_not_there_is_said_at_once(monkeypatch):
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{free_port()}")
+    with pytest.raises(DiLoCoError, match="the store does not answer"):
+        Member("s3://bucket/x", "a", 1).end(20)
 
 
 def test_wrong_credentials_are_said_at_once(monkeypatch):

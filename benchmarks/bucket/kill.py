@@ -9,11 +9,11 @@ import tempfile
 import time
 from collections.abc import Callable
 
-import torch
 import torch.distributed as dist
 
 from benchmarks.netlab.methods import FRAGMENTS, OVERLAP, SYNC_EVERY, Torchft
 from benchmarks.netlab.training import Training
+from benchmarks.processes import pin
 from benchmarks.record import Record
 from diloco import Balanced, DiLoCo
 from diloco.reduce.bucket import Bucket
@@ -71,10 +71,7 @@ def _once(kind: str, folder: str) -> Record:
 
 def main() -> None:
     settings = json.loads(sys.argv[1])
-    rank = int(os.environ["RANK"])
-    cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {cores[rank % len(cores)]})
-    torch.set_num_threads(1)
+    rank = pin()
     dist.init_process_group("gloo", store=dist.FileStore(settings["store"], 2), rank=rank, world_size=2)
     training = Training(BATCH)
     sync = _bucket(training, settings["url"], rank) if settings["kind"] == "bucket" else _torchft(training)

@@ -11,20 +11,17 @@ import sys
 import threading
 import time
 
-import torch
 import torch.distributed as dist
 
 from benchmarks.netlab.methods import SETUPS, Sync
 from benchmarks.netlab.training import Training
+from benchmarks.processes import pin
 from benchmarks.record import Record
 
 
 def main() -> None:
     settings = json.loads(sys.argv[1])
-    rank = int(os.environ["RANK"])
-    cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {cores[rank % len(cores)]})
-    torch.set_num_threads(1)
+    pin()
     dist.init_process_group("gloo")
     plain, trained = Training(settings["batch"]), Training(settings["batch"])
     train(plain, None, 2)

@@ -100,10 +100,10 @@ class Bucket:
         self.run: Run | None = None
 
     def join(self, contract: Contract, states: Sequence[State], codecs: Sequence[Codec]) -> list[State]:
-        self._find_place(str(contract.get("shard", WHOLE)))
         self._end_threads()
+        probe(self._root)  # first: it says at once what operations that are repeated would wait for
+        self._find_place(str(contract.get("shard", WHOLE)))
         self._store, self._error = Store(self._backend), None
-        probe(self._backend)
         entered = self._store.run(self.joining(contract, states, codecs), self._lock)
         self._start_threads()
         return entered
