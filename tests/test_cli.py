@@ -90,12 +90,22 @@ def test_what_is_not_given_is_derived_with_its_reason():
         and config.weight_decay == pytest.approx(1 / config.steps, 0.01)
     )
     assert "scaling law" in derived["lr"].reason and "20 tokens" in derived["tokens"].reason
-    given = TrainConfig(lr=1e-3, batch=8, steps=10, warmup=0, weight_decay=0.0, outer_lr=0.7)
+    given = TrainConfig(lr=1e-3, batch=8, steps=10, warmup=0, weight_decay=0.0, outer_lr=0.7,
+                        outer_momentum=0.8)  # fmt: skip
     config, rules = resolve(given, 35_000_000, 2)
     assert rules == []
     assert (config.lr, config.batch, config.steps, config.outer_lr) == (1e-3, 8, 10, 0.7)
-    assert resolve(TrainConfig(), 700_000, 8)[0].outer_lr == 0.8
-    assert resolve(TrainConfig(), 700_000, 3)[0].outer_lr == 0.6
+    assert resolve(TrainConfig(), 35_000_000, 8)[0].outer_lr == 0.8
+    assert resolve(TrainConfig(), 35_000_000, 3)[0].outer_lr == 0.6
+
+
+@pytest.mark.parametrize(("parameters", "rounds", "given", "outer"), [
+    (700_000, 100, None, (0.7, 0.5)), (700_000, 300, None, (0.6, 0.9)), (35_000_000, 100, None, (0.6, 0.9)),
+    (700_000, 100, 0.9, (0.6, 0.9)),
+])  # fmt: skip
+def test_the_outer_momentum_of_a_small_model_in_a_short_run_is_lower(parameters, rounds, given, outer):
+    config, _ = resolve(TrainConfig(steps=30 * rounds, sync_every=30, outer_momentum=given), parameters, 2)
+    assert (config.outer_lr, config.outer_momentum) == outer
 
 
 def test_the_learning_rate_warms_up_and_falls_to_five_percent():

@@ -84,7 +84,7 @@ def whole(place):
     words = ["--name", "whole", "--steps", "60", "--save-every", "20", "--json"]
     code, out, err = run(place, "train", "recipe.toml", *words)
     assert code == 0, err
-    assert "lr = 0.008: scaling law" in err and "outer_lr = 0.6: best for 2 replicas" in err
+    assert "lr = 0.008: scaling law" in err and "outer_lr = 0.7: best with outer momentum 0.5" in err
     return json.loads(out)
 
 

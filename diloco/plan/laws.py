@@ -22,6 +22,12 @@ LARGEST_SYNC_EVERY = 300
 """The largest that the scaling laws tried."""
 OUTER_LR = {1: 0.4, 2: 0.6, 4: 0.6, 8: 0.8}
 """Best outer lr by replicas, large models, sync_every 30 (scaling laws)."""
+OUTER_MOMENTUM = 0.9
+"""Of all published runs."""
+SHORT = 150
+"""Rounds of a fragment below which a model smaller than FITTED takes the next two values. Momentum 0.9 remembers ten
+rounds: while the inner lr decays, it goes on at the old pace. Measured at 100 rounds (docs/parity.md)."""
+SHORT_OUTER_LR, SHORT_MOMENTUM = 0.7, 0.5
 TOKENS_PER_PARAMETER = 20
 SAFE_OVERLAP = 5
 """The streaming paper's advice; up to 10 it saw less than 0.2 % of loss."""

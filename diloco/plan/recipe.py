@@ -20,7 +20,6 @@ def recipe(choice: Choice, replicas: int, model: str | None = None, extra: dict[
         ("keep_local", 0.0, "the default: the agreed value replaces the local one"),
         ("codec", settings.codec, reasons["codec"]),
         ("outer_lr", choice.outer_lr, reasons["outer_lr"]),
-        ("outer_momentum", 0.9, "as in all published runs"),
     ]
     if model is not None:
         entries.insert(0, ("model", model, "given"))

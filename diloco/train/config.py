@@ -60,9 +60,9 @@ class TrainConfig:
     codec: CodecName = "e3m0"
     """Numbers on the wire."""
     outer_lr: float | None = None
-    """Learning rate of the outer Nesterov step. Default: by the number of replicas."""
-    outer_momentum: float = 0.9
-    """Momentum of the outer Nesterov step."""
+    """Learning rate of the outer Nesterov step. Default: by the number of replicas, and of rounds."""
+    outer_momentum: float | None = None
+    """Momentum of the outer Nesterov step. Default: 0.9, in short runs 0.5."""
     streams: int = 1
     """TCP connections for the deltas; more on a long link."""
     timeout: float = 600.0

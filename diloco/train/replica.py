@@ -82,7 +82,7 @@ def attach(
     """The sync of the method: none for `dp` and `local`."""
     if config.method not in ("streaming", "diloco"):
         return None
-    assert config.outer_lr is not None
+    assert config.outer_lr is not None and config.outer_momentum is not None
     streaming = config.method == "streaming"
     if reduce is None:
         group, shards = (mesh.get_group("replica"), mesh.get_group("shard")) if mesh else (None, None)

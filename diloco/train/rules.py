@@ -11,7 +11,8 @@ from diloco.plan import laws
 from diloco.train.config import TrainConfig
 
 LARGEST_LR = 8e-3
-"""The law gives more only below 35M parameters, where it was not fitted; 8e-3 trained 0.3M well, more was not tried."""
+"""The law gives more only below 35M parameters, where it was not fitted. At 0.09M and 0.34M the best was 1.1e-2, with
+8e-3 the loss was 0.4 % higher (docs/parity.md)."""
 
 
 @dataclass(frozen=True)
@@ -45,11 +46,27 @@ def resolve(config: TrainConfig, parameters: int, replicas: int) -> tuple[TrainC
     take("warmup", min(max(steps // 10, 1), 1000), "a tenth of the steps, at most 1000")
     take("weight_decay", float(f"{1 / steps:.3g}"), "1 ÷ steps, as in the scaling laws")
     if config.method in ("streaming", "diloco"):
-        outer_lr, nearest = laws.outer_lr(replicas)
-        near = "" if nearest == replicas else ", the nearest that was measured"
-        take("outer_lr", outer_lr, f"best for {nearest} replica{'s' if nearest > 1 else ''} in the scaling laws{near}")
+        outer = _outer(config, parameters, replicas, steps // config.sync_every)
+        rules += [rule for rule in outer if getattr(config, rule.name) is None]
     filled = {rule.name: type_of(rule) for rule in rules if rule.name != "tokens"}
     return replace(config, replicas=replicas, tokens=None, **filled), rules
+
+
+def _outer(config: TrainConfig, parameters: int, replicas: int, rounds: int) -> tuple[Rule, Rule]:
+    short = parameters < laws.FITTED[0] and rounds < laws.SHORT
+    if short and config.outer_momentum in (None, laws.SHORT_MOMENTUM):
+        return (
+            Rule(
+                "outer_momentum", laws.SHORT_MOMENTUM, f"best for small models in a short run; {rounds} rounds is one"
+            ),
+            Rule("outer_lr", laws.SHORT_OUTER_LR, f"best with outer momentum {laws.SHORT_MOMENTUM:g}"),
+        )
+    lr, nearest = laws.outer_lr(replicas)
+    near = "" if nearest == replicas else ", the nearest that was measured"
+    return (
+        Rule("outer_momentum", laws.OUTER_MOMENTUM, "as in all published runs"),
+        Rule("outer_lr", lr, f"best for {nearest} replica{'s' if nearest > 1 else ''} in the scaling laws{near}"),
+    )
 
 
 def type_of(rule: Rule) -> float | int:
