@@ -82,10 +82,10 @@ def test_wrong_use_is_one_line(place):  # noqa: F811
 
 
 def test_chaos_in_short(tmp_path):
-    found = chaos(tmp_path, 3, events=6, steps=200, every=2.0, seed=1, kill_all=True, words=["--eval-tokens", "2048"])
-    assert sum(found["events"].values()) >= 5
+    found = chaos(tmp_path, 3, events=4, steps=150, every=2.0, seed=1, kill_all=True, words=["--eval-tokens", "2048"])
+    assert sum(found["events"].values()) >= 3
     assert found["records changed or lost"] == 0
-    assert found["states with several fingerprints"] == 0 and found["states compared"] > 20
-    assert found["rounds"] == 3 * 20
+    assert found["states with several fingerprints"] == 0 and found["states compared"] > 15
+    assert found["rounds"] == 3 * 15
     assert set(found["exit codes"].values()) == {0}
     assert os.listdir(tmp_path / "bucket")
