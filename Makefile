@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export PIP_CONSTRAINT := constraints.txt
 
-.PHONY: demo test lint bench netlab bucket chaos clean
+.PHONY: demo test lint bench netlab bucket chaos parity parity-quick clean
 
 demo: .venv/ready  ## two replicas train a small model on this machine, two to three minutes
 	$(BIN)/diloco train recipes/demo.toml
@@ -38,6 +38,13 @@ bucket: .venv/ready  ## what the bucket costs and survives, beside torchft; as r
 chaos: .venv/ready  ## members of a bucket are killed, stopped and restarted; at most 20 minutes
 	$(BIN)/python -m benchmarks.chaos
 	$(BIN)/python -m benchmarks.table
+
+parity: .venv/ready  ## does it train as well as data-parallel? hours of both cores; goes on where it was interrupted
+	$(BIN)/python -m benchmarks.quality
+	$(BIN)/python -m benchmarks.quality.page
+
+parity-quick: .venv/ready  ## the same for four comparisons on two seeds, at most 10 minutes
+	$(BIN)/python -m benchmarks.quality --quick
 
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
