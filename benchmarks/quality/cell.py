@@ -3,6 +3,7 @@
 import hashlib
 import json
 from dataclasses import asdict, dataclass, fields
+from functools import cache
 
 from diloco.presets import Shape
 
@@ -46,8 +47,13 @@ class Cell:
 
     @property
     def key(self) -> str:
-        whole = [asdict(self), asdict(SHAPES[self.width]), BATCH, CONTEXT]
-        return hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()[:16]
+        return _key(self)
+
+
+@cache
+def _key(cell: Cell) -> str:
+    whole = [asdict(cell), asdict(SHAPES[cell.width]), BATCH, CONTEXT]
+    return hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def data_parallel(*, lr: float, width: int = 64, steps: int = STEPS, seed: int = 0) -> Cell:
