@@ -31,7 +31,7 @@ TYPICAL = 180.0
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="2 seeds, 4 comparisons, a third of the steps: a few minutes")
+    parser.add_argument("--quick", action="store_true", help="2 seeds, 4 comparisons, fewer steps: a few minutes")
     parser.add_argument("--processes", type=int, default=os.cpu_count(), help="runs at a time")
     args = parser.parse_args()
     if args.quick:
