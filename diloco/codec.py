@@ -188,8 +188,8 @@ def _blocks(x: Tensor) -> Tensor:
 def _e3m0_pairs() -> Tensor:
     """For each byte the two values in it, before scaling, as one int64: one look-up decodes two values."""
     magnitudes = [0.0, *(2.0 ** (code - 7) for code in range(1, 8))]
-    values = torch.tensor([*magnitudes, *(-m for m in magnitudes)])
-    byte = torch.arange(256)
+    values = torch.tensor([*magnitudes, *(-m for m in magnitudes)], dtype=torch.float32, device="cpu")
+    byte = torch.arange(256, device="cpu")
     return torch.stack([values[byte & 15], values[byte >> 4]], dim=1).view(torch.int64).view(-1)
 
 

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from diloco.codec import E3M0, Codec, Float32
-from diloco.errors import ConfigError, DiLoCoError, Mismatch
+from diloco.errors import ConfigError, DiLoCoError, Mismatch, NotFinite
 from diloco.fragment import Fragmenter, Piece, Strided, find_layers, frozen, trainable, trained_buffers, unwrap
 from diloco.hook import Optimizers, as_list, attach
 from diloco.outer import SGD, Nesterov, Outer
 from diloco.part import Part
 from diloco.reduce import Dropped, Jump, Reduce, Round
 from diloco.schedule import Schedule, check_overlap
-from diloco.shard import WHOLE, checksum, reshard, sharding
+from diloco.shard import WHOLE, checksum, forget_not_finite, reshard, sharding
 from diloco.stats import Stats
 
 
@@ -57,8 +57,9 @@ class DiLoCo:
         if not 0 <= keep_local <= 1:
             raise ConfigError(f"keep_local={keep_local}: give a number from 0 (take the anchor) to 1 (never take it)")
         _check_kinds(fragments, codec, outer)
-        as_list(optimizer)  # refuses what is none, before anything is done
+        self._optimizers = as_list(optimizer)  # refuses what is none, before anything is done
         self._model = model = unwrap(model)
+        reshard(model)  # after a forward without a backward FSDP2 shows gathered parameters, which it frees later
         parameters: dict[str, Tensor] = dict(trainable(model))
         shapes = {name: tuple(p.shape) for name, p in parameters.items()}
         pieces = fragments.split(shapes, find_layers(model, parameters))
@@ -75,6 +76,7 @@ class DiLoCo:
         self.step_count = 0
         self.stats = Stats()
         self._work, self._tokens = 0.0, False
+        self._spoiled: int | None = None  # the step at which local values were given up, until a delta counts again
         self._joined = self._finished = self._closed = self._showing_anchors = False
         self._detach = attach(optimizer, self.join, self.step)
 
@@ -116,14 +118,27 @@ class DiLoCo:
                 case Dropped(reset):
                     part.flight = None
                     if reset:
-                        part.jump(part.state, self._work)
+                        self._recover()
                 case Jump(state):
                     part.jump(state, self._work)
                 case Round():
                     statistics = part.statistics(outcome, self.step_count, exposed)
                     part.apply(outcome, self.keep_local)
+                    self._spoiled = None if outcome.counted else self._spoiled
                     self.stats.add(statistics)
                     self.reduce.applied(part.number, part.state)
+
+    def _recover(self) -> None:
+        """A delta was not finite. What made it so is in every fragment by now, and in the optimizers' moments."""
+        if self._spoiled is not None and self.step_count - self._spoiled > self.schedule.sync_every:
+            raise NotFinite(f"step {self.step_count}: inf or nan again, after going back to the anchors at step "
+                            f"{self._spoiled}. A lower learning rate or gradient clipping may prevent it.")  # fmt: skip
+        self._spoiled = self._spoiled or self.step_count
+        for part in self._parts:
+            part.go_back(self._work)
+        reshard(self._model)
+        for optimizer in self._optimizers:
+            forget_not_finite(optimizer)
 
     @torch.no_grad()
     def join(self) -> None:
@@ -134,6 +149,7 @@ class DiLoCo:
         if self._joined:
             return
         parts = self._all_parts()
+        self._find_buffers()
         if self.step_count == 0 and not any(part.state.index for part in parts):
             for part in parts:  # weights may have been loaded since construction; they are the start, not progress
                 part.shard.read(part.state.anchor)
@@ -145,6 +161,7 @@ class DiLoCo:
     def _meet(self, parts: list[Part]) -> None:
         if self._closed:
             raise DiLoCoError("this DiLoCo has finished or left the other replicas: make a new one to go on")
+        reshard(self._model)
         states = self.reduce.join(self._contract(), [p.state for p in parts], [p.codec for p in parts])
         self._joined = True
         for part, state in zip(parts, states, strict=True):
@@ -166,6 +183,7 @@ class DiLoCo:
         self.reduce.settle()
         self._finished = True
         parts = self._all_parts()
+        self._find_buffers()
         for part in parts:
             self._apply(part)
         for part in parts:
@@ -218,6 +236,7 @@ class DiLoCo:
     def state_dict(self) -> dict[str, Any]:
         """Anchors, outer state, step, and the deltas under way, which are sent again on resume. Never waits.
 
+        Resuming is exact if all replicas have the same overlap; else who merges later takes what others have at once.
         Not the model and not the optimizer: save these as always. The tensors are the live ones, not copies.
         """
         parts = {str(part.number): part.state_dict() for part in self._all_parts()}
@@ -251,6 +270,11 @@ class DiLoCo:
     def in_flight(self) -> int:
         """Rounds that were sent and are not applied yet."""
         return sum(part.flight is not None for part in self._all_parts())
+
+    def _find_buffers(self) -> None:
+        """Modules may have put other tensors in the place of those that were there."""
+        for part in self._buffers:
+            part.find(trained_buffers(self._model))
 
     def _all_parts(self) -> list[Part]:
         return self._parts + self._buffers

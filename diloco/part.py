@@ -3,7 +3,7 @@
 import io
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,6 +89,15 @@ class Part:
         self.state = state if state.anchor is self.state.anchor else self._copy(state)
         self.flight, self.counted = None, work
         self.shard.write(self.state.anchor)
+
+    def go_back(self, work: float) -> None:
+        """Give up local values for the anchor; what is under way stays so."""
+        self.shard.write(self.state.anchor)
+        self.counted = work if self.flight is None else self.counted
+
+    def find(self, tensors: Mapping[str, Tensor]) -> None:
+        """Read and write these from now on."""
+        self.shard = Shard(self.fragment, {s.name: s.tensor for s in self.shard.spans} | dict(tensors))
 
     def _buffer(self, n: int) -> Tensor:
         return torch.empty(n, dtype=torch.float32, device="cpu", pin_memory=self.pinned)

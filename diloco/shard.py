@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -42,12 +43,22 @@ WHOLE = "shard 0 of 1"
 
 
 def sharding(tensors: Iterable[Tensor]) -> str:
-    """Which shard of the model this process holds, as a name."""
-    for tensor in tensors:
-        if isinstance(tensor, DTensor) and tensor.device_mesh.size() > 1:
-            ranks = tensor.device_mesh.mesh.flatten().tolist()
-            return f"shard {ranks.index(tensor.device_mesh.get_rank())} of {len(ranks)}"
-    return WHOLE
+    """Which shard of the model this process holds, as a name: by the mesh with the most ranks, for with tensor
+    parallelism some parameters are split over fewer."""
+    meshes = [tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)]
+    widest = max(meshes, key=DeviceMesh.size, default=None)
+    if widest is None or widest.size() == 1:
+        return WHOLE
+    ranks = widest.mesh.flatten().tolist()
+    return f"shard {ranks.index(widest.get_rank())} of {len(ranks)}"
+
+
+def forget_not_finite(optimizer: torch.optim.Optimizer) -> None:
+    """Let the optimizer begin anew with the parameters whose state holds inf or nan."""
+    for state in optimizer.state.values():
+        values = [local(v) for v in state.values() if isinstance(v, torch.Tensor) and v.is_floating_point()]
+        if not all(bool(v.isfinite().all()) for v in values):
+            state.clear()
 
 
 def reshard(model: nn.Module) -> None:

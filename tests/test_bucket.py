@@ -6,12 +6,12 @@ import time
 import pytest
 import torch
 
-from diloco import Balanced, ConfigError, DiLoCo, DiLoCoError
+from diloco import Balanced, ConfigError, DiLoCo, DiLoCoError, NotFinite
 from diloco.reduce.bucket import Bucket
 from diloco.reduce.bucket.member import Superseded
 from diloco.reduce.bucket.store import Failure, Store, open_store, probe
 from diloco.reduce.bucket.task import Create, Delete, List, Oversized, Read, Size, Write
-from tests.models import Tiny, adamw, anchors, steps
+from tests.models import Tiny, adamw, anchors, flat, steps
 
 
 class Member(threading.Thread):
@@ -184,11 +184,22 @@ def test_nan_in_a_delta_resets_the_member_and_harms_nobody(tmp_path):
     a, b = Member(tmp_path, "a", 120), Member(tmp_path, "b", 120)
     until(lambda: b.done > 20)
     with torch.no_grad():
-        b.model.head.weight[0, 0] = float("nan")
+        b.model.head.weight[0, 0] = float("nan")  # after the next step it is in every parameter and in AdamW's moments
     a.end()
     b.end()
     agree(a, b)
     assert torch.isfinite(anchors(a.diloco)).all() and torch.isfinite(anchors(b.diloco)).all()
+    assert any(event["event"] == "not finite" for event in b.reduce.events())
+    assert flat(b.model).isfinite().all() and sum(round.counted for round in b.rounds[-9:]) > 4  # it trains on
+
+
+def test_a_member_whose_numbers_overflow_again_and_again_says_so(tmp_path):
+    gate = threading.Event()
+    a = Member(tmp_path, "a", 400, gate=gate)
+    a.optimizer.register_step_post_hook(lambda *_: a.model.head.weight.data.fill_(float("nan")))
+    gate.set()
+    with pytest.raises(NotFinite, match="inf or nan again, after going back to the anchors"):
+        a.end()
 
 
 class Flaky:

@@ -71,9 +71,9 @@ def _sync_every_step(rank):
     return train(rank, 20, optimizer=_sgd, sync_every=1, overlap=0, fragments=Balanced(1), **MEAN)
 
 
-def _plain(count):
+def _plain(count, replica=0):
     model = Tiny()
-    for _ in steps(model, adamw(model), 0, 1, count):
+    for _ in steps(model, adamw(model), replica, 1, count):
         pass
     return flat(model)
 
@@ -82,12 +82,12 @@ def _alone(rank, keep_local):
     return train(0, 300, sync_every=10, overlap=0, keep_local=keep_local, **MEAN)["weights"]
 
 
-def _alone_keeping(rank):
+def _keeping(rank):
     """keep_local=1: no merge at all, so leave without finish(), which merges with 0."""
     model = Tiny()
     optimizer = adamw(model)
     diloco = DiLoCo(model, optimizer, sync_every=10, overlap=2, keep_local=1.0)
-    for _ in steps(model, optimizer, 0, 1, 300):
+    for _ in steps(model, optimizer, rank, 1, 300):
         pass
     assert diloco.stats.rounds > 100
     return flat(model)
@@ -98,9 +98,31 @@ def test_3_one_replica_that_takes_its_own_mean_is_plain_training():
     assert (result - _plain(300)).abs().max() <= 1e-5
 
 
-def test_3_one_replica_that_keeps_its_local_values_is_plain_training_bit_for_bit():
-    (result,) = run(1, _alone_keeping)
-    assert torch.equal(result, _plain(300))
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_3_replicas_that_keep_their_local_values_train_alone_bit_for_bit(replicas):
+    for rank, result in enumerate(run(replicas, _keeping)):
+        assert torch.equal(result, _plain(300, rank))
+
+
+def _layers_over_time(rank):
+    """After each step: which fragments of layers were just applied, and a layer of each."""
+    model = Tiny()
+    optimizer = adamw(model)
+    diloco = DiLoCo(model, optimizer, sync_every=6, overlap=2, fragments=Strided(3), codec=E3M0())
+    seen, before = [], [0, 0]
+    for _ in steps(model, optimizer, rank, 1, 40):
+        now = [part.state.index for part in diloco._parts[:2]]
+        applied = [a != b for a, b in zip(before, now, strict=True)]
+        seen.append((applied, [model.layers[i].weight.detach().clone() for i in (0, 1)]))
+        before = now
+    return seen
+
+
+def test_3_without_keep_local_a_fragment_is_equal_on_all_replicas_when_it_was_applied_and_only_then():
+    one, two = run(2, _layers_over_time)
+    equal = [[torch.equal(a, b) for a, b in zip(x[1], y[1], strict=True)] for x, y in zip(one, two, strict=True)]
+    assert equal == [applied for applied, _ in one] == [applied for applied, _ in two]
+    assert sum(map(sum, equal)) >= 10
 
 
 def _vanilla(rank):

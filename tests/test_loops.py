@@ -1,5 +1,8 @@
 """The loops and models people have: compiled, accumulation, scalers, bf16, other optimizers, odd parameters."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import nn
@@ -225,7 +228,7 @@ def test_ordinary_oddities_of_models_are_handled():
                 model(torch.full((2, 8), float(step + reduce.replica))).backward()
                 optimizer.step()
                 optimizer.zero_grad()
-            model.mean += 1 + reduce.replica
+            model.mean = model.mean + 1 + reduce.replica  # another tensor than was there at the start
             names = {p.name for f in diloco._parts for p in f.fragment}
         return model, names, len(diloco._parts), [p.name for p in diloco._buffers[0].fragment]
 
@@ -235,6 +238,16 @@ def test_ordinary_oddities_of_models_are_handled():
     assert buffers == ["mean"]
     assert one.mean.tolist() == [1.5, 1.5]
     assert torch.equal(flat(one), flat(two))
+
+
+@pytest.mark.parametrize("default", ["set_default_dtype(torch.float64)", "set_default_dtype(torch.bfloat16)",
+                                     "set_default_device('meta')"])  # fmt: skip
+def test_a_default_that_is_set_before_the_first_use_changes_no_codec(default):
+    code = (f"import diloco, torch; torch.{default}; from diloco import E3M0; "
+            "x = torch.linspace(-1, 1, 64, dtype=torch.float32, device='cpu'); e = E3M0(); "
+            "print((e.decode(e.encode(x), 64) - x).abs().max().item() < 0.25)")  # fmt: skip
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout == "True\n", done.stderr
 
 
 def test_another_default_dtype_changes_nothing():

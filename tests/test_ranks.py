@@ -1,5 +1,7 @@
 """Several ranks in a replica: DDP, and FSDP2 with shards of any size."""
 
+import subprocess
+import sys
 import time
 
 import pytest
@@ -60,6 +62,8 @@ def _fsdp(rank, codec):
         fully_shard(layer, mesh=mesh["shard"])
     fully_shard(model, mesh=mesh["shard"])
     optimizer = adamw(model)
+    with torch.no_grad():
+        loss_of(model, 0, 0)  # FSDP2 then shows the root's parameters gathered, and frees them later
     reduce = Collective(mesh.get_group("replica"), shards=mesh.get_group("shard"))
     with DiLoCo(model, optimizer, sync_every=5, overlap=2, codec=codec, reduce=reduce) as diloco:
         for _ in steps(model, optimizer, rank // 2, 1, 30):
@@ -85,6 +89,27 @@ def test_fsdp2_inside_a_replica_gives_the_anchors_of_unsharded_replicas():
     sizes = [a + b for a, b in zip(sharded[0][1], sharded[1][1], strict=True)]
     assert sizes == unsharded[0][1]  # the two shards of a fragment are the fragment
     assert [r[2] for r in sharded] == [["shard 0 of 2"], ["shard 1 of 2"]] * 2
+
+
+def test_with_tensor_parallelism_every_rank_has_a_shard_of_its_own():
+    code = """
+import sys, torch, torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from diloco.shard import sharding
+dist.init_process_group("fake", rank=int(sys.argv[1]), world_size=8, store=FakeStore())
+mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("replica", "dp", "tp"))
+model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+parallelize_module(model[1], mesh["tp"], ColwiseParallel())
+fully_shard(model, mesh=mesh["dp"])
+print(sharding(model.parameters()))
+"""
+    names = [subprocess.run([sys.executable, "-c", code, str(rank)], capture_output=True, text=True, check=True).stdout
+             for rank in (0, 1, 5)]  # fmt: skip
+    assert names == ["shard 0 of 4\n", "shard 1 of 4\n", "shard 1 of 4\n"]
 
 
 def _tiny_shards(rank):

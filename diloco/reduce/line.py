@@ -31,6 +31,9 @@ class Line:
         self._ranks, self._timeout = ranks, timeout
         self._replicas, self._replica = len(ranks), ranks.index(dist.get_rank())
         self._device = torch.device("cpu")
+        # The current device is that of a thread, and the first one for a new thread.
+        self._cuda = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
+        self._stream: Any = None
         self._control: Any = self._group("control", ranks, "gloo")
         self._payload: list[Any] = []
         self._inner: Any = None
@@ -67,7 +70,10 @@ class Line:
         if self._payload:
             return
         if backend == "nccl":
-            self._device = torch.device("cuda", torch.cuda.current_device())
+            assert self._cuda is not None
+            self._device = self._cuda
+            torch.cuda.set_device(self._cuda)
+            self._stream = torch.cuda.Stream(self._cuda)  # behind that of training payloads would wait for its kernels
         self._payload = [self._group(f"payload {i}", self._ranks, backend) for i in range(streams)]
         self._inner_size, self._shard_count = len(inner), len(shards)
         self._inner = self._group("inner", inner, "gloo") if len(inner) > 1 else None
@@ -207,12 +213,13 @@ class Line:
         return [*receives, *sends, group.alltoall_base(*end, [], [])]
 
     def _swap_nccl(self, group: Any, ours: list[Tensor], theirs: list[Tensor]) -> list[Any]:
-        received = torch.empty(sum(map(len, theirs)), dtype=torch.uint8, device=self._device)
-        data = torch.cat(ours).to(self._device)
-        work = group.alltoall_base(received, data, [len(t) for t in theirs], [len(o) for o in ours])
-        self._wait([work])
-        for target, values in zip(theirs, received.split([len(t) for t in theirs]), strict=True):
-            target.copy_(values)
+        with torch.cuda.stream(self._stream):
+            received = torch.empty(sum(map(len, theirs)), dtype=torch.uint8, device=self._device)
+            data = torch.cat(ours).to(self._device)
+            work = group.alltoall_base(received, data, [len(t) for t in theirs], [len(o) for o in ours])
+            self._wait([work])
+            for target, values in zip(theirs, received.split([len(t) for t in theirs]), strict=True):
+                target.copy_(values)
         return [work]
 
     def gather_inner(self, share: Tensor, n: int) -> Tensor:

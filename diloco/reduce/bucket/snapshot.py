@@ -37,7 +37,8 @@ def read_snapshot(found: Object, fragment: int, anchor: int, outer: int) -> Stat
     """Raises Invalid."""
     place(found, fragment, anchor, outer)
     values = torch.frombuffer(bytearray(found.payload) or bytearray(4), dtype=torch.float32)
-    rest = values[anchor : anchor + outer].clone() if not found.header["zero"] else torch.zeros(outer)
+    zeros = torch.zeros(outer, dtype=torch.float32, device="cpu")
+    rest = values[anchor : anchor + outer].clone() if not found.header["zero"] else zeros
     state = State(found.header["index"], values[:anchor].clone(), rest)
     if state.fingerprint() != found.whole("fingerprint", 0, FINGERPRINTS):
         raise Invalid("its fingerprint is not that of its values")
