@@ -16,7 +16,8 @@ PAGE = Path(__file__).parent.parent / "docs" / "benchmarks.md"
 
 HEAD = """# Benchmarks
 
-Every figure here comes from `benchmarks/results/*.json`, which `make bench` measures and this page is generated from.
+Every figure here comes from `benchmarks/results/*.json`, which `make bench`, `make netlab`, `make bucket` and
+`make chaos` measure and this page is generated from.
 Times are compared within one run, in turn, because machines and hours differ; a speed in GB/s or ms is for orientation.
 """
 

@@ -1,19 +1,22 @@
 """The parity study: what it runs next, and that a run is what its cell says."""
 
+import json
 import math
 from dataclasses import replace
+from random import Random
 
 import pytest
 import torch
 
 from benchmarks.quality import claims, page, run, study, tuning
 from benchmarks.quality.__main__ import PATH, load
+from benchmarks.quality.__main__ import run_all as study_run_all
 from benchmarks.quality.cell import Cell, data_parallel
 from benchmarks.quality.controls import KEPT, Zeroing
-from benchmarks.quality.paired import FEW, MANY, judged
-from benchmarks.quality.rows import DP, NAMED, OUTER, ROWS, STREAMING, Row
+from benchmarks.quality.paired import FEW, MANY, compared, differences, judged, noise
+from benchmarks.quality.rows import DILOCO, DP, NAMED, OUTER, ROWS, STREAMING, Row
 from benchmarks.quality.run import train
-from benchmarks.quality.spread import Spread, spread
+from benchmarks.quality.spread import Spread, residual, spread
 
 SHORT = Cell(width=16, lr=0.004, outer_lr=0.4, sync_every=5, steps=12)
 
@@ -65,8 +68,8 @@ def test_an_interrupted_study_wants_the_same_runs():
 
 def test_headlines_come_first_and_get_seeds_until_they_are_resolved():
     assert next(iter(study.wanted({})))[0] == DP
-    for noise, seeds in ((0.0, FEW), (0.02, MANY)):
-        assert len(judged(NAMED[STREAMING], run_all(noise=noise))) == seeds
+    for chance, seeds in ((0.0, FEW), (0.02, MANY)):
+        assert len(judged(NAMED[STREAMING], run_all(noise=chance))) == seeds
 
 
 @pytest.mark.parametrize(("mean", "half_width", "verdict"), [(0.2, 0.1, "met"), (0.45, 0.1, "unresolved"),
@@ -75,10 +78,26 @@ def test_a_bar_needs_the_whole_interval(mean: float, half_width: float, verdict:
     assert claims.Bar("", Spread(mean, half_width, 5), -0.5, 0.5).verdict == verdict
 
 
-def test_few_differences_borrow_the_noise_of_others_like_them():
-    own, with_others = spread([1.0, 1.001]), spread([1.0, 1.001], [[0.0, 1.0, 2.0]] * 4)
-    assert own.half_width < 0.01 < with_others.half_width
-    assert own.mean == with_others.mean
+def test_rows_that_are_alike_share_their_noise_and_others_have_their_own():
+    rows = (*ROWS[:5], NAMED["M = 4"])
+    results = run_all(rows, noise=0.01)
+    shared = noise(32, results)
+    assert shared.freedom == (5 - 1) * (MANY - 1)
+    for against in (DP, DILOCO):
+        found = compared(NAMED[STREAMING], NAMED[against], results)
+        assert found == spread(differences(NAMED[STREAMING], NAMED[against], results), shared)
+    unlike = differences(NAMED["M = 4"], NAMED[STREAMING], results)
+    assert compared(NAMED["M = 4"], NAMED[STREAMING], results) == spread(unlike)
+
+
+def test_the_noise_is_that_of_made_up_rows_and_seeds():
+    """Levels of rows and seeds are taken out, also where seeds are missing; what is left is 0.3 for each run."""
+    random = Random(0)
+    levels = {(row, seed): 3.0 * len(row) + 5.0 * seed for row in ("a", "bb", "ccc", "dddd") for seed in range(60)}
+    noisy = {key: value + random.gauss(0, 0.3) for key, value in levels.items() if random.random() < 0.8}
+    found = residual(noisy)
+    assert found.deviation == pytest.approx(0.3 * 2**0.5, rel=0.1)
+    assert found.freedom == len(noisy) - 4 - 60 + 1
 
 
 def test_replicas_that_average_after_each_step_of_one_are_data_parallel_of_one():
@@ -107,10 +126,20 @@ def test_zeroing_keeps_one_value_in_eight():
 
 
 def test_the_page_is_made_from_the_results():
-    """All but the first lines, which name the machine."""
-    written, made = ((page.DOCS / "parity.md").read_text(), page.wrapped(page.page(load(PATH))))
-    start = "\nIn short"
-    assert written[written.index(start) :] == made[made.index(start) :], "run python -m benchmarks.quality.page"
+    written, made = (page.DOCS / "parity.md").read_text(), page.wrapped(page.page(load(PATH)))
+    assert written == made, "run python -m benchmarks.quality.page"
+
+
+def test_the_readme_has_the_figure_of_the_results():
+    text = " ".join((page.DOCS.parent / "README.md").read_text().split())
+    assert claims.percent(compared(NAMED[STREAMING], NAMED[DP], load(PATH))) in text
+
+
+def test_results_of_another_corpus_are_not_added_to(tmp_path):
+    path = tmp_path / "quality.jsonl"
+    path.write_text(json.dumps({"key": "a", "corpus": "that of another Python"}) + "\n")
+    with pytest.raises(SystemExit, match="standard library of another Python: move it away"):
+        study_run_all(path, ROWS, 1, FEW)
 
 
 def test_every_claim_has_a_figure_of_ours():

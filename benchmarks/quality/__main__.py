@@ -8,6 +8,8 @@ import argparse
 import json
 import multiprocessing
 import os
+import platform
+import sys
 import tempfile
 import time
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -21,7 +23,7 @@ from benchmarks.quality import study
 from benchmarks.quality.cell import Cell
 from benchmarks.quality.paired import FEW, compared
 from benchmarks.quality.rows import ROWS, Row
-from benchmarks.quality.run import train
+from benchmarks.quality.run import corpus, train
 from benchmarks.record import RESULTS
 
 PATH = RESULTS / "quality.jsonl"
@@ -48,6 +50,9 @@ def main() -> None:
 def run_all(path: Path, rows: tuple[Row, ...], processes: int, seeds: int) -> dict[str, dict[str, Any]]:
     """All runs that the rows want; results are added to the file one by one."""
     results = load(path)
+    if {result["corpus"] for result in results.values()} - {corpus()}:
+        sys.exit(f"{path} was measured on the standard library of another Python: move it away to begin anew on that "
+                 f"of Python {platform.python_version()}")  # fmt: skip
     seconds = [_seconds(result, rows[0].cell.steps) for result in (results or load(PATH)).values()] or [TYPICAL]
     print(f"at least {minutes(study.least(results, rows, seeds), seconds, processes):.0f} min", flush=True)
     context = multiprocessing.get_context("spawn")

@@ -35,6 +35,8 @@ class Cell:
     """Of the last replica, where it differs."""
     keep_local: float = 0.0
     codec: str = "e3m0"
+    second: str | None = None
+    """Codec of the mean on its way back, which 4 and more replicas encode again; None: the same."""
     freeze: bool = False
     """Train only the fragment that is sent next (the paper's negative control)."""
     steps: int = STEPS

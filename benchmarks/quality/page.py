@@ -8,7 +8,7 @@ from statistics import fmean
 from benchmarks.quality import claims, plots, prose
 from benchmarks.quality.__main__ import PATH, load
 from benchmarks.quality.cell import BATCH, CONTEXT, SHAPES, STEPS
-from benchmarks.quality.paired import FEW, compared, judged
+from benchmarks.quality.paired import compared, judged, noise
 from benchmarks.quality.rows import (
     BASE,
     DILOCO,
@@ -24,7 +24,6 @@ from benchmarks.quality.rows import (
 )
 from benchmarks.quality.run import EVALUATED
 from benchmarks.quality.tuning import NOISE, Results, tuned
-from benchmarks.record import machine
 from benchmarks.table import table
 from diloco.plan import laws
 
@@ -43,11 +42,12 @@ def main() -> None:
 
 def page(results: Results) -> str:
     hours = sum(result["cpu_seconds"] for result in results.values()) / 3600
-    here = machine()
+    there = next(iter(results.values()))["on"]
     return f"""# Parity
 
 Does it train as well as data-parallel? This page is generated from `benchmarks/results/quality.jsonl`, which
-`make parity` measures: {len(results)} runs, {hours:.1f} hours of one core ({here["cpu"]}, torch {here["torch"]}).
+`make parity` measures: {len(results)} runs, {hours:.1f} hours of one core ({there["cpu"]}, Python {there["python"]},
+torch {there["torch"]}).
 `make parity-quick` repeats its core in a few minutes.
 
 {prose.summary(results).strip()}
@@ -59,17 +59,20 @@ of {BATCH} sequences of {CONTEXT} bytes ({STEPS * BATCH * CONTEXT / 1e6:.2g}M by
 over a tenth of the steps, cosine to 5 %, clipping at 1, weight decay 1/steps: the trainer's own rules. All methods see
 the same windows in the same steps at the same global batch, and start from the same weights. The replicas are those of
 `diloco.reduce.local`: the production code with the bits of the collective reducer. Where nothing else is said: width
-{WIDTH}, M = 2, sync_every 30 (100 rounds of every fragment), the layers as two strided fragments of three and a
-third of what is no layer, keep_local 0, outer momentum {BASE.momentum:g}.
+{WIDTH}, M = 2, sync_every {BASE.sync_every} ({prose.ROUNDS} rounds of every fragment), three fragments (two of three
+layers each, strided; the embedding and the last norm), keep_local 0, outer momentum {BASE.momentum:g}.
 
 Learning rates were tuned on seed 0, by walking a grid of factor √2 until no neighbour was better by more than
-{NOISE:g} %: the inner lr for data-parallel at each width, the outer lr for streaming, for DiLoCo and for outer
-momentum 0.9. All rows of a width train with data-parallel's inner lr, rows that differ in one detail (a codec, an
-overlap, M) with streaming's outer lr; the row "inner lr tuned too" has an inner lr of its own. Rows are judged on the
-seeds from 1 on, which tuning has not seen. Losses are in nats a byte on {EVALUATED:,} held-out bytes, of the model that
-`finish()` leaves. Gaps are in percent of the loss, paired by seed, with the 95 % interval of their mean. With more than
-{FEW} seeds the interval comes from the row's own spread, with fewer from the spread that the rows of the width
-have in common. A bar is met or missed when the whole interval is on one side of it, else unresolved.
+{NOISE:g} %: the inner lr for data-parallel at each width; at width {WIDTH} also the outer lr of streaming, of DiLoCo,
+of outer momentum 0.9 and of random zeroing. All other rows, and streaming at the other widths, take these over: only
+"inner lr tuned too" has an inner lr of its own. Rows are judged on the seeds from 1 on, which tuning has not seen.
+
+Losses are in nats a byte on {EVALUATED:,} held-out bytes, of the model that `finish()` leaves. Gaps are in percent of
+the loss, paired by seed, with the 95 % interval of their mean. Data-parallel and the rows that differ from streaming
+only in what is sent and when it is merged share one estimate of noise (two-way: a level for each row and for each
+seed; {noise(WIDTH, results).freedom} degrees of freedom at width {WIDTH}); every other row has the Student interval of
+its own differences, and none with one seed. A bar is met or missed when the whole interval is on one side of it,
+else unresolved.
 
 ## The bars
 
@@ -100,7 +103,7 @@ have in common. A bar is met or missed when the whole interval is on one side of
 ## Against the scaling laws
 
 The gap to data-parallel as the fits of arXiv 2503.09799 give it (with the streaming paper's Tables 5 and 6 for
-sync_every), extrapolated by two orders of magnitude below the smallest model they were made on:
+sync_every), extrapolated from 35M parameters by a factor of a hundred to a thousand:
 
 {scaling(results)}
 

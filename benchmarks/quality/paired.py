@@ -1,52 +1,55 @@
 """Rows against rows, seed by seed, on seeds that tuning has not seen."""
 
 from dataclasses import replace
-from math import sqrt
+from math import log
 from statistics import fmean
 from typing import Any
 
-from benchmarks.quality.rows import NAMED, ROWS, STREAMING, UNLIKE, Row
-from benchmarks.quality.spread import Spread, spread
+from benchmarks.quality.rows import ROWS, UNLIKE, Row
+from benchmarks.quality.spread import Noise, Spread, residual, spread
 from benchmarks.quality.tuning import Results, tuned
 
 FEW, MANY = 3, 6
 """Seeds of a row: at least, and at most."""
 
 
-def compared(row: Row, against: Row, results: Results, what: str = "final") -> Spread | None:
+def compared(row: Row, against: Row, results: Results, what: str = "final", of: str = "final") -> Spread | None:
     """Difference in percent of the loss, paired by seed.
 
-    Up to FEW pairs borrow the noise of the other rows of their width: its spread from three values is a guess.
+    Rows that are alike share their noise, however many seeds they have: three differences alone say little about it.
     """
-    found = differences(row, against, results, what)
-    alike: list[list[float]] = []
-    if len(found) <= FEW and row is not against:
-        alike = _others(row, against, results)
-        if not alike and row.cell.width == NAMED[STREAMING].cell.width:
-            alike = _others(row, NAMED[STREAMING], results)
-    return spread(found, alike) if found else None
+    found = differences(row, against, results, what, of)
+    if not found:
+        return None
+    shared = row is not against and _alike(row, against.cell.width) and _alike(against, row.cell.width)
+    return spread(found, noise(row.cell.width, results) if shared else None)
 
 
-def _others(row: Row, against: Row, results: Results) -> list[list[float]]:
-    """Differences of the other rows of this width, where several seeds show their noise."""
-    others = [other for other in ROWS if other.cell.width == row.cell.width and other.name not in UNLIKE]
-    groups = [differences(other, against, results) for other in others if other not in (row, against)]
-    return [group for group in groups if len(group) > 1]
+def noise(width: int, results: Results) -> Noise:
+    """Of a paired difference in percent, in common to the rows of this width that are alike."""
+    cells = {row.name: tuned(row, results)[0] for row in ROWS if _alike(row, width)}
+    keys = {(name, seed): replace(cell, seed=seed).key
+            for name, cell in cells.items() if cell is not None for seed in range(1, MANY + 1)}  # fmt: skip
+    return residual({key: 100 * log(results[of]["final"]) for key, of in keys.items() if of in results})
 
 
-def differences(row: Row, against: Row, results: Results, what: str = "final") -> list[float]:
+def _alike(row: Row, width: int) -> bool:
+    return row.cell.width == width and row in ROWS and row.name not in UNLIKE
+
+
+def differences(row: Row, against: Row, results: Results, what: str = "final", of: str = "final") -> list[float]:
     ours, theirs = tuned(row, results)[0], tuned(against, results)[0]
     if ours is None or theirs is None:
         return []
     pairs = [(replace(ours, seed=seed).key, replace(theirs, seed=seed).key) for seed in range(1, MANY + 1)]
-    return [100 * (results[a][what] / results[b]["final"] - 1) for a, b in pairs if a in results and b in results]
+    return [100 * (results[a][what] / results[b][of] - 1) for a, b in pairs if a in results and b in results]
 
 
-def noise(results: Results) -> float:
-    """Standard deviation of a paired difference, percent: rows of the usual width against streaming."""
-    groups = _others(NAMED[STREAMING], NAMED[STREAMING], results)
-    freedom = sum(len(group) - 1 for group in groups)
-    return sqrt(sum((value - fmean(group)) ** 2 for group in groups for value in group) / freedom) if freedom else 0.0
+def curve(row: Row, against: Row, results: Results) -> list[float]:
+    """Difference of the anchors in percent over the run, mean of the seeds that both have."""
+    ours, theirs = ({r["cell"]["seed"]: r["curve"] for r in judged(one, results)} for one in (row, against))
+    both = [zip(ours[seed], theirs[seed], strict=True) for seed in ours.keys() & theirs.keys()]
+    return [fmean(100 * (a / b - 1) for a, b in points) for points in zip(*both, strict=True)]
 
 
 def judged(row: Row, results: Results) -> list[dict[str, Any]]:

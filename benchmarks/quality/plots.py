@@ -1,13 +1,14 @@
 """The plots of docs/parity.md."""
 
+from math import inf
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from benchmarks.quality.cell import STEPS
 from benchmarks.quality.cosines import BINS
-from benchmarks.quality.paired import compared, judged
-from benchmarks.quality.rows import DILOCO, NAMED, ROWS, STREAMING, WIDE, WIDTHS, Row, at_width, data_parallel_of
+from benchmarks.quality.paired import compared, curve, judged
+from benchmarks.quality.rows import DILOCO, NAMED, ROWS, STREAMING, WIDE, WIDTHS, at_width, data_parallel_of
 from benchmarks.quality.run import CURVE_EVERY
 from benchmarks.quality.tuning import Results
 
@@ -40,7 +41,15 @@ def gaps(results: Results) -> Any:
             found.append((row.name, gap, COLOURS[WIDTHS.index(row.cell.width)]))
     figure, axes = _axes((7, 0.25 * len(found) + 1))
     for y, (_, gap, colour) in enumerate(reversed(found)):
-        axes.errorbar(gap.mean, y, xerr=gap.half_width, fmt="o", color=colour, markersize=4, capsize=2)
+        axes.errorbar(
+            gap.mean,
+            y,
+            xerr=gap.half_width if gap.half_width < inf else 0,
+            fmt="o",
+            color=colour,
+            markersize=4,
+            capsize=2,
+        )
     axes.set_yticks(range(len(found)), [name for name, *_ in reversed(found)])
     axes.axvline(0, color=INK, linewidth=0.8)
     axes.set_xscale("symlog", linthresh=4)
@@ -56,12 +65,9 @@ def curves(results: Results) -> Any:
     steps = range(CURVE_EVERY, STEPS + 1, CURVE_EVERY)
     for name in CURVES:
         row = NAMED[name]
-        curve, reference = _curve(row, results), _curve(data_parallel_of(row), results)
-        if curve and reference:
-            gap = [100 * (a / b - 1) for a, b in zip(curve, reference, strict=True)]
+        if gap := curve(row, data_parallel_of(row), results):
             axes.plot(steps, gap, "o-", label=name, markersize=3)
     axes.axhline(0, color=INK, linewidth=0.8)
-    axes.set_ylim(bottom=-1, top=8)
     axes.set_xlabel("step")
     axes.set_ylabel("gap of the anchors, %")
     axes.legend(frameon=False, labelcolor=INK)
@@ -82,11 +88,6 @@ def cosines(results: Results) -> Any:
     axes.set_ylabel("cosine between replicas")
     axes.legend(frameon=False, labelcolor=INK)
     return figure
-
-
-def _curve(row: Row, results: Results) -> list[float]:
-    each = [result["curve"] for result in judged(row, results)]
-    return [fmean(values) for values in zip(*each, strict=True)]
 
 
 def _axes(size: tuple[float, float]) -> tuple[Any, Any]:

@@ -61,12 +61,14 @@ ROWS = (
     *_sizes(WIDE),
     *_sizes(NARROW),
     Row("inner lr tuned too", BASE, (LR, OUTER), against=(DP, STREAMING)),
-    _ablation("random zeroing", codec="zeroing"),
+    _ablation("random zeroing", (OUTER,), codec="zeroing", outer_lr=2.0),
     _ablation("outer momentum 0.9", (OUTER,), momentum=0.9, outer_lr=0.4),
     _ablation("M = 4", replicas=4),
     _ablation("M = 8", replicas=8),
+    _ablation("M = 8, mean sent in fp32", replicas=8, second="float32"),
     _ablation("sync_every 100", sync_every=100),
     _ablation("sync_every 10", sync_every=10),
+    _ablation("DiLoCo, sync_every 10", sync_every=10, **PLAIN),
     _ablation("M = 1", replicas=1),
     _ablation("plain averaging", outer_lr=1.0, momentum=0.0, **PLAIN),
     _ablation("keep_local 0.5", keep_local=0.5),
@@ -80,8 +82,11 @@ ROWS = (
     _ablation("int8 on the wire", codec="int8"),
     _ablation("sequential", fragments="sequential:3"),
 )
-UNLIKE = ("random zeroing", "unsynced layers frozen")
-"""Train so differently that their noise says nothing about that of others."""
+UNLIKE = (
+    "inner lr tuned too", "random zeroing", "outer momentum 0.9", "M = 4", "M = 8", "M = 8, mean sent in fp32",
+    "sync_every 100", "sync_every 10", "DiLoCo, sync_every 10", "M = 1", "plain averaging", "unsynced layers frozen",
+)  # fmt: skip
+"""Differ from streaming in more than what is sent and when it is merged: their noise is their own."""
 NAMED = {row.name: row for row in ROWS}
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from benchmarks.quality.cell import BATCH, CONTEXT, SHAPES, Cell
 from benchmarks.quality.controls import Zeroing
 from benchmarks.quality.cosines import Cosines
+from benchmarks.record import machine
 from diloco.codec import Codec
 from diloco.diloco import DiLoCo
 from diloco.fragment import find_layers, trainable
@@ -35,17 +36,24 @@ CPU = torch.device("cpu")
 def train(cell: Cell) -> dict[str, Any]:
     """Train and evaluate. Losses are in nats a byte; `final` is of the model that a user would export."""
     began = time.process_time()
-    corpus = prepare((), "bytes")
+    text = prepare((), "bytes")
     run = _replica if cell.replicas else _data_parallel
     cosines, codec = Cosines(cell.replicas), _codec(cell)
     found = local.run(
-        max(cell.replicas, 1), lambda reduce: run(_Loop(cell, corpus, reduce.replica), reduce, codec, cosines)
-    )
+        max(cell.replicas, 1), lambda reduce: run(_Loop(cell, text, reduce.replica), reduce, codec, cosines),
+        second=CODECS[cell.second] if cell.second else None,
+    )  # fmt: skip
     mean = torch.stack([each.pop("weights") for each in found]).mean(0)
-    average = _Loop(cell, corpus, 0)
+    average = _Loop(cell, text, 0)
     torch.nn.utils.vector_to_parameters(mean, average.model.parameters())
     result = found[0] | {"mean": average.loss(EVALUATED), "cosines": cosines.means()}
-    return {"key": cell.key, "cell": asdict(cell), "cpu_seconds": round(time.process_time() - began, 1), **result}
+    measured = {"cpu_seconds": round(time.process_time() - began, 1), "corpus": corpus(), "on": machine()}
+    return {"key": cell.key, "cell": asdict(cell), **measured, **result}
+
+
+def corpus() -> str:
+    """What names the text of all runs: the sources of this Python's standard library."""
+    return prepare((), "bytes").sha256[:16]
 
 
 class _Loop:

@@ -1,12 +1,22 @@
 """Mean and 95 % interval of a few paired differences."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import inf, sqrt
-from statistics import fmean
+from statistics import fmean, stdev
+
+import numpy as np
 
 T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179)
 """97.5 % point of Student's distribution with 1, 2, … degrees of freedom."""
+
+
+@dataclass(frozen=True)
+class Noise:
+    """Standard deviation of a paired difference, and how many differences it rests on (degrees of freedom)."""
+
+    deviation: float
+    freedom: int
 
 
 @dataclass(frozen=True)
@@ -23,25 +33,50 @@ class Spread:
     def high(self) -> float:
         return self.mean + self.half_width
 
+    def __neg__(self) -> "Spread":
+        return Spread(-self.mean, self.half_width, self.n)
 
-def spread(values: Sequence[float], alike: Iterable[Sequence[float]] = ()) -> Spread:
+    def __sub__(self, other: "Spread") -> "Spread":
+        """Of independent ones."""
+        half_width = sqrt(self.half_width**2 + other.half_width**2)
+        return Spread(self.mean - other.mean, half_width, min(self.n, other.n))
+
+
+def spread(values: Sequence[float], noise: Noise | None = None) -> Spread:
     """
     >>> spread([1.0, 2.0, 3.0])
     Spread(mean=2.0, half_width=2.484338208780883, n=3)
 
     Args:
         values: differences, one a seed.
-        alike: others with the same noise: three differences alone say little about it.
+        noise: theirs, where more is known about it than three differences say.
 
-    >>> round(spread([1.0, 2.0, 3.0], [[5.0, 6.0, 7.0]] * 5).half_width, 2)
+    >>> round(spread([1.0, 2.0, 3.0], Noise(1.0, 12)).half_width, 2)
     1.26
     """
-    groups = [values, *alike]
-    freedom = sum(len(group) - 1 for group in groups)
-    if not freedom:
+    if noise is None and len(values) > 1:
+        noise = Noise(stdev(values), len(values) - 1)
+    if noise is None or not noise.freedom:
         return Spread(fmean(values), inf, len(values))
-    squares = sum((value - fmean(group)) ** 2 for group in groups for value in group)
-    return Spread(fmean(values), student(freedom) * sqrt(squares / freedom / len(values)), len(values))
+    return Spread(fmean(values), student(noise.freedom) * noise.deviation / sqrt(len(values)), len(values))
+
+
+def residual(values: Mapping[tuple[str, int], float]) -> Noise:
+    """Noise of the difference of two rows at one seed, from values by (row, seed): what is left of them when every row
+    and every seed has a level of its own. With two rows it is that of their differences.
+
+    >>> residual({("a", 1): 5.0, ("b", 1): 6.0, ("a", 2): 5.0, ("b", 2): 7.0, ("a", 3): 5.0, ("b", 3): 8.0})
+    Noise(deviation=1.0, freedom=2)
+    """
+    if not values:
+        return Noise(inf, 0)
+    rows, seeds = (sorted({key[i] for key in values}, key=str) for i in (0, 1))
+    design = np.array([[*(row == r for r in rows), *(seed == s for s in seeds)] for row, seed in values], float)
+    losses = np.array(list(values.values()))
+    levels, _, rank, _ = np.linalg.lstsq(design, losses, rcond=None)
+    freedom = len(losses) - int(rank)
+    squares = float(((losses - design @ levels) ** 2).sum())
+    return Noise(round(sqrt(2 * squares / freedom), 12) if freedom else inf, freedom)
 
 
 def student(freedom: int) -> float:
