@@ -10,7 +10,7 @@ demo: .venv/ready  ## two replicas train a small model on this machine, two to t
 
 test: .venv/ready
 	$(BIN)/python -m pytest -m alone
-	$(BIN)/python -m pytest -m 'not alone' -n 2 --dist loadfile
+	$(BIN)/python -m pytest -m 'not alone' -n 2 --dist worksteal
 
 lint: .venv/ready
 	$(BIN)/ruff format --check .

@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     verb, rest = words[0], words[1:]
     if verb not in VERBS:
         close = difflib.get_close_matches(verb, VERBS, 1)
-        hint = f"; did you mean {close[0]}?" if close else ""
+        hint = f"; did you mean {close[0]}?" if close else "."
         print(f"diloco: there is no verb {verb!r}{hint} There are {', '.join(VERBS)}.", file=sys.stderr)
         return 2
     try:

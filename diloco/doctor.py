@@ -16,6 +16,7 @@ from typing import Any
 from diloco import launch
 
 EXTRAS = {
+    "bucket": ("obstore",),
     "hf": ("transformers", "datasets"),
     "bpe": ("tokenizers",),
     "parquet": ("pyarrow",),
@@ -108,8 +109,9 @@ def measure(world: launch.World, megabytes: float) -> list[Finding]:
     import torch
     import torch.distributed as dist
 
-    host, port = launch.own_address()
-    dist.init_process_group("gloo", init_method=f"tcp://{host}:{port}", rank=world.rank, world_size=world.size)
+    from diloco.rendezvous import meet
+
+    meet(world, patience=60)
     found = []
     for other in range(1, world.size):
         if world.rank in (0, other):

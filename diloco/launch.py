@@ -18,6 +18,8 @@ from pathlib import Path
 from diloco.errors import ConfigError
 
 STARTED = "DILOCO_STARTED_HERE"
+ASKS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Ctrl-C, a polite kill, a terminal that is closed."""
 GRACE = 10.0
 """Seconds that the others get to end by themselves after one has failed."""
 
@@ -93,11 +95,25 @@ def own_address() -> tuple[str, int]:
     return address_from(os.environ)
 
 
-def start(words: Sequence[str], size: int, folder: Path, shards: int, watch: Callable[[], None]) -> tuple[int, str]:
+def start(
+    words: Sequence[str], size: int, folder: Path, shards: int, watch: Callable[[], None], keep: Sequence[int] = ()
+) -> tuple[int, str]:
     """Run `python -m diloco WORDS` in `size` processes here; return their exit code and the reason if they failed.
 
-    `watch` is called several times a second. If one process fails, all stop.
+    `watch` is called several times a second. If one process fails, all stop. `keep`: open files that they hold too.
     """
+    asked: list[int] = []
+    before = {s: signal.signal(s, lambda number, _: asked.append(number)) for s in ASKS}
+    try:
+        return _attend(_spawn(words, size, folder, shards, keep), folder, watch, asked)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _spawn(
+    words: Sequence[str], size: int, folder: Path, shards: int, keep: Sequence[int]
+) -> list[subprocess.Popen[bytes]]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -121,14 +137,15 @@ def start(words: Sequence[str], size: int, folder: Path, shards: int, watch: Cal
             processes.append(subprocess.Popen(
                 [sys.executable, "-m", "diloco", *words], stdout=out, stderr=out, stdin=subprocess.DEVNULL,
                 env=os.environ | common | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-                start_new_session=True,  # Ctrl-C reaches us; we pass it on once
+                start_new_session=True, pass_fds=keep,  # Ctrl-C reaches us; we pass it on once
             ))  # fmt: skip
-    return _attend(processes, folder, watch)
+    return processes
 
 
-def _attend(processes: list[subprocess.Popen[bytes]], folder: Path, watch: Callable[[], None]) -> tuple[int, str]:
-    asked: list[int] = []
-    before = {s: signal.signal(s, lambda number, _: asked.append(number)) for s in (signal.SIGINT, signal.SIGTERM)}
+def _attend(
+    processes: list[subprocess.Popen[bytes]], folder: Path, watch: Callable[[], None], asked: list[int]
+) -> tuple[int, str]:
+    """`asked`: the signals that came, which grows."""
     passed_on, failed_at = 0, None
     try:
         while any(p.poll() is None for p in processes):
@@ -137,8 +154,9 @@ def _attend(processes: list[subprocess.Popen[bytes]], folder: Path, watch: Calla
             if len(asked) > passed_on:  # the first asks for a checkpoint, the second does not wait for it
                 passed_on = len(asked)
                 first = passed_on == 1
-                text = "stopping after a few steps, with a checkpoint; again: at once, without" if first else "stopped"
-                print(text, file=sys.stderr)  # noqa: T201
+                trains = any(folder.glob("replica-*/metrics.jsonl"))
+                how = " after a few steps, with a checkpoint; again: at once, without" if trains else ""
+                print(f"stopping{how}" if first else "stopped", file=sys.stderr)  # noqa: T201
                 _signal_all(processes, signal.SIGTERM if first else signal.SIGKILL)
             if failed_at is not None and time.monotonic() - failed_at > GRACE:
                 _signal_all(processes, signal.SIGKILL)
@@ -146,11 +164,12 @@ def _attend(processes: list[subprocess.Popen[bytes]], folder: Path, watch: Calla
             time.sleep(0.1)
     finally:
         _signal_all(processes, signal.SIGKILL)
-        for number, handler in before.items():
-            signal.signal(number, handler)
     watch()
     if failed_at is None and not any(p.returncode for p in processes):
         return (130, "") if asked else (0, "")
+    if passed_on == 1 and any(p.returncode == -signal.SIGTERM for p in processes):
+        whole = any(folder.glob("replica-*/checkpoints/step-*"))  # it trains no more, or not yet: nobody could save
+        return 130, "stopped; " + ("go on with --resume" if whole else "no step was done, there is nothing to resume")
     return (130, "") if passed_on > 1 else _reason(processes, folder)
 
 
@@ -172,7 +191,9 @@ def _reason(processes: list[subprocess.Popen[bytes]], folder: Path) -> tuple[int
         return 1, f"{killed[0]}; resume with --resume; the logs are in {folder}/replica-*/log.txt"
     if errors:
         return errors[0]["code"], errors[0]["message"]
-    return 1, f"a process failed; the logs are in {folder}/replica-*/log.txt"
+    said = [text for path in sorted(folder.glob("replica-*/log*.txt")) if (text := path.read_text().strip())]
+    last = f": {said[0].splitlines()[-1]}" if said else ""
+    return 1, f"a process failed{last}; the logs are in {folder}/replica-*/log.txt"
 
 
 def write_error(folder: Path, world: World, error: BaseException, code: int) -> None:

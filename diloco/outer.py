@@ -76,4 +76,6 @@ def _check(lr: float, momentum: float) -> None:
     if not 0 < lr < float("inf"):
         raise ConfigError(f"outer lr={lr}: give a positive number (the paper: 0.4)")
     if not 0 <= momentum < 1:
-        raise ConfigError(f"outer momentum={momentum}: give a number from 0 up to, not including, 1 (the paper: 0.9)")
+        raise ConfigError(
+            f"outer momentum={momentum}: give a number from 0 up to, not including, 1 (published runs: 0.9)"
+        )

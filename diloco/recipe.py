@@ -1,7 +1,9 @@
-"""Flags into a config. A recipe is a TOML file of stored flags, so a typo in it gets the same answer as on the line."""
+"""Flags into a config. A recipe is a TOML file of stored flags."""
 
+import difflib
 import tomllib
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,19 @@ def parse(kind: type, words: Sequence[str], program: str) -> Any:
     import tyro
 
     if words and words[0].endswith(".toml"):
-        words = [*flags(Path(words[0])), *words[1:]]
+        words = [*_known(kind, Path(words[0])), *words[1:]]
     return tyro.cli(kind, args=words, prog=program)
+
+
+def _known(kind: type, path: Path) -> list[str]:
+    """The flags of a recipe, which must all be of this config."""
+    words, names = flags(path), [field.name for field in fields(kind)]
+    for key in (word.removeprefix("--").replace("-", "_") for word in words if word.startswith("--")):
+        if key.removeprefix("no_") not in names and key not in names:
+            close = difflib.get_close_matches(key, names, 1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            raise ConfigError(f"{path}: there is no setting {key}{hint}")
+    return words
 
 
 def flags(path: Path) -> list[str]:

@@ -12,6 +12,7 @@ import pytest
 
 from benchmarks.s3 import ENVIRONMENT, Proxy, Server, free_port
 from diloco import ConfigError, DiLoCoError
+from diloco.reduce.bucket import find_run
 from diloco.reduce.bucket.store import open_store, probe
 from diloco.reduce.bucket.task import Create, List, Read
 from tests.test_bucket import Member, agree, until
@@ -90,6 +91,8 @@ def test_a_server_that_is_not_there_is_said_at_once(monkeypatch):
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{free_port()}")
     with pytest.raises(DiLoCoError, match="the store does not answer"):
         Member("s3://bucket/x", "a", 1).end(20)
+    with pytest.raises(DiLoCoError, match=r"s3://bucket/x: the store does not answer.*check the address"):
+        find_run("s3://bucket/x")
 
 
 def test_wrong_credentials_are_said_at_once(monkeypatch):

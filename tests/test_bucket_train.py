@@ -1,15 +1,16 @@
 """`diloco train --bucket`: real processes that begin a run, join it, leave it, are killed and return."""
 
+import json
 import os
 import re
 import signal
 import time
 
 from benchmarks.chaos import chaos
-from tests.test_train import SMALL, lines, place, run, start  # noqa: F401
+from tests.commands import SMALL, lines, run, start
 
 
-def member(place, name, *words, steps=200, bucket="bucket"):  # noqa: F811
+def member(place, name, *words, steps=200, bucket="bucket"):
     return start(place, "train", *SMALL, "--data", "corpus.txt", "--bucket", bucket, "--member", name, "--name",
                  f"{bucket}-{name}", "--steps", steps, "--save-every", 10, *words)  # fmt: skip
 
@@ -26,10 +27,12 @@ def wait_for(path, text="", seconds=60):
         time.sleep(0.05)
 
 
-def test_one_command_begins_a_run_and_joins_it_and_it_ends_for_all(place):  # noqa: F811
+def test_one_command_begins_a_run_and_joins_it_and_it_ends_for_all(place):
     a = member(place, "a")
     wait_for(place / "bucket/run.json")
     b = member(place, "b", "--lr", "0.1")  # what the run has settled is taken from the bucket
+    code, _, err = ended(member(place, "a"))
+    assert code == 2 and "member 'a' trains here already" in err and "another --member" in err
     results = [ended(process) for process in (a, b)]
     assert [code for code, _, _ in results] == [0, 0], results
     assert re.search(r"created run (\w+), as a", results[0][2]).group(1) in results[1][2]
@@ -39,9 +42,16 @@ def test_one_command_begins_a_run_and_joins_it_and_it_ends_for_all(place):  # no
     assert last[0]["eval/loss"] == last[1]["eval/loss"]  # the anchors are the same
     code, out, _ = run(place, "watch", "bucket", "--once")
     assert code == 0 and "left" in out and " a " in out and " b " in out
+    assert re.search(r"a +left +20–20", out)  # 200 steps of 10
+    late = member(place, "c", "--json")
+    code, out, err = ended(late)
+    assert code == 0 and "it has ended, after 20 rounds" in err, err
+    assert json.loads(out)["steps"] == 0 and json.loads(out)["eval/loss"] == last[0]["eval/loss"]
+    code, _, err = run(place, "export", "runs/bucket-c", "--to", "of-a-late-one")
+    assert code == 0, err
 
 
-def test_a_member_leaves_returns_with_its_checkpoint_and_a_killed_one_stops_nobody(place):  # noqa: F811
+def test_a_member_leaves_returns_with_its_checkpoint_and_a_killed_one_stops_nobody(place):
     a, b = (member(place, name, bucket="second", steps=500) for name in "ab")
     wait_for(place / "runs/second-a/replica-0/events.jsonl", '"save"')
     wait_for(place / "runs/second-b/replica-0/events.jsonl", '"round"')
@@ -57,7 +67,7 @@ def test_a_member_leaves_returns_with_its_checkpoint_and_a_killed_one_stops_nobo
     assert "joined run" in err
 
 
-def test_the_ranks_of_a_member_are_started_by_torchrun(place):  # noqa: F811
+def test_the_ranks_of_a_member_are_started_by_torchrun(place):
     words = ["--standalone", "--nproc-per-node", 2, "-m", "diloco", "train", *SMALL, "--data", "corpus.txt", "--shards",
              2, "--bucket", "sharded", "--member", "a", "--name", "sharded-a", "--steps", 20]  # fmt: skip
     code, _, err = ended(start(place, *words, tool=("-m", "torch.distributed.run")))
@@ -68,7 +78,7 @@ def test_the_ranks_of_a_member_are_started_by_torchrun(place):  # noqa: F811
     assert code == 0 and " a " in out
 
 
-def test_wrong_use_is_one_line(place):  # noqa: F811
+def test_wrong_use_is_one_line(place):
     for words, text in (
         (["--bucket", "nowhere", "--join-only"], "there is no folder"),
         (["--bucket", "b", "--method", "dp"], "give streaming or diloco"),

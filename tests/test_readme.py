@@ -104,7 +104,7 @@ def test_the_commands_run_in_their_order(folder):
     assert [words[1] for words in shown] == ["train", "report", "export", "compare", "doctor", "plan"]
     for words in shown:
         if words[1] == "compare":
-            words = [*words, "--seeds", "1", "--methods", "streaming"]  # the rest is test_train's
+            words = [*words, "--seeds", "1", "--methods", "streaming"]  # the rest is test_compare's
         _check(_run([*words, *FEWER.get(words[1], [])], folder))
     assert (folder / "first-hf/model.safetensors").exists()
 

@@ -43,6 +43,8 @@ def line(folder: Path, link: Link | None = None, round_trip: float = 0.0) -> str
 
 def compare(folder: Path, link: Link | None = None, round_trip: float = 0.0) -> Comparison:
     run = read(folder)
+    if run.config.get("bucket"):
+        raise ConfigError(f"{folder}: a member of a bucket, which waits for no round: give a run without one")
     computing, waiting = _times(run)
     measured = float(computing.sum() / (computing + waiting).sum())
     replicas, steps = computing.shape

@@ -1,6 +1,8 @@
 """The recommendation as a recipe for `diloco train`, each setting with its reason."""
 
+from diloco.plan import laws
 from diloco.plan.plan import Choice
+from diloco.presets import PRESETS
 from diloco.report.units import percent
 
 
@@ -19,8 +21,9 @@ def recipe(choice: Choice, replicas: int, model: str | None = None, extra: dict[
         ("overlap", settings.overlap, reasons["overlap"]),
         ("keep_local", 0.0, "the default: the agreed value replaces the local one"),
         ("codec", settings.codec, reasons["codec"]),
-        ("outer_lr", choice.outer_lr, reasons["outer_lr"]),
     ]
+    if model not in PRESETS or PRESETS[model].parameters >= laws.FITTED[0]:  # else the trainer knows better
+        entries.append(("outer_lr", choice.outer_lr, reasons["outer_lr"]))
     if model is not None:
         entries.insert(0, ("model", model, "given"))
     entries += [(name, value, "given") for name, value in (extra or {}).items()]

@@ -36,7 +36,7 @@ def main(config: ReportConfig) -> int:
     if config.json:
         print(json.dumps([{"run": str(run.folder), **run.summary} for run in runs]))  # noqa: T201
     else:
-        Console().print(terminal.table(runs[0]) if len(runs) == 1 else terminal.comparison(runs))
-        if len(runs) > 1 or config.out:
+        Console().print(terminal.table(runs[0], out) if len(runs) == 1 else terminal.comparison(runs))
+        if len(runs) > 1:
             Console().print(f"report: {out}", highlight=False, soft_wrap=True)
     return 0

@@ -1,6 +1,7 @@
 """A run, or several, as tables in the terminal. Every number is one of the run directory's."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -12,7 +13,7 @@ from diloco.report.comparison import Gap, compare
 from diloco.report.run import Run
 
 
-def table(run: Run) -> RenderableType:
+def table(run: Run, report: Path | None = None) -> RenderableType:
     """The figures of one run, a line each (what, how much, against what), and the path of its report."""
     lines = Table(box=box.SIMPLE_HEAD, show_header=False, pad_edge=False)
     lines.add_column("what", no_wrap=True)
@@ -20,7 +21,7 @@ def table(run: Run) -> RenderableType:
     lines.add_column("against", style="dim")
     for what, much, against in rows(run):
         lines.add_row(what, much, against)
-    report = run.folder / "report.html"
+    report = report or run.folder / "report.html"
     end = [Text(f"report: {report}", overflow="fold")] if report.is_file() else []
     return Group(Text.assemble((run.name, "bold"), "  ", (about(run), "dim")), lines, *end)
 

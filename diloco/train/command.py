@@ -41,17 +41,18 @@ def run_here(config: TrainConfig, *, show: bool = True) -> tuple[int, Path]:
     folder = folders.choose(config)
     if config.resume:
         _say_what_changed(config, folder)
-    with folders.locked(folder):
+    with folders.locked(folder) as lock:
         (folder / "derived.txt").unlink(missing_ok=True)
         (folder / "start.toml").write_text(to_toml(replace(config, name=folder.name)))
         words = ["train", str(folder / "start.toml"), *(["--resume"] if config.resume else [])]
         print(f"run {folder}", file=sys.stderr)  # noqa: T201
         with Live(folder, config.replicas, config.steps or 0) as live:
-            code, reason = launch.start(words, config.replicas * config.shards, folder, config.shards, live.refresh)
+            size = config.replicas * config.shards
+            code, reason = launch.start(words, size, folder, config.shards, live.refresh, keep=(lock,))
     if reason:
         print(f"diloco: {reason}", file=sys.stderr)  # noqa: T201
-    if code == 2 and not (folder / "config.toml").exists():
-        shutil.rmtree(folder)  # refused before anything was there to keep
+    if code in (2, 130) and not (folder / "config.toml").exists():
+        shutil.rmtree(folder)  # refused or stopped before anything was there to keep
     if show and (folder / "summary.json").exists() and code in (0, 130):
         show_run(folder, config.json)
     return code, folder
@@ -89,9 +90,9 @@ def _be_rank(config: TrainConfig, world: World) -> int:
         import torch
         import torch.distributed as dist
 
-        host, port = launch.own_address()
-        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        dist.init_process_group(backend, init_method=f"tcp://{host}:{port}", rank=world.rank, world_size=world.size)
+        from diloco.rendezvous import meet
+
+        meet(world, "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
         folder = _agree_on_folder(config, world, dist.distributed_c10d._get_default_store())
         from diloco.train.loop import train
 

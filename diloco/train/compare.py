@@ -5,9 +5,10 @@ import json
 import sys
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args, get_origin
 
 from diloco.errors import ConfigError
+from diloco.recipe import flags, parse
 from diloco.train import folder as folders
 from diloco.train.command import run_here
 from diloco.train.config import METHODS, TrainConfig
@@ -44,10 +45,13 @@ def main(config: CompareConfig) -> int:
     runs: list[Path] = []
     for label, cell in cells:
         cell = replace(cell, out=home, name=label)
-        if (home / label / "summary.json").exists():  # interrupted before: go on where it stopped
+        begun = (home / label / "config.toml").exists()  # interrupted before: go on where it stopped
+        if begun:
+            _check_same(cell, home / label)
+        if _finished(home / label):
             runs.append(home / label)
             continue
-        code, folder = run_here(replace(cell, resume=(home / label / "config.toml").exists()), show=False)
+        code, folder = run_here(replace(cell, resume=begun), show=False)
         if code:
             return code
         runs.append(folder)
@@ -58,6 +62,20 @@ def main(config: CompareConfig) -> int:
         Console().print(terminal.comparison([read(run) for run in runs]))
         Console().print(f"report: {home / 'report.html'}", highlight=False, soft_wrap=True)
     return 0
+
+
+def _finished(folder: Path) -> bool:
+    summary = folder / "summary.json"
+    return summary.exists() and not json.loads(summary.read_text())["stopped"]
+
+
+def _check_same(cell: TrainConfig, folder: Path) -> None:
+    """What was given must be what the run there was made with."""
+    before = parse(TrainConfig, flags(folder / "config.toml"), "config.toml")
+    for field in fields(TrainConfig):
+        given, was = getattr(cell, field.name), getattr(before, field.name)
+        if field.name not in ("name", "out", "resume", "json", "tokens") and given is not None and given != was:
+            raise ConfigError(f"{folder} was run with {field.name} {was}, not {given}: give another --name")
 
 
 def plan(config: CompareConfig) -> list[tuple[str, TrainConfig]]:
@@ -73,7 +91,8 @@ def plan(config: CompareConfig) -> list[tuple[str, TrainConfig]]:
     cells: dict[str, TrainConfig] = {}
     for method, choice, seed in itertools.product(methods, itertools.product(*axes), range(config.seeds)):
         read = [(key, value) for key, value in choice if _reads(method, key)]
-        label = "-".join([method, *(f"{key}={value}" for key, value in read), f"seed{config.seed + seed}"])
+        named = (f"{key}={value.replace('/', '-')}" for key, value in read)
+        label = "-".join([method, *named, f"seed{config.seed + seed}"])
         values = {key: _value(key, value) for key, value in read}
         cells[label] = replace(base, method=method, seed=config.seed + seed, **values)
     return list(cells.items())
@@ -92,7 +111,8 @@ def _reads(method: str, key: str) -> bool:
 def _axis(text: str) -> tuple[str, str]:
     key, _, values = text.partition("=")
     key = key.replace("-", "_")
-    known = [f.name for f in fields(TrainConfig) if f.name not in ("method", "seed", "name", "out", "resume", "json")]
+    fixed = ("method", "seed", "name", "out", "resume", "json", "bucket", "member", "track")
+    known = [f.name for f in fields(TrainConfig) if f.name not in fixed]
     if key not in known or not values:
         raise ConfigError(f"vary={text!r}: give SETTING=VALUE,VALUE with a setting of {', '.join(known)}")
     return key, values
@@ -102,6 +122,13 @@ def _value(key: str, text: str) -> Any:
     """The value as the field's type has it."""
     declared = next(f.type for f in fields(TrainConfig) if f.name == key)
     kinds = get_args(declared) or (declared,)
+    if get_origin(declared) is Literal or bool in kinds:
+        values: dict[str, Any] = {"true": True, "false": False} if bool in kinds else {str(k): k for k in kinds}
+        if text not in values:
+            raise ConfigError(f"vary {key}={text!r}: give some of {', '.join(values)}")
+        return values[text]
+    if get_origin(declared) is tuple:
+        return (text,)
     try:
         if int in kinds:
             return int(text)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from diloco.diloco import DiLoCo
-from diloco.errors import ConfigError
+from diloco.errors import ConfigError, Mismatch
 from diloco.launch import World
 from diloco.reduce.bucket import Bucket, below, find_run
 from diloco.reduce.bucket.run import Run
@@ -27,6 +27,7 @@ OWN = ("data", "accumulate", "eval_every", "eval_tokens", "save_every", "keep", 
        "out", "resume", "json", "bucket", "member", "join_only", "pace", "quorum", "grace", "key_file", "streams",
        "timeout", "tokens")  # fmt: skip
 """What a member decides for itself; the rest is the run's."""
+DIGEST = "tokenizer_digest"
 CARRIES = 32
 """Rounds of work that may count of one delta: a slow member carries what it did since it last counted."""
 log = logging.getLogger("diloco")
@@ -59,26 +60,30 @@ def as_the_run(config: TrainConfig) -> TrainConfig:
 class Elastic:
     """Made with the settled config; `config.batch` is that of all replicas the run was planned for."""
 
-    def __init__(self, config: TrainConfig, per_step: int, world: World) -> None:
+    def __init__(self, config: TrainConfig, per_step: int, world: World, tokenizer: str) -> None:
         assert config.bucket is not None and config.steps is not None
-        self._config, self._world = config, world
+        self._config, self._world, self._tokenizer = config, world, tokenizer
         self.rounds = math.ceil(config.steps / config.sync_every)
-        settled = {k: v for k, v in asdict(config).items() if k not in OWN or k == "data"}
+        settled = {k: v for k, v in asdict(config).items() if k not in OWN or k == "data"} | {DIGEST: tokenizer}
         self.reduce = Bucket(
             config.bucket, member_name(config), key=_key(config), join_only=config.join_only, pace=config.pace,
             quorum=config.quorum, grace=config.grace, rounds=self.rounds,
             most=float(CARRIES * config.sync_every * per_step), note=settled,
         )  # fmt: skip
         self._position = self._joined_at = self._index = 0
-        self._warm = False
+        self._warm = self.over = False  # over: the run had ended when this member joined
 
     def begin(self, diloco: DiLoCo, start: int, folder: Path) -> None:
         """Join, and say where. `start`: the step of the checkpoint that was loaded."""
         diloco.join()
         run = self.reduce.run
         assert run is not None
+        if run.note.get(DIGEST, self._tokenizer) != self._tokenizer:
+            raise Mismatch("the run has another tokenizer than this member: give the same tokenizer.json, or with "
+                           "train:SIZE the run's --data")  # fmt: skip
         self._diloco, self._joined_at, self._warm = diloco, start, bool(start)
         self._index, _ = self._agree()
+        self.over = min(self._least(*diloco.indices)) >= self.rounds
         index = self._index
         self._position = max(start, self._config.sync_every * index)
         self._warm |= index == 0
@@ -86,6 +91,8 @@ class Elastic:
             (folder / "run-id").write_text(run.id)
             what = f"created run {run.id}" if run.created else f"joined run {run.id} at round {index}"
             print(f"{what}, as {self.reduce.name}", file=sys.stderr, flush=True)  # noqa: T201
+            if self.over:
+                print(f"it has ended, after {self.rounds} rounds: this member takes the result", file=sys.stderr)  # noqa: T201
 
     def data(self, corpus: Corpus, sequences: int) -> Batches:
         """Windows in an order of this member's own."""
@@ -110,10 +117,15 @@ class Elastic:
 
     def _agree(self) -> tuple[int, bool]:
         """How far the run has come and whether it has ended, for all ranks of this member: shards go their own ways."""
-        mine = torch.tensor([self._diloco.indices[0], self.reduce.ended])
+        index, ended = self._least(self._diloco.indices[0], self.reduce.ended)
+        return index, bool(ended)
+
+    def _least(self, *mine: int) -> list[int]:
+        """Of all ranks of this member."""
+        values = torch.tensor(mine)
         if self._world.size > 1:
-            dist.all_reduce(mine, dist.ReduceOp.MIN)
-        return int(mine[0]), bool(mine[1])
+            dist.all_reduce(values, dist.ReduceOp.MIN)
+        return values.tolist()
 
 
 def check_folder(folder: Path, config: TrainConfig) -> bool:

@@ -1,13 +1,16 @@
 """`diloco export RUN --to DIR`: the agreed weights of a run as a Hugging Face folder."""
 
 import contextlib
+import copy
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import tyro
 
-from diloco.errors import ConfigError
+from diloco import launch
+from diloco.errors import ConfigError, DiLoCoError
 from diloco.recipe import flags, parse
 from diloco.train.config import TrainConfig
 
@@ -38,8 +41,15 @@ def main(config: ExportConfig) -> int:
     if (config.to / "config.json").exists():
         raise ConfigError(f"{config.to} holds a model already: give another --to, or remove it first")
     settings: TrainConfig = parse(TrainConfig, flags(config.run / "config.toml"), "config.toml")
-    _write(settings, folder / f"step-{step:08d}", config.to)
-    print(config.to)  # noqa: T201
+    checkpoint = folder / f"step-{step:08d}"
+    if settings.shards == 1:
+        _write(settings, checkpoint, config.to)
+    elif launch.started_here():
+        _write_shards(settings, checkpoint, config.to)
+    else:
+        _start_shards(settings.shards, [str(config.run), "--to", str(config.to), "--step", str(step)])
+    if not launch.started_here():
+        print(config.to)  # noqa: T201
     return 0
 
 
@@ -62,7 +72,7 @@ def _write(settings: TrainConfig, checkpoint: Path, to: Path) -> None:
 
     def with_anchors(reduce: local.Local) -> None:
         """Checkpoints hold the replica's own weights, and the anchors beside them."""
-        diloco = attach(model, adamw(model, settings), settings, None, reduce) if settings.shards == 1 else None
+        diloco = attach(model, adamw(model, settings), settings, None, reduce)
         if diloco:
             with alone():
                 dcp.load({"diloco": diloco}, checkpoint_id=checkpoint, no_dist=True)
@@ -70,3 +80,44 @@ def _write(settings: TrainConfig, checkpoint: Path, to: Path) -> None:
             export_module(model, corpus.tokenizer, to)
 
     local.run(1, with_anchors)
+
+
+def _start_shards(shards: int, words: list[str]) -> None:
+    """A rank's checkpoint has its shard of the anchors: as many processes as the replica had bring them together."""
+    with tempfile.TemporaryDirectory() as logs:
+        code, reason = launch.start(["export", *words], shards, Path(logs), shards, lambda: None)
+        if code:
+            said = [text for log in Path(logs).glob("replica-0/log*.txt") if (text := log.read_text().strip())]
+            raise DiLoCoError(said[0].splitlines()[-1] if said else reason)
+
+
+def _write_shards(settings: TrainConfig, checkpoint: Path, to: Path) -> None:
+    import torch
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+
+    from diloco.rendezvous import meet
+    from diloco.train.data import prepare
+    from diloco.train.export import export_module
+    from diloco.train.model import build
+    from diloco.train.replica import adamw, attach, spread
+
+    world = launch.own_world(settings.shards, 1)
+    assert world is not None
+    meet(world)
+    corpus = prepare(settings.data, settings.tokenizer)
+    whole = build(settings.model, corpus.tokenizer.vocabulary, settings.context, settings.seed)
+    model, mesh = spread(copy.deepcopy(whole), settings, world, torch.device("cpu"))
+    diloco = attach(model, adamw(model, settings), settings, mesh)
+    state = {"model": get_model_state_dict(model)}
+    dcp.load(state, checkpoint_id=checkpoint)
+    set_model_state_dict(model, state["model"])
+    if diloco:
+        dcp.load({"diloco": diloco}, checkpoint_id=checkpoint)
+    with diloco.anchors() if diloco else contextlib.nullcontext():
+        weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    if world.rank == 0:
+        whole.load_state_dict(weights)
+        export_module(whole, corpus.tokenizer, to)
+    dist.destroy_process_group()

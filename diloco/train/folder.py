@@ -7,6 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from diloco.errors import ConfigError
+from diloco.recipe import flags
 from diloco.train.config import TrainConfig
 
 
@@ -38,23 +39,37 @@ def _existing(config: TrainConfig) -> Path:
 
 def resumed(words: Sequence[str]) -> list[str]:
     """The flags of the run that `--resume` goes on with, then those given: what is not changed stays as it was."""
-    if "--resume" not in words or words[0].endswith(".toml"):
+    if "--resume" not in words:
         return list(words)
-    given = {flag: value for flag, value in pairwise(words) if flag in ("--name", "--out")}
+    apart = [part for word in words for part in (word.split("=", 1) if word.startswith("--") else [word])]
+    given = {flag: value for flag, value in pairwise(apart) if flag.startswith("--")}
+    if words[0].endswith(".toml"):
+        if "--name" not in given and "--name" not in flags(Path(words[0])):
+            raise ConfigError(f"--resume with {words[0]}: which run? Add --name, or leave the recipe out to go on with "
+                              "the newest run and its own settings")  # fmt: skip
+        return list(words)
     try:
         config = TrainConfig(name=given.get("--name"), out=Path(given.get("--out", "runs")), resume=True)
-        return [str(_existing(config) / "config.toml"), *words]
+        stored = flags(_existing(config) / "config.toml")
     except ConfigError:
         return list(words)  # said again, and better, when the run starts
+    if "--tokens" in given and "--steps" in stored:
+        at = stored.index("--steps")  # they followed from the tokens before, or are replaced by them
+        del stored[at : at + 2]
+    return [*stored, *words]
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Hold the folder while the run goes on. The lock ends with the process, however it ends."""
+def locked(folder: Path, taken: str = "") -> Iterator[int]:
+    """Hold the folder while the run goes on. The lock ends with the processes that have its file, however they end.
+
+    `taken`: what to say if another process holds it. Yields the file's number, for processes that are started.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ConfigError(f"{folder} is in use by another process: wait for it, or give another --name") from None
-        yield
+            busy = f"{folder} is in use by another process: wait for it, or give another --name"
+            raise ConfigError(taken or busy) from None
+        yield file.fileno()

@@ -20,13 +20,14 @@ from diloco.launch import World
 from diloco.stats import Stats
 from diloco.train.checkpoint import Checkpoints
 from diloco.train.config import TrainConfig, to_toml
-from diloco.train.data import prepare
+from diloco.train.data import Corpus, prepare
 from diloco.train.evaluate import bits_per_byte, loss_of, sample
 from diloco.train.metrics import Metrics, open_sinks
 from diloco.train.model import build
-from diloco.train.replica import adamw, attach, device_for, spread
+from diloco.train.replica import adamw, attach, device_for, random_state, set_random_state, spread
 from diloco.train.rules import describe, lr_at, resolve
 from diloco.train.stop import Stop
+from diloco.train.tokens import digest
 
 SAY_EVERY = 10.0
 SUMS = ("rounds", "bytes_sent", "bytes_received", "largest_round", "seconds_hidden", "seconds_exposed")
@@ -42,15 +43,16 @@ def train(config: TrainConfig, world: World, folder: Path) -> dict[str, Any]:
     corpus = prepare(config.data, config.tokenizer)
     if world.rank == 0:
         dist.barrier()
+    tokenizer = _agreed_tokenizer(corpus)
     model = build(config.model, corpus.tokenizer.vocabulary, config.context, config.seed).to(device)
     parameters = sum(p.numel() for p in model.parameters())
     config, rules = resolve(config, parameters, config.replicas or 2 if config.bucket else world.replicas)
     assert config.steps is not None and config.batch is not None and config.replicas is not None
-    elastic = None
+    planned, elastic = config.replicas, None
     if config.bucket:  # the batch is that of all replicas; here is one of them
         from diloco.train.elastic import Elastic
 
-        elastic = Elastic(config, config.batch // config.replicas * config.context, world)
+        elastic = Elastic(config, config.batch // config.replicas * config.context, world, tokenizer)
         config = replace(config, batch=config.batch // config.replicas)
         assert config.steps is not None and config.batch is not None
     if config.batch % (world.size * config.accumulate):
@@ -77,7 +79,8 @@ def train(config: TrainConfig, world: World, folder: Path) -> dict[str, Any]:
         weights, moments = get_state_dict(model, optimizer)
         sums = {name: getattr(stats, name) for name in SUMS}
         return {"model": weights, "optimizer": moments,
-                own: {"data": data.state_dict(), "metrics": metrics.state_dict(), "sums": sums}}  # fmt: skip
+                own: {"data": data.state_dict(), "metrics": metrics.state_dict(), "sums": sums,
+                      "random": random_state(device)}}  # fmt: skip
 
     start = checkpoints.newest_common() if config.resume else 0
     if start is None and elastic:
@@ -90,6 +93,7 @@ def train(config: TrainConfig, world: World, folder: Path) -> dict[str, Any]:
         set_state_dict(model, optimizer, model_state_dict=saved["model"], optim_state_dict=saved["optimizer"])
         data.load_state_dict(saved[own]["data"])
         metrics.load_state_dict(saved[own]["metrics"])
+        set_random_state(device, saved[own]["random"])
     diloco = attach(model, optimizer, config, mesh, elastic.reduce if elastic else None)
     if diloco:
         stats = diloco.stats
@@ -126,14 +130,13 @@ def train(config: TrainConfig, world: World, folder: Path) -> dict[str, Any]:
         (folder / "derived.txt").write_text(text + "\n")
         log.info(text)
     metrics.event("resume" if start else "start", start)
-    # A replica waits for every round, so it is ahead of another by no more than one of them takes.
-    ahead = config.overlap - (-config.sync_every // diloco.schedule.fragments) if diloco else 0
-    stop = Stop(dist.distributed_c10d._get_default_store(), margin=ahead)
+    stop = Stop(dist.distributed_c10d._get_default_store(), world.rank, world.size)
     autocast = torch.autocast(device.type, torch.bfloat16) if device.type != "cpu" else contextlib.nullcontext()
     no_sync = model.no_sync if isinstance(model, DistributedDataParallel) else contextlib.nullcontext
     step, stopped, rounds, said = start, False, stats.rounds, 0.0
 
-    for step in count(start + 1) if elastic else range(start + 1, config.steps + 1):
+    over = elastic is not None and elastic.over
+    for step in () if over else count(start + 1) if elastic else range(start + 1, config.steps + 1):
         began = time.perf_counter()
         lr = elastic.lr(step) if elastic else lr_at(config, step)
         for group in optimizer.param_groups:
@@ -180,7 +183,7 @@ def train(config: TrainConfig, world: World, folder: Path) -> dict[str, Any]:
         diloco.finish()
         for finished in stats.since(rounds):
             metrics.round(finished)
-    if step > start:
+    if step > start or (over and not start):
         save(step)
     if elastic and stopped:
         elastic.reduce.leave()  # the others know at once
@@ -197,22 +200,32 @@ def train(config: TrainConfig, world: World, folder: Path) -> dict[str, Any]:
         "method": config.method, "replicas": world.replicas, "parameters": parameters, "steps": step,
         "stopped": stopped, "tokens": step * per_step * world.replicas, "seconds": seconds, **values,
         "unigram_loss": corpus.unigram_loss(), "bytes_sent": traffic["sync/bytes_sent"],
-        "bytes_data_parallel": round(_per_step(world) * 2 * parameters * step),
+        "bytes_data_parallel": round(_per_step(planned) * 2 * parameters * step),
         "largest_burst": stats.largest_round if diloco else round(traffic["sync/bytes_sent"] / max(step, 1)),
         "seconds_hidden": stats.seconds_hidden, "seconds_exposed": stats.seconds_exposed,
         "corpus": {"name": corpus.name, "sha256": corpus.sha256, "bytes": corpus.nbytes}, "samples": [text],
     }  # fmt: skip
 
 
-def _per_step(world: World) -> float:
+def _agreed_tokenizer(corpus: Corpus) -> str:
+    """Its digest, which must be that of all replicas: ids of another one would mean other text."""
+    found = [""] * dist.get_world_size()
+    dist.all_gather_object(found, digest(corpus.tokenizer))
+    if len(set(found)) > 1:
+        raise ConfigError("the replicas have different tokenizers: give all the same tokenizer.json, or with "
+                          "train:SIZE the same --data")  # fmt: skip
+    return found[0]
+
+
+def _per_step(replicas: int) -> float:
     """How often a ring all-reduce sends every value, each way."""
-    return 2 * (world.replicas - 1) / world.replicas
+    return 2 * (replicas - 1) / replicas
 
 
 def _traffic(config: TrainConfig, world: World, parameters: int, step: int, diloco: DiLoCo | None) -> dict[str, float]:
     """Sums so far. Data-parallel on fp32 gradients is reckoned, not counted; it hides and exposes inside backward."""
     if diloco is None:
-        sent = round(_per_step(world) * 4 * parameters * step) if config.method == "dp" else 0
+        sent = round(_per_step(world.replicas) * 4 * parameters * step) if config.method == "dp" else 0
         return {"sync/bytes_sent": sent, "sync/bytes_received": sent, "sync/seconds_hidden": 0.0,
                 "sync/seconds_exposed": 0.0, "sync/in_flight": 0}  # fmt: skip
     stats = diloco.stats

@@ -17,6 +17,7 @@ def be_member(config: TrainConfig) -> int:
     import torch
     import torch.distributed as dist
 
+    from diloco.rendezvous import meet
     from diloco.train import command
     from diloco.train.elastic import as_the_run, check_folder, member_name
     from diloco.train.loop import train
@@ -31,12 +32,11 @@ def be_member(config: TrainConfig) -> int:
     config = as_the_run(config)
     folder = config.out / (config.name or f"bucket-{member_name(config)}")
     config = replace(config, name=folder.name)
-    with folders.locked(folder) if world.shard == 0 else contextlib.nullcontext():
+    taken = f"member {member_name(config)!r} trains here already, in {folder}: give this one another --member"
+    with folders.locked(folder, taken) if world.shard == 0 else contextlib.nullcontext():
         config = replace(config, resume=check_folder(folder, config))
         if world.size > 1:
-            host, port = launch.own_address()
-            backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-            dist.init_process_group(backend, init_method=f"tcp://{host}:{port}", rank=world.rank, world_size=world.size)
+            meet(world, "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
         else:  # the loop and its checkpoints speak to a group; this one has a single process and no address
             launch.alone()
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

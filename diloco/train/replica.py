@@ -1,7 +1,7 @@
 """A replica's model, optimizer and sync, from the config: where names become objects."""
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -43,6 +43,18 @@ def device_for(config: TrainConfig, world: World) -> torch.device:
         device = torch.device(device.type, world.local_rank)
         torch.accelerator.set_device_index(world.local_rank)
     return device
+
+
+def random_state(device: torch.device) -> dict[str, Tensor]:
+    """Of the generators that dropout draws from."""
+    state = {"cpu": torch.get_rng_state()}
+    return state if device.type == "cpu" else state | {"device": torch.get_device_module(device).get_rng_state(device)}
+
+
+def set_random_state(device: torch.device, state: dict[str, Tensor]) -> None:
+    torch.set_rng_state(state["cpu"])
+    if device.type != "cpu":
+        torch.get_device_module(device).set_rng_state(state["device"], device)
 
 
 def spread(

@@ -11,8 +11,8 @@ from diloco.plan import laws
 from diloco.train.config import TrainConfig
 
 LARGEST_LR = 8e-3
-"""The law gives more only below 35M parameters, where it was not fitted. At 0.09M and 0.34M the best was 1.1e-2, with
-8e-3 the loss was 0.4 % higher (docs/parity.md)."""
+"""The law gives more only below 35M parameters, where it was not fitted. At 0.09M and 0.34M the best of a grid of
+factor √2 was 1.1e-2, which 8e-3 came close to (docs/parity.md)."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,9 @@
 """Ctrl-C or SIGTERM on any replica stops all of them after the same step, so that their checkpoints fit together."""
 
 import math
+import os
 import signal
+import sys
 import threading
 from types import FrameType
 
@@ -9,25 +11,28 @@ import torch.distributed as dist
 
 
 class Stop:
-    """Whoever is asked proposes a step a little ahead; the others learn of it from the store, four times a second."""
+    """Four times a second every process says in the store where it is, and looks whether to stop. Whoever is asked to
+    proposes a step that the furthest one cannot have passed before it learns of it."""
 
     POLL = 0.25
 
-    def __init__(self, store: dist.Store, margin: int) -> None:
-        self._store, self._margin = store, margin  # margin: steps by which another replica may be ahead
-        self._asked = self._proposed = False
+    def __init__(self, store: dist.Store, rank: int = 0, size: int = 1) -> None:
+        self._store, self._rank, self._size = store, rank, size
+        self._now = (0, math.inf)  # step, and seconds of a step
+        self._asked: set[int] = set()
+        self._proposed = False
         self._at: int | None = None
         self._done = threading.Event()
-        self._before = {s: signal.signal(s, self._ask) for s in (signal.SIGINT, signal.SIGTERM)}
+        self._before = {int(s): signal.signal(s, self._ask) for s in (signal.SIGINT, signal.SIGTERM)}
         self._thread = threading.Thread(target=self._watch, name="stop", daemon=True)
         self._thread.start()
 
     def after(self, step: int, step_seconds: float) -> bool:
         """Whether to stop after this step."""
+        self._now = (step, step_seconds)
         if self._asked and not self._proposed:
             self._proposed = True
-            wait = math.ceil(4 * self.POLL / max(step_seconds, 1e-3))
-            self._at = int(self._store.compare_set("stop", "", str(step + self._margin + wait)))
+            self._at = int(self._store.compare_set("stop", "", str(self._ahead())))
         return self._at is not None and step >= self._at
 
     def close(self) -> None:
@@ -36,12 +41,30 @@ class Stop:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
+    def _ahead(self) -> int:
+        """One poll until the furthest says where it is, one until it learns; as much again for the store."""
+        if self._size == 1:
+            return self._now[0]
+        others = [f"at/{rank}" for rank in range(self._size) if rank != self._rank]
+        said = [self._store.get(name).decode().split() for name in others if self._store.check([name])]
+        places = [self._now, *((int(step), float(seconds)) for step, seconds in said)]
+        fastest = max(min(seconds for _, seconds in places), 1e-3)
+        return max(step for step, _ in places) + math.ceil(4 * self.POLL / fastest) + 1
+
     def _ask(self, number: int, frame: FrameType | None) -> None:
-        self._asked = True
+        if number in self._asked:
+            signal.signal(number, self._before[number])
+            os.kill(os.getpid(), number)
+        if not self._asked:
+            text = "stopping after a few steps, with a checkpoint; again: at once, without"
+            print(text, file=sys.stderr, flush=True)  # noqa: T201
+        self._asked.add(number)
 
     def _watch(self) -> None:
         while not self._done.wait(self.POLL):
             try:
+                step, seconds = self._now
+                self._store.set(f"at/{self._rank}", f"{step} {seconds}")
                 if self._at is None and self._store.check(["stop"]):
                     self._at = int(self._store.get("stop"))
             except RuntimeError:  # the store is gone, and with it the replica that holds it

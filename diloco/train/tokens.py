@@ -5,6 +5,7 @@ What `save` writes is read by transformers' AutoTokenizer and gives the same ids
 
 import hashlib
 import json
+import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -69,6 +70,13 @@ def identity(spec: str) -> str:
     if spec == "bytes" or spec.startswith("train:"):
         return spec
     return hashlib.sha256(_file(spec).read_bytes()).hexdigest()
+
+
+def digest(tokens: Tokens) -> str:
+    """Of what `save` writes: the same on all replicas, or they would average weights that mean different text."""
+    with tempfile.TemporaryDirectory() as folder:
+        tokens.save(Path(folder))
+        return hashlib.sha256((Path(folder) / "tokenizer.json").read_bytes()).hexdigest()[:16]
 
 
 class Bytes:

@@ -37,7 +37,13 @@ PATIENCE = 60.0
 
 def find_run(url: str, key: bytes | None = None, *, create: bool = False) -> Run | None:
     """The run in a bucket, if there is one. `create`: a folder that is not there is made."""
-    return Store(open_store(url, create=create)).run(read_run(key), contextlib.nullcontext())
+    backend = open_store(url, create=create)
+    try:
+        backend.attempt(Size(NAME))
+    except Failure as failure:  # before training there is nothing to go on with meanwhile
+        raise DiLoCoError(f"{url}: the store does not answer: {failure}; check the address, AWS_ENDPOINT_URL or its "
+                          "like, and the network") from None  # fmt: skip
+    return Store(backend).run(read_run(key), contextlib.nullcontext())
 
 
 def below(url: str, shard: int) -> str:

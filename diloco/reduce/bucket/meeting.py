@@ -118,13 +118,7 @@ class Meeting:
 
     def tick(self) -> Task[None]:
         """Say that one is alive, and look who is."""
-        self.mine = replace(
-            self.mine,
-            counter=self.mine.counter + 1,
-            held=tuple(self._held[f] for f in sorted(self._held)),
-            wants=tuple(sorted(self._wants.items())),
-            step_seconds=self.step_seconds,
-        )
+        self._bring_up_to_date()
         yield from beat(self.seal, self.mine)
         found = yield from look(self.seal, self.reject)
         for other in found:
@@ -136,5 +130,15 @@ class Meeting:
             self.event("left" if new.left else "member", member=new.name)
 
     def leave(self) -> Task[None]:
-        self.mine = replace(self.mine, counter=self.mine.counter + 1, left=True, joining=False)
+        self._bring_up_to_date()
+        self.mine = replace(self.mine, left=True, joining=False)
         yield from beat(self.seal, self.mine)
+
+    def _bring_up_to_date(self) -> None:
+        self.mine = replace(
+            self.mine,
+            counter=self.mine.counter + 1,
+            held=tuple(self._held[f] for f in sorted(self._held)),
+            wants=tuple(sorted(self._wants.items())),
+            step_seconds=self.step_seconds,
+        )
