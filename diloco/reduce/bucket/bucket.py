@@ -136,8 +136,7 @@ class Bucket:
         mine = yield from enter_members(seal, self.name, float(secrets.randbits(48)))
         sync_every = contract.get("sync_every")
         assert isinstance(sync_every, int)
-        meeting = Meeting(seal, mine, self._manners, sync_every, self._rounds, self._most, self._clock,
-                          lambda: self._store.put_seconds)  # fmt: skip
+        meeting = Meeting(seal, mine, self._manners, sync_every, self._rounds, self._most, self._clock)
         self.meeting = meeting
         self._courses = [
             Course(f, len(state.anchor), codec, Shelf(seal, f, state, initial, meeting.reject), meeting)

@@ -32,6 +32,8 @@ from diloco.reduce.bucket.task import Task
 
 BEHIND = 8
 """Rounds by which a member may be behind and still keep its local work; more, and it starts from the anchor."""
+MISSED = 8
+"""Own deltas running that were in no record: no accident any more, and worth a word."""
 AHEAD = 2
 """Means that are kept ready for the core, 4 bytes a value each."""
 
@@ -62,6 +64,7 @@ class Course:
         self._differs = 0
         self._norms: deque[list[float]] = deque(maxlen=NORMS)
         self._closer = ""
+        self._missed = 0  # own deltas running that were not counted
         self.caught_up = False  # the round after the frontier was seen to be open
         self._patient_until: float | None = None
         self.given_up = False
@@ -116,6 +119,9 @@ class Course:
                 own = self.offer.own
                 counted, sent = any(e.digest in own for e in record.entries), sum(own.values())
                 seconds = self.meeting.clock() - self.offer.began if own else 0.0
+                self._missed = 0 if counted else self._missed + bool(own)
+                if own and self._missed == MISSED:
+                    self.meeting.event("not counted", fragment=self.number, index=index, rounds=MISSED)
                 self.offer.end(counted)
                 self._closer = record.by
                 return Round(index, mean, record.members, counted, sent=sent, received=received, seconds=seconds)
@@ -146,7 +152,7 @@ class Course:
             return  # catching up: the digest that a snapshot needs is no longer the one at hand
         wanted = self.meeting.members.wanted(self.number, self.meeting.clock())
         first = self._closer == self.meeting.me
-        self.shelf.consider(state, self.previous, wanted, first, self.meeting.clock(), self.meeting.grace())
+        self.shelf.consider(state, self.previous, wanted, first, self.meeting.clock(), self.meeting.grace(self.held))
 
     # What the background does.
 
@@ -219,7 +225,7 @@ class Course:
         deltas = choose(self._deltas.values(), self.fingerprint, sent.digest)
         meeting, waited = self.meeting, self.meeting.clock() - self._first_seen
         present = {delta.member for delta in deltas}
-        if not may_close(present, meeting.awaited(index), waited, meeting.grace(), meeting.manners.quorum):
+        if not may_close(present, meeting.awaited(index), waited, meeting.grace(index), meeting.manners.quorum):
             return None
         entries = entries_of(deltas, self._norms, meeting.most)
         return Record(self.number, index, self.previous, self.fingerprint, meeting.me, entries)

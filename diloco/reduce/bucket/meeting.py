@@ -16,6 +16,12 @@ Pace = Literal["decoupled", "strict"]
 LONGEST_GRACE = 30.0
 ALL_EVERY = 4
 """Rounds, of which one waits for all that live."""
+UPLOAD, POLL = "upload_seconds", "poll_seconds"
+"""What a member tells of itself, beside its step time, for the others' grace."""
+
+
+def poll_of(step_seconds: float) -> float:
+    return min(max(step_seconds, 0.2), 5.0)
 
 
 @dataclass(frozen=True)
@@ -46,7 +52,6 @@ class Meeting:
     rounds: int | None  # the last index of every fragment
     most: float  # work that may count of one delta
     clock: Callable[[], float] = time.monotonic
-    put_seconds: Callable[[], float] = lambda: 0.0
     members: Members = field(init=False)
     steps: deque[float] = field(default_factory=lambda: deque(maxlen=32))  # seconds
     events: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=10_000))
@@ -56,6 +61,7 @@ class Meeting:
         self.members = Members(self.mine.name, self.manners.ttl)
         self._named: set[tuple[str, str]] = set()
         self._held: dict[int, int] = {}
+        self._uploads: dict[int, deque[float]] = {}  # seconds of the last ones of each fragment
         self._wants: dict[int, int] = {}
         self._events_lock = threading.Lock()
 
@@ -69,22 +75,32 @@ class Meeting:
 
     @property
     def poll(self) -> float:
-        return self.manners.poll or min(max(self.step_seconds, 0.2), 5.0)
+        return self.manners.poll or poll_of(self.step_seconds)
+
+    def uploaded(self, fragment: int, seconds: float) -> None:
+        """The own delta took so long, from its first put until the store had all of it. The others must know: a delta
+        counts only if they wait for as long."""
+        self._uploads.setdefault(fragment, deque(maxlen=8)).append(seconds)
+        longest = max(statistics.median(each) for each in self._uploads.values())
+        self.mine = replace(self.mine, told={**self.mine.told, UPLOAD: longest, POLL: self.poll})
 
     def awaited(self, index: int) -> dict[str, Member]:
         """Whom a round waits for. Now and then for all that live: else one that was late once, and always comes a
         little after the others, would find every round closed by members that no longer wait for it."""
         return self.members.awaited(self.clock(), self.manners.strict or index % ALL_EVERY == 0)
 
-    def grace(self) -> float:
-        """How long a round waits after its first delta: enough that a member of usual speed, which has to end its step
-        first, is in."""
+    def grace(self, index: int) -> float:
+        """How long a round waits after its first delta: enough that the slowest it waits for, which has to notice it,
+        end its step and upload its own, is in."""
         if self.manners.strict:
             return float("inf")
         if self.manners.grace is not None:
             return self.manners.grace
-        steps = [m.step_seconds for m in self.members.awaited(self.clock(), False).values()] or [self.step_seconds]
-        return min(2 * statistics.median(steps) + self.poll + self.put_seconds(), LONGEST_GRACE)
+        others = self.awaited(index).values()
+        step = max([self.step_seconds, *(m.step_seconds for m in others)])
+        poll = max([self.poll, *(m.told.get(POLL, poll_of(m.step_seconds)) for m in others)])
+        upload = max([self.mine.told.get(UPLOAD, 0.0), *(m.told.get(UPLOAD, 0.0) for m in others)])
+        return min(2 * step + poll + upload, LONGEST_GRACE)
 
     def patience(self) -> float:
         """How long to wait for a snapshot that another member is asked for: it puts one after its next round."""

@@ -3,10 +3,7 @@
 import logging
 import random
 import secrets
-import statistics
 import threading
-import time
-from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -59,14 +56,8 @@ class Store:
         self.closing = threading.Event()
         self._connections = connections
         self.sent = self.received = self.requests = 0
-        self._puts: deque[float] = deque(maxlen=32)
         self._down = threading.Event()
         self._news = threading.Condition()  # the store answers again, or is closed
-
-    @property
-    def put_seconds(self) -> float:
-        """Of a typical put of late."""
-        return statistics.median(self._puts) if self._puts else 0.0
 
     def perform(self, operation: Operation) -> Any:
         match operation:
@@ -81,7 +72,6 @@ class Store:
         while True:
             if self.closing.is_set():
                 raise Closed
-            began = time.monotonic()
             try:
                 answer = self._backend.attempt(operation)
             except Failure as failure:
@@ -99,7 +89,7 @@ class Store:
                 self._down.clear()
                 log.warning("the store answers again")
                 self._tell()
-            self._count(operation, answer, time.monotonic() - began)
+            self._count(operation, answer)
             return answer
 
     def _at_once(self, operations: Sequence[Operation]) -> list[Any]:
@@ -126,12 +116,11 @@ class Store:
             raise errors[0]
         return answers
 
-    def _count(self, operation: Operation, answer: Any, seconds: float) -> None:
+    def _count(self, operation: Operation, answer: Any) -> None:
         self.requests += 1
         match operation:
             case Create(data=data) | Write(data=data):
                 self.sent += len(data)
-                self._puts.append(seconds)
             case Read() if isinstance(answer, bytes):
                 self.received += len(answer)
 
