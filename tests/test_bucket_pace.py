@@ -64,8 +64,8 @@ def together(member):
 
 @pytest.mark.parametrize(
     ("steps", "uploads"),
-    [((0.1, 0.1), (1.5, 1.5)), ((0.1, 0.1), (0.0, 1.5)), ((0.1, 1.0), (0.0, 0.0))],
-    ids=["both upload for long", "one does", "one is ten times slower"],
+    [((0.1, 0.1), (1.5, 1.5)), ((0.1, 0.1), (0.0, 1.5)), ((0.1, 1.0), (0.0, 0.0)), ((0.05, 0.05), (1.5, 1.5))],
+    ids=["both upload for long", "one does", "one is ten times slower", "both for longer than sync_every steps"],
 )
 def test_a_round_waits_as_long_as_the_slowest_it_waits_for_needs(steps, uploads):
     world = World(1)

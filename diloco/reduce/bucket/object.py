@@ -136,11 +136,11 @@ def put(sealed: Sealed, stale: Any = None) -> Task[bool]:
         bodies = {**wanted, sealed.name: sealed.body}
         pause = 0.05
         while names:
+            if stale is not None and stale():
+                return False
             yield All([Create(name, bodies[name], stale) for name in names])
             sizes = yield All([Size(name) for name in names])
             names = [name for name, size in zip(names, sizes, strict=True) if size != len(bodies[name])]
-            if stale is not None and stale():
-                return False
             if names:
                 yield Pause(pause)
                 pause = min(2 * pause, 5.0)

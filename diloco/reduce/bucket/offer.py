@@ -78,5 +78,5 @@ class Offer:
         if not there or sealed.digest not in self.own:
             return False
         self.own[sealed.digest] = sealed.nbytes
-        self.sent = mine
+        self.sent, self._outgoing = mine, None  # what was acknowledged stands, also if a fresh one was to replace it
         return True
