@@ -1,11 +1,14 @@
 """Who waits for whom: members of unequal speed and uplink, each on its own clock, and strict pace."""
 
+import threading
+
 import pytest
 
 from diloco.reduce import Round
 from diloco.reduce.bucket import meeting
 from diloco.reduce.bucket.task import All, Create
 from tests.players import SETTINGS, Player, World
+from tests.test_bucket import Member, agree, until
 
 TICK = 0.05
 
@@ -94,3 +97,27 @@ def test_the_grace_is_capped_whatever_another_says():
     for member in (b, a):
         member.player.finish_tick(0)
     assert a.player.reduce.meeting.grace(4) == meeting.LONGEST_GRACE
+
+
+@pytest.mark.parametrize("late", [3, 6, 9])
+def test_in_strict_pace_one_that_joins_off_phase_is_in_all_rounds_from_then_on(late, tmp_path):
+    """Each would wait for the other with another fragment."""
+    a = Member(tmp_path, "a", 120, pace="strict", heartbeat=0.1)
+    until(lambda: a.done >= late)
+    b = Member(tmp_path, "b", 60, pace="strict", heartbeat=0.1)
+    b.end(20)
+    a.end(20)
+    agree(a, b)
+    assert {round.fragment for round in b.rounds if round.sent_step == 60} == {0, 1, 2}  # finish() waits for all
+    assert len(b.rounds) >= 12 and all(round.members == 2 and round.counted for round in b.rounds[-9:])
+
+
+def test_in_strict_pace_members_in_phase_keep_to_the_schedule(tmp_path):
+    """However unequal their speed: a call is answered only where they would wait for each other for ever."""
+    gate = threading.Barrier(2)
+    members = [Member(tmp_path, name, 40, pace="strict", pause=0.02 * k, gate=gate) for k, name in enumerate("ab")]
+    for member in members:
+        member.end()
+    schedule = members[0].diloco.schedule
+    sent = {(round.fragment, round.sent_step) for member in members for round in member.rounds if round.sent_step < 40}
+    assert len(sent) > 6 and all(schedule.sends_at(fragment, step) for fragment, step in sent)

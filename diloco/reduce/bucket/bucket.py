@@ -98,7 +98,7 @@ class Bucket:
         self._wakes: list[threading.Event] = []
         self._courses: list[Course] = []
         self._error: BaseException | None = None
-        self._entering = self._settled = False
+        self._entering = self._settled = self._last_sent = False
         self._trained: set[int] = set()  # fragments with rounds of their own, unlike buffers
         self._stepped: float | None = None
         self._clock = time.monotonic
@@ -145,7 +145,7 @@ class Bucket:
         entered = yield from together([enter(c, s) for c, s in zip(self._courses, states, strict=True)])
         meeting.mine = replace(meeting.mine, joining=False)
         yield from meeting.tick()
-        self._entering, self._settled = True, False
+        self._entering, self._settled, self._last_sent = True, False, False
         return entered
 
     def due(self, fragment: int, index: int, steps: int, slot: bool) -> bool:
@@ -160,6 +160,7 @@ class Bucket:
     def send(self, fragment: int, index: int, delta: Callable[[], Delta]) -> None:
         with self._lock:
             self._check()
+            self._last_sent |= self._settled
             self._courses[fragment].send(index, delta)
             self._wake(fragment)
 
@@ -228,7 +229,21 @@ class Bucket:
     def _must_wait(self, course: Course) -> bool:
         if self._entering and not course.caught_up:
             return True
-        return (self._settled or self._manners.strict) and course.offer.under_way and not course.given_up
+        if not course.offer.under_way or course.given_up:
+            return False
+        if not self._manners.strict:
+            return self._settled
+        return self._last_sent or not self._crosswise(course)
+
+    def _crosswise(self, course: Course) -> bool:
+        """Whether others wait for another fragment of ours, while we wait for this one of theirs: it is to be sent at
+        the next step. Members that came off phase would else wait for ever; those in phase never call before the round
+        that is waited for is closed, so a look since the call finds it closed."""
+        others = [self._courses[f] for f in self._trained if self._courses[f] is not course]
+        called = [other for other in others if other.called_since < course.open_at]
+        for other in called:
+            other.answers = True
+        return bool(called)
 
     def _check(self) -> None:
         if self._error is not None:

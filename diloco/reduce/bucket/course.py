@@ -8,6 +8,7 @@ round that the background has followed, `held` the last that the core has applie
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import inf
 
 from torch import Tensor
 
@@ -58,6 +59,8 @@ class Course:
         self._deltas: dict[str, Contribution] = {}  # of the round after the frontier, by name
         self._unusable: set[str] = set()
         self._first_seen: float | None = None
+        self.open_at = -inf  # when the round after the frontier was last seen to be open
+        self.answers = False  # a call, in strict pace: where members would wait for each other crosswise
         self._ready: deque[_Followed | Jump | Dropped] = deque()
         self._jump: int | None = None  # the least index that a snapshot must have, to jump to it
         self._late = False  # more than BEHIND: when all is followed, local work is given up
@@ -79,7 +82,7 @@ class Course:
 
     def due(self, steps: int, slot: bool) -> bool:
         """Whether to send. `steps`: own, since the last send."""
-        called = not self.meeting.manners.strict and self._called()
+        called = self._called() and (self.answers or not self.meeting.manners.strict)
         due = self.offer.due(steps, slot, self.meeting.sync_every, called)
         return due and not self._ready and not self._ended(self.held + 1)
 
@@ -89,6 +92,13 @@ class Course:
             return False
         return any(d.fingerprint == self.fingerprint and d.member != self.meeting.me for d in self._deltas.values())
 
+    @property
+    def called_since(self) -> float:
+        """When a call came that was not answered yet; inf if none."""
+        if self._first_seen is None or self.offer.under_way or self._ready or not self._called():
+            return inf
+        return self._first_seen
+
     def _ended(self, index: int) -> bool:
         return self.meeting.rounds is not None and index > self.meeting.rounds
 
@@ -96,6 +106,7 @@ class Course:
         if self._ended(index):
             self._ready.append(Dropped())
             return
+        self.answers = False
         self.offer.begin(index, delta, self.meeting.clock())
 
     def take(self, index: int) -> Round | Jump | Dropped | None:
@@ -194,11 +205,12 @@ class Course:
             return False
         if self._jump is not None or len(self._ready) >= AHEAD:
             return False
+        looked = self.meeting.clock()
         names = yield from self.ledger.names(index)
         record, slot = yield from self.ledger.record(index, self.previous, names)
         if record is None:
             yield from self._gather(index, names)
-            self.caught_up = True
+            self.caught_up, self.open_at = True, looked
             if self._late:
                 self._late = False
                 self._ready.append(Dropped(reset=True))
@@ -257,7 +269,7 @@ class Course:
         self.frontier, self.previous = index, digest
         self._deltas.clear()
         self._unusable.clear()
-        self._first_seen = None
+        self._first_seen, self.open_at = None, -inf
 
     def _look_far(self) -> Task[None]:
         """Behind by more than a few rounds: jump to a snapshot, if there is one ahead or somebody who can make one. If
