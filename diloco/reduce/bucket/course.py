@@ -64,7 +64,7 @@ class Course:
         self._ready: deque[_Followed | Jump | Dropped] = deque()
         self._jump: int | None = None  # the least index that a snapshot must have, to jump to it
         self._late = False  # more than BEHIND: when all is followed, local work is given up
-        self._differs = 0
+        self._differs: int | None = None  # other bits were found; the record that must agree for it to be forgotten
         self._norms: deque[list[float]] = deque(maxlen=NORMS)
         self._closer = ""
         self._missed = 0  # own deltas running that were not counted
@@ -120,6 +120,8 @@ class Course:
         self._ready.popleft()
         match outcome:
             case Jump(state):
+                if self._differs is not None:  # the record after the next is the first to judge what is computed here
+                    self._differs = max(self._differs, state.index + 2)
                 self.held, self.fingerprint = state.index, state.fingerprint()
                 self.meeting.holds(self.number, self.held)
                 self.offer.end(counted=False)
@@ -127,6 +129,8 @@ class Course:
                 self.offer.end(counted=False)
             case _Followed(record, mean, received):
                 assert record.index == index
+                if self._differs is not None and index >= self._differs:
+                    self._differs = None
                 own = self.offer.own
                 counted, sent = any(e.digest in own for e in record.entries), sum(own.values())
                 seconds = self.meeting.clock() - self.offer.began if own else 0.0
@@ -145,19 +149,19 @@ class Course:
 
     def _diverged(self, record: Record) -> None:
         """The run goes on from other bits than those held here."""
-        self._differs += 1
         self.meeting.event("diverged", fragment=self.number, index=record.index)
-        if self._differs > 1:
+        if self._differs is not None:
             raise Diverged(
                 f"fragment {self.number}: anchor or outer state after round {record.index - 1} are not those of the "
                 "run, for the second time running. This machine computes other bits than the others: check its memory "
                 "and its versions of torch and diloco."
             )
+        self._differs = record.index
         self._ready.clear()
         self._jump = 0
 
     def applied(self, state: State) -> None:
-        self.held, self.fingerprint, self._differs = state.index, state.fingerprint(), 0
+        self.held, self.fingerprint = state.index, state.fingerprint()
         self.meeting.holds(self.number, self.held)
         if self.held != self.frontier:
             return  # catching up: the digest that a snapshot needs is no longer the one at hand
