@@ -265,7 +265,7 @@ class Course:
         self._norms.append([e.norm for e in record.entries])
         self.meeting.members.closed(record.members)
         self._pass(record.index, record.digest)
-        if self.frontier - self.held > 1 and not self._late:
+        if self.frontier - self._reached > 1 and not self._late:
             yield from self._look_far()
         return True
 
@@ -275,10 +275,16 @@ class Course:
         self._unusable.clear()
         self._first_seen, self.open_at = None, -inf
 
+    @property
+    def _reached(self) -> int:
+        """The round held, or the one of a jump that the core has not taken yet."""
+        first = self._ready[0] if self._ready else None
+        return first.state.index if isinstance(first, Jump) else self.held
+
     def _look_far(self) -> Task[None]:
         """Behind by more than a few rounds: jump to a snapshot, if there is one ahead or somebody who can make one. If
         none comes, follow all rounds and then give up what was trained, which is against an anchor of long ago."""
-        self._late = yield from self.ledger.reaches(self.held + BEHIND + 1)
+        self._late = yield from self.ledger.reaches(self._reached + BEHIND + 1)
         if self._late:
             yield from self.shelf.refresh()
             living = self.meeting.members.alive(self.meeting.clock())
