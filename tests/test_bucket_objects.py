@@ -293,3 +293,17 @@ def test_a_delta_far_larger_than_what_was_closed_before_is_clipped_once_enough_w
     assert [e.clip for e in entries_of(huge, seven, 1e9)] == [1.0, 1.0]
     assert [e.clip for e in entries_of(huge, eight, 1e9)] == [0.02, 1.0]
     assert clip_of(5.0, 0.0) == 1.0  # nothing has moved so far: no measure
+
+
+def test_what_is_told_is_finite_and_others_take_it():
+    world = World()
+    a, b = Player(world, "a"), Player(world, "b")
+    for player in (a, b):
+        player.turn()
+    a.reduce.tell(loss=1.0, step=2)
+    a.reduce.tell(loss=float("nan"), far=-1e35, never=float("inf"))
+    for player in (a, b):
+        player.turn()
+    told = b.reduce.meeting.members.alive(world.now)["a"].told
+    assert told["step"] == 2 and told["far"] == -1e30 and not {"loss", "never"} & set(told)
+    assert b.reduce.meeting.rejected == 0

@@ -6,6 +6,7 @@ strict pace.
 """
 
 import contextlib
+import math
 import secrets
 import threading
 import time
@@ -213,9 +214,13 @@ class Bucket:
         return {"sent": self._store.sent, "received": self._store.received, "requests": self._store.requests}
 
     def tell(self, **values: float) -> None:
-        """Numbers for those who watch: loss, steps, …"""
-        if self.meeting is not None:
-            self.meeting.mine = replace(self.meeting.mine, told={**self.meeting.mine.told, **values})
+        """Numbers for those who watch: loss, steps, … What is inf or nan is not told; others refuse more than 1e30."""
+        if self.meeting is None:
+            return
+        with self._lock:
+            told = {**self.meeting.mine.told, **values}
+            told = {k: min(max(float(v), -1e30), 1e30) for k, v in told.items() if math.isfinite(v)}
+            self.meeting.mine = replace(self.meeting.mine, told=told)
 
     def events(self) -> list[dict[str, Any]]:
         """What happened since the last call: members, jumps, snapshots, objects that were not used and why."""
