@@ -307,3 +307,33 @@ def test_what_is_told_is_finite_and_others_take_it():
     told = b.reduce.meeting.members.alive(world.now)["a"].told
     assert told["step"] == 2 and told["far"] == -1e30 and not {"loss", "never"} & set(told)
     assert b.reduce.meeting.rejected == 0
+
+
+def counting(world, name, tokens):
+    player = Player(world, name)
+    player.turn()
+    for _ in range(20):
+        if tokens:
+            player.diloco.count(tokens)
+        player.step()
+        player.turn()
+        world.now += 1.0
+    return player
+
+
+def test_one_that_counts_tokens_and_one_that_does_not_are_not_averaged():
+    world = World()
+    a = counting(world, "a", 4096)
+    with pytest.raises(Mismatch, match="weigh by tokens, those of 'b' by steps: call diloco.count"):
+        counting(world, "b", 0)
+    assert not [name for name in world.objects if "/d-b-" in name]
+    held = a.held
+    again = counting(world, "c", 512)
+    assert again.held > held
+
+
+def test_garbage_in_place_of_the_unit_stops_nobody():
+    world = World()
+    world.objects["unit"] = b"garbage"
+    a = counting(world, "a", 0)
+    assert min(a.held) > 2 and [e["object"] for e in a.reduce.events() if e["event"] == "invalid"] == ["unit"]

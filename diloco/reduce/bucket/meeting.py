@@ -8,14 +8,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from diloco.errors import Mismatch
 from diloco.reduce.bucket.member import Member, Members, Superseded, beat, look
-from diloco.reduce.bucket.object import Invalid, Seal
-from diloco.reduce.bucket.task import Task
+from diloco.reduce.bucket.object import HEADER, PREFIX, Invalid, Seal
+from diloco.reduce.bucket.task import Task, create
 
 Pace = Literal["decoupled", "strict"]
 LONGEST_GRACE = 30.0
 ALL_EVERY = 4
 """Rounds, of which one waits for all that live."""
+UNIT = "unit"
 UPLOAD, POLL = "upload_seconds", "poll_seconds"
 """What a member tells of itself, beside its step time, for the others' grace."""
 
@@ -106,6 +108,19 @@ class Meeting:
         """How long to wait for a snapshot that another member is asked for: it puts one after its next round."""
         steps = [m.step_seconds for m in self.members.alive(self.clock()).values()]
         return min(2 * self.sync_every * max(steps, default=0.0) + 4 * self.manners.heartbeat, 300.0)
+
+    def agree(self, unit: str) -> Task[None]:
+        """What all deltas of the run weigh by: what the first one does, for ever. An object of its own, found before a
+        delta is put, so that nobody has to judge the deltas and records of others by it. Raises Mismatch."""
+        body = self.seal.close(UNIT, "unit", {"unit": unit}).body
+        data = yield from create(UNIT, body, PREFIX.size + HEADER)
+        try:
+            run = self.seal.open(UNIT, "unit", data, 0).text("unit")
+        except Invalid as reason:  # not written by a member: then there is nothing to compare with
+            return self.reject(UNIT, reason)
+        if run != unit:
+            raise Mismatch(f"the deltas of the run weigh by {run}, those of {self.me!r} by {unit}: call "
+                           "diloco.count(tokens) before every step on all members, or on none")  # fmt: skip
 
     def event(self, event: str, **values: Any) -> None:
         with self._events_lock:

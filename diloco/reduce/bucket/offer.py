@@ -25,6 +25,7 @@ class Offer:
         self.began = 0.0
         self._steps_from: int | None = 0  # own steps count from there on
         self._never_sent = True
+        self._agreed = False  # on what deltas weigh by
 
     @property
     def to_encode(self) -> bool:
@@ -61,6 +62,9 @@ class Offer:
         outgoing = self._outgoing
         assert outgoing is not None
         delta: Delta = yield Work(outgoing.delta)
+        if delta.weight and not self._agreed:  # without work in it, it has no unit
+            yield from ledger.meeting.agree("tokens" if delta.tokens else "steps")
+            self._agreed = True
         encoded = None if delta.fault is not None else (yield from ledger.encode(outgoing.index, delta))
         if self._outgoing is not outgoing:
             return True
