@@ -6,7 +6,14 @@ import re
 import signal
 import time
 
+from torch import nn
+
 from benchmarks.chaos import chaos
+from diloco import Balanced, DiLoCo
+from diloco.launch import World
+from diloco.train.config import TrainConfig
+from diloco.train.data import prepare
+from diloco.train.elastic import Elastic
 from tests.commands import SMALL, lines, run, start
 
 
@@ -65,6 +72,31 @@ def test_a_member_leaves_returns_with_its_checkpoint_and_a_killed_one_stops_nobo
     code, _, err = ended(a)
     assert code == 0, err
     assert "joined run" in err
+
+
+def first_windows(tmp_path, folder, start=0, position=0):
+    """Of one life of member a, with the folder of an earlier one or without."""
+    corpus = prepare([str(tmp_path / "corpus.txt")], "bytes", tmp_path / "cache")
+    config = TrainConfig(bucket=str(tmp_path / "bucket"), member="a", steps=10, sync_every=5, context=16)
+    elastic = Elastic(config, 16, World(0, 1, 0), "")
+    folder.mkdir(exist_ok=True)
+    elastic.begin(DiLoCo(nn.Linear(2, 2), fragments=Balanced(1), sync_every=5, reduce=elastic.reduce), start, folder)
+    data = elastic.data(corpus, 4)
+    if start:
+        data.load_state_dict({"position": position})
+    elastic.reduce.leave()
+    return [window for _ in range(3) for window in data.take().tolist()], data.state_dict()["position"]
+
+
+def test_one_that_returns_with_nothing_sees_other_windows_and_one_that_resumes_goes_on_with_its_own(tmp_path):
+    (tmp_path / "corpus.txt").write_bytes(bytes(range(32, 127)) * 200)
+    first, position = first_windows(tmp_path, tmp_path / "one")
+    again, _ = first_windows(tmp_path, tmp_path / "two")
+    assert len(set(first) & set(again)) < 6
+    resumed, _ = first_windows(tmp_path, tmp_path / "one", start=3, position=position)
+    assert not set(first) & set(resumed)
+    replayed, _ = first_windows(tmp_path, tmp_path / "one", start=3, position=0)
+    assert replayed == first
 
 
 def test_the_ranks_of_a_member_are_started_by_torchrun(place):

@@ -70,7 +70,7 @@ class Elastic:
             quorum=config.quorum, grace=config.grace, rounds=self.rounds,
             most=float(CARRIES * config.sync_every * per_step), note=settled,
         )  # fmt: skip
-        self._position = self._joined_at = self._index = 0
+        self._position = self._joined_at = self._index = self._order = 0
         self._warm = self.over = False  # over: the run had ended when this member joined
 
     def begin(self, diloco: DiLoCo, start: int, folder: Path) -> None:
@@ -87,6 +87,7 @@ class Elastic:
         index = self._index
         self._position = max(start, self._config.sync_every * index)
         self._warm |= index == 0
+        self._order = self._order_of(folder / f"order-{self._world.shard}", bool(start))
         if self._world.shard == 0:
             (folder / "run-id").write_text(run.id)
             what = f"created run {run.id}" if run.created else f"joined run {run.id} at round {index}"
@@ -94,10 +95,19 @@ class Elastic:
             if self.over:
                 print(f"it has ended, after {self.rounds} rounds: this member takes the result", file=sys.stderr)  # noqa: T201
 
+    def _order_of(self, known: Path, resumed: bool) -> int:
+        """The life of this member whose order of windows is gone through. One that resumes goes on with the order that
+        its checkpoint has a position in; any other takes a new one, for it would else begin with the same windows."""
+        assert self.reduce.meeting is not None
+        if not (resumed and known.exists()):
+            known.write_text(str(self.reduce.meeting.mine.incarnation))
+        return int(known.read_text())
+
     def data(self, corpus: Corpus, sequences: int) -> Batches:
         """Windows in an order of this member's own."""
         assert self.reduce.run is not None
-        digest = hashlib.blake2b(f"{self.reduce.run.id} {self.reduce.name}".encode(), digest_size=6).digest()
+        which = f"{self.reduce.run.id} {self.reduce.name} {self._order}"
+        digest = hashlib.blake2b(which.encode(), digest_size=6).digest()
         return corpus.batches(0, 1, sequences, self._config.context, int.from_bytes(digest, "big"))
 
     def lr(self, step: int) -> float:
