@@ -15,6 +15,8 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
+import torch
+
 from diloco.codec import Codec
 from diloco.errors import ConfigError, DiLoCoError, Mismatch
 from diloco.reduce import Contract, Delta, Dropped, Jump, Round, State
@@ -270,16 +272,28 @@ class Bucket:
         assert meeting is not None
         self._wakes = [threading.Event() for _ in ticks]
         pauses = [lambda: self._manners.heartbeat, *[lambda: meeting.poll] * (len(ticks) - 1)]
+        # torch keeps the number of threads per thread, but new threads inherit what was set last.
+        threads, ready = torch.get_num_threads(), threading.Barrier(len(ticks) + 1)
         self._threads = [
-            threading.Thread(target=self._attend, args=(self._store, *each), name="bucket", daemon=True)
+            threading.Thread(target=self._attend, args=(ready, self._store, *each), name="bucket", daemon=True)
             for each in zip(ticks, self._wakes, pauses, strict=True)
         ]
         for thread in self._threads:
             thread.start()
+        ready.wait()
+        torch.set_num_threads(threads)
 
     def _attend(
-        self, store: Store, tick: Callable[[], Task[None]], wake: threading.Event, pause: Callable[[], float]
+        self,
+        ready: threading.Barrier,
+        store: Store,
+        tick: Callable[[], Task[None]],
+        wake: threading.Event,
+        pause: Callable[[], float],
     ) -> None:
+        torch.set_num_threads(1)  # the cores belong to training
+        torch.get_num_threads()  # holds it: what is set elsewhere before a thread first asks would be its number
+        ready.wait()
         try:
             while not store.closing.is_set():
                 store.run(tick(), self._lock)

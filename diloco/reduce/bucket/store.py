@@ -4,7 +4,7 @@ import logging
 import random
 import secrets
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -93,23 +93,27 @@ class Store:
             return answer
 
     def _at_once(self, operations: Sequence[Operation]) -> list[Any]:
-        """On threads that do not keep the process alive, as those of a pool would while the store does not answer."""
+        """On threads that do not keep the process alive, as those of a pool would while the store does not answer. Work
+        is done on this one: in a new thread torch would begin a team of threads of its own."""
         answers: list[Any] = [None] * len(operations)
         errors: list[BaseException] = []
-        rest = iter(range(len(operations)))
+        works = [k for k, operation in enumerate(operations) if isinstance(operation, Work)]
+        others = [k for k, operation in enumerate(operations) if not isinstance(operation, Work)]
+        rest = iter(others)
 
-        def some() -> None:
+        def some(numbers: Iterable[int]) -> None:
             try:
-                for k in rest:  # shared: the next of an iterator over a range is one step for the interpreter
+                for k in numbers:  # may be shared: the next of a list's iterator is one step for the interpreter
                     answers[k] = self.perform(operations[k])
             except BaseException as error:
                 errors.append(error)
 
-        helpers = min(len(operations), self._connections) - 1
-        threads = [threading.Thread(target=some, name="store", daemon=True) for _ in range(helpers)]
+        helpers = min(len(others), self._connections) - (not works)
+        threads = [threading.Thread(target=some, args=(rest,), name="store", daemon=True) for _ in range(helpers)]
         for thread in threads:
             thread.start()
-        some()
+        some(works)
+        some(rest)
         for thread in threads:
             thread.join()
         if errors:
