@@ -4,12 +4,14 @@ import logging
 import random
 import secrets
 import threading
+import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from diloco.errors import ConfigError, DiLoCoError
+from diloco.reduce.bucket.lanes import Lanes, large
 from diloco.reduce.bucket.task import (
     All,
     Create,
@@ -26,7 +28,7 @@ from diloco.reduce.bucket.task import (
 )
 
 TIMEOUT = 60.0
-"""Seconds of one request, a part of 16 MB included: 2 Mbit/s."""
+"""Seconds of one request. A part of 16 MB needs 2.2 Mbit/s if it travels alone, as it does on a slow link (Lanes)."""
 LONGEST_PAUSE = 10.0
 """Between two tries of an operation, where no other operation succeeds meanwhile."""
 SCHEMES = "a folder, file://, s3://, gs://, az:// or memory://"
@@ -48,6 +50,10 @@ class Backend(Protocol):
     def attempt(self, operation: Operation) -> Any: ...
 
 
+def _stale(operation: Operation) -> bool:
+    return isinstance(operation, Create) and operation.stale is not None and operation.stale()
+
+
 class Store:
     """Performs operations: several at once, each again and again until it succeeds or the store is closed."""
 
@@ -58,6 +64,7 @@ class Store:
         self.sent = self.received = self.requests = 0
         self._down = threading.Event()
         self._news = threading.Condition()  # the store answers again, or is closed
+        self._lanes = Lanes(lambda: TIMEOUT)
 
     def perform(self, operation: Operation) -> Any:
         match operation:
@@ -73,9 +80,9 @@ class Store:
             if self.closing.is_set():
                 raise Closed
             try:
-                answer = self._backend.attempt(operation)
+                answer = self._travel(operation) if large(operation) else self._backend.attempt(operation)
             except Failure as failure:
-                if isinstance(operation, Create) and operation.stale is not None and operation.stale():
+                if _stale(operation):
                     return None
                 if not self._down.is_set():
                     self._down.set()
@@ -90,6 +97,22 @@ class Store:
                 log.warning("the store answers again")
                 self._tell()
             self._count(operation, answer)
+            return answer
+
+    def _travel(self, operation: Operation) -> Any:
+        """One try of an operation that moves much."""
+        with self._lanes.lane(self.closing) as halved:
+            if self.closing.is_set():
+                raise Closed
+            if _stale(operation):
+                raise Failure("it waited until it was no longer wanted")
+            began = time.monotonic()
+            try:
+                answer = self._backend.attempt(operation)
+            except Failure:
+                self._lanes.failed(time.monotonic() - began, halved)
+                raise
+            self._lanes.succeeded(time.monotonic() - began)
             return answer
 
     def _at_once(self, operations: Sequence[Operation]) -> list[Any]:
@@ -141,6 +164,7 @@ class Store:
 
     def close(self) -> None:
         self.closing.set()
+        self._lanes.wake()
         self._tell()
 
     def _tell(self) -> None:
