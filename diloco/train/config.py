@@ -30,7 +30,8 @@ class TrainConfig:
     """streaming (fragments in turn, overlapped, quantised); diloco (all at once, blocking, fp32); dp (data-parallel,
     torch DDP); local (no sync at all)."""
     replicas: int | None = None
-    """Replicas. Started here, unless torchrun or Slurm has started the processes. Default: 2 here, else as started."""
+    """Replicas. Started here, unless torchrun or Slurm has started the processes; with --bucket, how many members the
+    run is planned for. Default: 2 here, else as started."""
     shards: int = 1
     """Ranks in a replica, over which its model is sharded by FSDP2."""
     steps: int | None = None
