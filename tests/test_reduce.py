@@ -177,3 +177,23 @@ def _disagree(rank, options):
 def test_collectives_that_differ_are_told_so_before_they_wait_for_each_other(options, text):
     for message in run(2, _disagree, options):
         assert text in message
+
+
+def _threads_of_rounds(rank):
+    torch.set_num_threads(3)
+    seen = []
+
+    def delta():
+        seen.append(torch.get_num_threads())
+        return Delta(torch.zeros(5), 1.0, True, 0)
+
+    reduce = Collective()
+    reduce.join({}, [State(0, torch.zeros(5), torch.zeros(0))], [Float32()])
+    reduce.send(0, 1, delta)
+    reduce.take(0, 1)
+    reduce.leave()
+    return seen, torch.get_num_threads()
+
+
+def test_rounds_are_computed_on_one_thread_and_training_keeps_its_own():
+    assert run(2, _threads_of_rounds) == [([1], 3)] * 2

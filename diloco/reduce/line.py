@@ -101,6 +101,7 @@ class Line:
 
     def _serve(self, ready: threading.Event) -> None:
         torch.set_num_threads(1)  # one core's worth of work; the others belong to training
+        torch.get_num_threads()  # holds it: what is set elsewhere before a thread first asks would be its number
         ready.set()
         while (job := self._jobs.get()) is not None:
             what, work, future = job
