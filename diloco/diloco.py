@@ -13,6 +13,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from diloco.arguments import check_kinds, default_reduce
 from diloco.codec import E3M0, Codec, Float32
 from diloco.errors import ConfigError, DiLoCoError, Mismatch, NotFinite
 from diloco.fragment import Fragmenter, Piece, Strided, find_layers, frozen, trainable, trained_buffers, unwrap
@@ -21,7 +22,7 @@ from diloco.outer import SGD, Nesterov, Outer
 from diloco.part import Part
 from diloco.reduce import Dropped, Jump, Reduce, Round
 from diloco.schedule import Schedule, check_overlap
-from diloco.shard import WHOLE, checksum, forget_not_finite, reshard, sharding
+from diloco.shard import checksum, forget_not_finite, reshard, sharding
 from diloco.stats import Stats
 
 
@@ -56,7 +57,7 @@ class DiLoCo:
         check_overlap(overlap, sync_every)
         if not 0 <= keep_local <= 1:
             raise ConfigError(f"keep_local={keep_local}: give a number from 0 (take the anchor) to 1 (never take it)")
-        _check_kinds(fragments, codec, outer)
+        check_kinds(fragments, codec, outer)
         self._optimizers = as_list(optimizer)  # refuses what is none, before anything is done
         self._model = model = unwrap(model)
         reshard(model)  # after a forward without a backward FSDP2 shows gathered parameters, which it frees later
@@ -66,7 +67,7 @@ class DiLoCo:
         self.schedule = Schedule(sync_every, len(pieces))
         self.overlap, self.keep_local = overlap, keep_local
         self._sharding = sharding(parameters.values())
-        self.reduce = _default_reduce(self._sharding) if reduce is None else reduce
+        self.reduce = default_reduce(self._sharding) if reduce is None else reduce
         self._shapes = shapes
         self._parts = [Part(i, piece, parameters, outer, codec) for i, piece in enumerate(pieces)]
         # Buffers stay local, and finish() averages those that training changes, exactly: a fragment without a slot.
@@ -297,26 +298,3 @@ class DiLoCo:
             self._detach()
             self._joined, self._closed = False, True
             self.reduce.leave()
-
-
-def _check_kinds(fragments: object, codec: object, outer: object) -> None:
-    for name, value, method, examples in (
-        ("fragments", fragments, "split", "Strided(layers=3) or Balanced(8)"),
-        ("codec", codec, "encode", "E3M0() or BFloat16()"),
-        ("outer", outer, "step", "Nesterov(lr=0.4)"),
-    ):
-        if not hasattr(value, method) or isinstance(value, (str, type)):
-            raise ConfigError(f"{name}={value!r}: give an object, as in {examples}")
-
-
-def _default_reduce(sharding: str) -> Reduce:
-    from diloco.reduce.collective import Collective
-
-    if sharding != WHOLE:
-        raise ConfigError(
-            "the parameters are sharded, so only ranks that hold the same shard may talk: make a mesh with a dimension "
-            'for the replicas, mesh = init_device_mesh(device, (replicas, shards), mesh_dim_names=("replica", '
-            '"shard")), shard over mesh["shard"], and pass reduce=Collective(mesh.get_group("replica"), '
-            'shards=mesh.get_group("shard"))'
-        )
-    return Collective()

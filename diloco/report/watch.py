@@ -58,8 +58,8 @@ class Watch:
     LAST = 5
 
     def __init__(self, url: str, key: bytes | None) -> None:
-        from diloco.reduce.bucket.bucket import below, find_run
         from diloco.reduce.bucket.object import Seal
+        from diloco.reduce.bucket.place import below, find_run
         from diloco.reduce.bucket.store import Store, open_store
 
         run = find_run(url, key)

@@ -2,5 +2,5 @@
 docs/bucket.md."""
 
 from diloco.reduce.bucket.bucket import Bucket as Bucket
-from diloco.reduce.bucket.bucket import below as below
-from diloco.reduce.bucket.bucket import find_run as find_run
+from diloco.reduce.bucket.place import below as below
+from diloco.reduce.bucket.place import find_run as find_run

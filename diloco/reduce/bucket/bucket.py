@@ -18,40 +18,21 @@ from typing import Any
 import torch
 
 from diloco.codec import Codec
-from diloco.errors import ConfigError, DiLoCoError, Mismatch
+from diloco.errors import ConfigError, DiLoCoError
 from diloco.reduce import Contract, Delta, Dropped, Jump, Round, State
 from diloco.reduce.bucket.course import Course
 from diloco.reduce.bucket.meeting import Manners, Meeting, Pace
 from diloco.reduce.bucket.member import check_name
 from diloco.reduce.bucket.member import enter as enter_members
 from diloco.reduce.bucket.object import Seal
-from diloco.reduce.bucket.run import NAME, Run, contract_of, enter, meet, read_run
+from diloco.reduce.bucket.place import WHOLE, place_of
+from diloco.reduce.bucket.run import Run, contract_of, enter, meet
 from diloco.reduce.bucket.snapshot import Shelf
 from diloco.reduce.bucket.store import Backend, Closed, Failure, Store, open_store, probe
-from diloco.reduce.bucket.task import Size, Task, Write, together
+from diloco.reduce.bucket.task import Task, Write, together
 
-WHOLE = "shard 0 of 1"
-SHARD = "shard-{}"
-"""Where the ranks of replicas that are sharded meet: each with those that hold the same shard. Its rounds are its own,
-as those of a fragment are, so ranks of one replica need not agree on anything."""
 PATIENCE = 60.0
 """Seconds that finish() waits for a last round to be closed, beyond the time in which a dead member is noticed."""
-
-
-def find_run(url: str, key: bytes | None = None, *, create: bool = False) -> Run | None:
-    """The run in a bucket, if there is one. `create`: a folder that is not there is made."""
-    backend = open_store(url, create=create)
-    try:
-        backend.attempt(Size(NAME))
-    except Failure as failure:  # before training there is nothing to go on with meanwhile
-        raise DiLoCoError(f"{url}: the store does not answer: {failure}; check the address, AWS_ENDPOINT_URL or its "
-                          "like, and the network") from None  # fmt: skip
-    return Store(backend).run(read_run(key), contextlib.nullcontext())
-
-
-def below(url: str, shard: int) -> str:
-    """The bucket of one shard of a run."""
-    return f"{url.rstrip('/')}/{SHARD.format(shard)}"
 
 
 class Bucket:
@@ -111,24 +92,11 @@ class Bucket:
     def join(self, contract: Contract, states: Sequence[State], codecs: Sequence[Codec]) -> list[State]:
         self._end_threads()
         probe(self._root)  # first: it says at once what operations that are repeated would wait for
-        self._find_place(str(contract.get("shard", WHOLE)))
+        self._backend = place_of(str(contract.get("shard", WHOLE)), self._root, self.url, self._manners.strict)
         self._store, self._error = Store(self._backend), None
         entered = self._store.run(self.joining(contract, states, codecs), self._lock)
         self._start_threads()
         return entered
-
-    def _find_place(self, shard: str) -> None:
-        """The run's place, or that of this rank's shard. All members must have as many shards: the contract says how
-        many, and here is found who has none."""
-        other = f"{SHARD.format(0)}/{NAME}" if shard == WHOLE else NAME
-        if Store(self._root).perform(Size(other)) is not None:
-            has = "are sharded" if shard == WHOLE else "have one rank"
-            raise Mismatch(f"{self.url} holds a run whose members {has}, this one is {shard}: give all as many ranks")
-        if shard != WHOLE and self._manners.strict:
-            raise ConfigError("pace='strict' with several ranks: two members would wait for each other crosswise, one "
-                              "rank for a round, the other for its neighbour; give 'decoupled'")  # fmt: skip
-        if shard != WHOLE:
-            self._backend = open_store(below(self.url, int(shard.split()[1])))
 
     def joining(self, contract: Contract, states: Sequence[State], codecs: Sequence[Codec]) -> Task[list[State]]:
         """All of `join` that others may see, as a task."""

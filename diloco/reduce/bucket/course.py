@@ -7,10 +7,7 @@ round that the background has followed, `held` the last that the core has applie
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from math import inf
-
-from torch import Tensor
 
 from diloco.codec import Codec
 from diloco.errors import Diverged
@@ -21,6 +18,7 @@ from diloco.reduce.bucket.offer import Offer
 from diloco.reduce.bucket.round import (
     NORMS,
     Contribution,
+    Followed,
     Record,
     choose,
     delta_name,
@@ -39,15 +37,6 @@ AHEAD = 2
 """Means that are kept ready for the core, 4 bytes a value each."""
 
 
-@dataclass(frozen=True)
-class _Followed:
-    """A closed round, ready to be applied."""
-
-    record: Record
-    mean: Tensor
-    received: int
-
-
 class Course:
     def __init__(self, number: int, n: int, codec: Codec, shelf: Shelf, meeting: Meeting) -> None:
         self.number, self.shelf, self.meeting = number, shelf, meeting
@@ -61,7 +50,7 @@ class Course:
         self._first_seen: float | None = None
         self.open_at = -inf  # when the round after the frontier was last seen to be open
         self.answers = False  # a call, in strict pace: where members would wait for each other crosswise
-        self._ready: deque[_Followed | Jump | Dropped] = deque()
+        self._ready: deque[Followed | Jump | Dropped] = deque()
         self._jump: int | None = None  # the least index that a snapshot must have, to jump to it
         self._late = False  # more than BEHIND: when all is followed, local work is given up
         self._differs: int | None = None  # other bits were found; the record that must agree for it to be forgotten
@@ -114,7 +103,7 @@ class Course:
         if self.offer.to_encode or not self._ready:
             return None
         outcome = self._ready[0]
-        if isinstance(outcome, _Followed) and outcome.record.fingerprint != self.fingerprint:
+        if isinstance(outcome, Followed) and outcome.record.fingerprint != self.fingerprint:
             self._diverged(outcome.record)
             return None
         self._ready.popleft()
@@ -127,7 +116,7 @@ class Course:
                 self.offer.end(counted=False)
             case Dropped():
                 self.offer.end(counted=False)
-            case _Followed(record, mean, received):
+            case Followed(record, mean, received):
                 assert record.index == index
                 if self._differs is not None and index >= self._differs:
                     self._differs = None
@@ -261,7 +250,7 @@ class Course:
         if self._jump is not None:
             return False  # the core has found that it holds other bits
         received = sum(delta.nbytes for delta in deltas.values() if delta.member != self.meeting.me)
-        self._ready.append(_Followed(record, mean, received))
+        self._ready.append(Followed(record, mean, received))
         self._norms.append([e.norm for e in record.entries])
         self.meeting.members.closed(record.members)
         self._pass(record.index, record.digest)

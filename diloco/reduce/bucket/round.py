@@ -111,6 +111,15 @@ class Record:
         return {e.member: e.share for e in self.entries}
 
 
+@dataclass(frozen=True)
+class Followed:
+    """A closed round, ready to be applied."""
+
+    record: Record
+    mean: Tensor
+    received: int
+
+
 def read_record(found: Object, fragment: int, index: int, previous: str) -> Record:
     """Raises Invalid. A function of the bytes, the run, the key and the previous record only: all members agree."""
     if (found.header.get("fragment"), found.header.get("index")) != (fragment, index):
