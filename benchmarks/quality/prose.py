@@ -54,11 +54,10 @@ are in percent of the loss, and above 0 is worse:
 
 
 def _verdicts(results: Results) -> str:
-    found = [bar.verdict for bar in bars(results)[: len(WIDTHS)]]
-    named = {"met": "met", "**missed**": "missed", "unresolved": "unresolved"}
+    found = [bar.verdict.strip("*") for bar in bars(results)[: len(WIDTHS)]]
     if len(set(found)) == 1:
-        return f"{named[found[0]]} at all three"
-    return ", ".join(f"{named[verdict]} at width {w}" for verdict, w in zip(found, (WIDE, WIDTH, NARROW), strict=True))
+        return f"{found[0]} at all three"
+    return ", ".join(f"{verdict} at width {w}" for verdict, w in zip(found, (WIDE, WIDTH, NARROW), strict=True))
 
 
 def _seeds(results: Results) -> str:
