@@ -27,24 +27,24 @@ bench: .venv/ready  ## measured figures: benchmarks/results/*.json and the table
 
 netlab: .venv/ready  ## utilisation over a slow link, all methods; as root, about an hour of both cores
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[netlab]'
-	$(BIN)/python -m benchmarks.netlab --fresh
+	$(BIN)/python -m studies.netlab --fresh
 	$(BIN)/python -m benchmarks.table
 
 bucket: .venv/ready  ## what the bucket costs and survives, beside torchft; as root, about 15 minutes
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[netlab]'
-	$(BIN)/python -m benchmarks.bucket
+	$(BIN)/python -m studies.bucket
 	$(BIN)/python -m benchmarks.table
 
 chaos: .venv/ready  ## members of a bucket are killed, stopped and restarted; at most 20 minutes
-	$(BIN)/python -m benchmarks.chaos
+	$(BIN)/python -m studies.bucket.chaos
 	$(BIN)/python -m benchmarks.table
 
 parity: .venv/ready  ## does it train as well as data-parallel? hours of both cores; goes on where it was interrupted
-	$(BIN)/python -m benchmarks.quality
-	$(BIN)/python -m benchmarks.quality.page
+	$(BIN)/python -m studies.parity
+	$(BIN)/python -m studies.parity.page
 
 parity-quick: .venv/ready  ## the same for four comparisons on two seeds, at most 10 minutes
-	$(BIN)/python -m benchmarks.quality --quick
+	$(BIN)/python -m studies.parity --quick
 
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

@@ -22,11 +22,11 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import processes
-from benchmarks.netns import DEVICE, Network, Rate, impossible, network
 from benchmarks.record import Record, Target, write
 from diloco.codec import E3M0
 from diloco.reduce import Delta, Round, State
 from diloco.reduce.collective import Collective
+from tests.support.netns import DEVICE, Network, Rate, impossible, network
 
 BITS = 4
 LINK = Rate(mbit=100, burst_kbyte=32, latency_ms=50)

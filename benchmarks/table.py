@@ -6,11 +6,11 @@ A benchmark is one section: a function that turns its record into Markdown, and 
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from benchmarks.bucket.section import chaos
-from benchmarks.bucket.section import section as bucket
-from benchmarks.netlab.plot import draw
-from benchmarks.netlab.section import section as netlab
 from benchmarks.record import Record, Target, read
+from studies.bucket.section import chaos
+from studies.bucket.section import section as bucket
+from studies.netlab.plot import draw
+from studies.netlab.section import section as netlab
 
 PAGE = Path(__file__).parent.parent / "docs" / "benchmarks.md"
 

@@ -18,11 +18,11 @@ import torch.distributed as dist
 from torch import nn
 
 from benchmarks.record import Target, write
-from diloco.launch import World
 from diloco.train.config import TrainConfig
-from diloco.train.data import prepare
-from diloco.train.loop import train
+from diloco.train.data.corpus import prepare
 from diloco.train.model import build
+from diloco.train.run import train
+from diloco.world import World
 
 WARM_UP = 5
 

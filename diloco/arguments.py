@@ -1,8 +1,8 @@
 """What DiLoCo is given: whether it can be used, and what stands in for what is not given."""
 
 from diloco.errors import ConfigError
+from diloco.flat import WHOLE
 from diloco.reduce import Reduce
-from diloco.shard import WHOLE
 
 
 def check_kinds(fragments: object, codec: object, outer: object) -> None:

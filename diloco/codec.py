@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from diloco import sizes
-from diloco.sizes import BLOCK
+from diloco import formats as sizes
+from diloco.formats import BLOCK
 
 CHUNK = 1 << 17
 """Values encoded at once; a multiple of every codec's block, so that the sizes of chunks add up exactly."""

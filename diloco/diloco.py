@@ -16,14 +16,15 @@ from torch import Tensor, nn
 from diloco.arguments import check_kinds, default_reduce
 from diloco.codec import E3M0, Codec, Float32
 from diloco.errors import ConfigError, DiLoCoError, Mismatch, NotFinite
-from diloco.fragment import Fragmenter, Piece, Strided, find_layers, frozen, trainable, trained_buffers, unwrap
+from diloco.flat import checksum, forget_not_finite, reshard, sharding
+from diloco.fragment import Fragmenter, Piece, Strided
 from diloco.hook import Optimizers, as_list, attach
+from diloco.module import find_layers, frozen, trainable, trained_buffers, unwrap
 from diloco.outer import SGD, Nesterov, Outer
-from diloco.part import Part
 from diloco.reduce import Dropped, Jump, Reduce, Round
 from diloco.schedule import Schedule, check_overlap
-from diloco.shard import checksum, forget_not_finite, reshard, sharding
 from diloco.stats import Stats
+from diloco.sync import Part
 
 
 class DiLoCo:

@@ -1,24 +1,22 @@
 """Cut a model's parameters into fragments: the pieces that are synced in turn (paper, section 2.2).
 
 A fragment is a list of pieces (parameter name, first row, last row), in the coordinates of the whole parameter, so
-that it means the same however a replica shards its parameters.
+that it means the same however a replica shards its parameters. No torch: the planner cuts with the same code.
 """
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from itertools import accumulate
 from typing import Protocol
 
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
-
-from diloco import layers as rules
 from diloco.errors import ConfigError
 
 WITHOUT_LAYERS = 4
 """Fragments of a model in which no list of layers is found: a quarter of the peak, few enough to stay large."""
+Rows = tuple[int, int, int]
+"""(tensor, start, stop): rows start..stop of the tensor with that position."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +49,7 @@ class Strided:
         _check_positive("layers", self.layers)
 
     def split(self, shapes: Shapes, layers: Sequence[Sequence[str]]) -> list[Fragment]:
-        return _by_layer(shapes, layers, rules.strided(len(layers), self.layers))
+        return _by_layer(shapes, layers, strided(len(layers), self.layers))
 
 
 @dataclass(frozen=True)
@@ -64,7 +62,7 @@ class Sequential:
         _check_positive("layers", self.layers)
 
     def split(self, shapes: Shapes, layers: Sequence[Sequence[str]]) -> list[Fragment]:
-        return _by_layer(shapes, layers, rules.sequential(len(layers), self.layers))
+        return _by_layer(shapes, layers, sequential(len(layers), self.layers))
 
 
 @dataclass(frozen=True)
@@ -78,7 +76,7 @@ class Balanced:
 
     def split(self, shapes: Shapes, layers: Sequence[Sequence[str]]) -> list[Fragment]:
         names = list(shapes)
-        return _pieces(names, rules.cut([_rows(shapes[n]) for n in names], self.fragments))
+        return _pieces(names, cut([_rows(shapes[n]) for n in names], self.fragments))
 
 
 @dataclass(frozen=True)
@@ -100,79 +98,6 @@ class Named:
         return _with_rest(shapes, chosen)
 
 
-def unwrap(model: nn.Module) -> nn.Module:
-    """The model inside torch.compile and DDP, so that its names do not depend on them."""
-    while True:
-        if hasattr(model, "_orig_mod"):
-            model = model._orig_mod  # pyright: ignore[reportAssignmentType]
-        elif isinstance(model, DistributedDataParallel):
-            model = model.module
-        else:
-            return model
-
-
-def _clean(name: str) -> str:
-    """A name without what compiled or checkpointed layers put into it."""
-    return re.sub(r"(_orig_mod\.|_checkpoint_wrapped_module\.)", "", name)
-
-
-def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that are trained, by name, tied ones once. Frozen ones are not: they never differ."""
-    found = {_clean(name): p for name, p in model.named_parameters() if p.requires_grad}
-    for name, p in found.items():
-        if isinstance(p, nn.parameter.UninitializedParameter) or p.is_meta:
-            raise ConfigError(f"parameter {name} has no values yet (meta or lazy); materialise the model first")
-        if not p.is_floating_point():
-            raise ConfigError(f"parameter {name} is {p.dtype}; only real floating-point parameters can be averaged")
-    if not found:
-        raise ConfigError("the model has no parameter with requires_grad; freeze only what is not trained")
-    return found
-
-
-def frozen(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that are not trained: replicas must start with the same, for they are never synced."""
-    return {_clean(name): p for name, p in model.named_parameters() if not p.requires_grad}
-
-
-def trained_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """The buffers that training may change: float, saved with the model, finite (a mask of -inf is none of them)."""
-    fixed = {
-        f"{prefix}.{name}".lstrip(".")
-        for prefix, module in model.named_modules()
-        for name in module._non_persistent_buffers_set
-    }
-    floats = {name: b for name, b in model.named_buffers() if name not in fixed and b.is_floating_point()}
-    return {_clean(name): b for name, b in floats.items() if bool(b.isfinite().all())}
-
-
-def find_layers(model: nn.Module, names: Mapping[str, Tensor]) -> list[list[str]]:
-    """The trained parameters of each layer: the children of the largest ModuleList or ModuleDict.
-
-    Unless a Sequential holds more than twice as much: then its children are the layers. (One that holds hardly more is
-    what the list is in.)
-    """
-    lists = _largest(model, names, (nn.ModuleList, nn.ModuleDict))
-    chain = _largest(model, names, (nn.Sequential,))
-    return chain if _values(chain, names) > 2 * _values(lists, names) else lists
-
-
-def _largest(model: nn.Module, names: Mapping[str, Tensor], kinds: tuple[type, ...]) -> list[list[str]]:
-    """Of the modules of these kinds with at least two trained children, the parameters of the largest, by child."""
-    best: list[list[str]] = []
-    for prefix, module in model.named_modules():
-        if isinstance(module, kinds):
-            starts = [_clean(f"{prefix}.{child}.".lstrip(".")) for child, _ in module.named_children()]
-            found = [[n for n in names if n.startswith(start)] for start in starts]
-            layers = [layer for layer in found if layer]
-            if len(layers) > 1 and _values(layers, names) > _values(best, names):
-                best = layers
-    return best
-
-
-def _values(layers: Sequence[Sequence[str]], names: Mapping[str, Tensor]) -> int:
-    return sum(names[name].numel() for layer in layers for name in layer)
-
-
 def _check_positive(name: str, value: int) -> None:
     if value < 1:
         raise ConfigError(f"{name}={value}: give a whole number of at least 1")
@@ -182,7 +107,7 @@ def _rows(shape: tuple[int, ...]) -> tuple[int, int]:
     return (shape[0], math.prod(shape[1:])) if shape else (1, 1)
 
 
-def _pieces(names: Sequence[str], cuts: Sequence[Sequence[rules.Rows]]) -> list[Fragment]:
+def _pieces(names: Sequence[str], cuts: Sequence[Sequence[Rows]]) -> list[Fragment]:
     return [tuple(Piece(names[i], start, stop) for i, start, stop in cut) for cut in cuts]
 
 
@@ -200,4 +125,69 @@ def _with_rest(shapes: Shapes, groups: Sequence[Sequence[str]]) -> list[Fragment
     rest = [name for name in shapes if not any(name in group for group in groups)]
     limit = max(sum(math.prod(shapes[name]) for name in group) for group in groups)
     whole = [tuple(Piece(name, 0, _rows(shapes[name])[0]) for name in group) for group in groups]
-    return whole + _pieces(rest, rules.cut_below([_rows(shapes[name]) for name in rest], limit))
+    return whole + _pieces(rest, cut_below([_rows(shapes[name]) for name in rest], limit))
+
+
+def strided(layers: int, per_fragment: int) -> list[list[int]]:
+    """Interleaved layers, the paper's default (section 2.2): fragment p holds p, p + P, p + 2P, …
+
+    >>> strided(6, 3)
+    [[0, 2, 4], [1, 3, 5]]
+    """
+    count = -(-layers // per_fragment)
+    return [list(range(p, layers, count)) for p in range(count)]
+
+
+def sequential(layers: int, per_fragment: int) -> list[list[int]]:
+    """Consecutive layers.
+
+    >>> sequential(6, 3)
+    [[0, 1, 2], [3, 4, 5]]
+    """
+    return [list(range(i, min(i + per_fragment, layers))) for i in range(0, layers, per_fragment)]
+
+
+def parse(text: str) -> tuple[str, int]:
+    """How fragments are named in flags and recipes.
+
+    >>> parse("strided:3")
+    ('strided', 3)
+    """
+    kind, _, count = text.partition(":")
+    if kind not in ("strided", "sequential", "balanced") or not count.isdigit() or int(count) < 1:
+        raise ConfigError(f"fragments={text!r}: give strided:N, sequential:N or balanced:N with N of at least 1")
+    return kind, int(count)
+
+
+def cut(tensors: Sequence[tuple[int, int]], pieces: int) -> list[list[Rows]]:
+    """Cut tensors, given as (rows, values a row), in their order into at most `pieces` of nearly equal size.
+
+    A piece ends before the first row that begins at or behind its share of the total. No piece is empty.
+
+    >>> cut([(4, 10), (4, 10)], 2)
+    [[(0, 0, 4)], [(1, 0, 4)]]
+    """
+    total = sum(rows * width for rows, width in tensors)
+    begins = [0, *accumulate(rows * width for rows, width in tensors)]
+
+    def row_at(tensor: int, value: int) -> int:
+        rows, width = tensors[tensor]
+        return min(max(-(-(value - begins[tensor]) // width), 0), rows) if width else rows
+
+    out = []
+    for p in range(pieces):
+        first, last = -(-p * total // pieces), -(-(p + 1) * total // pieces)
+        spans = [(i, row_at(i, first), row_at(i, last)) for i in range(len(tensors))]
+        out.append([(i, a, b) for i, a, b in spans if a < b])
+    return [piece for piece in out if piece]
+
+
+def cut_below(tensors: Sequence[tuple[int, int]], limit: int) -> list[list[Rows]]:
+    """Cut tensors into few, nearly equal pieces of at most `limit` values (or one row, if that is more)."""
+    limit = max(limit, *(width for _, width in tensors), 1) if tensors else 1
+    pieces = -(-sum(rows * width for rows, width in tensors) // limit)
+    while True:
+        out = cut(tensors, pieces)
+        if all(sum((b - a) * tensors[i][1] for i, a, b in piece) <= limit for piece in out):
+            return out
+        pieces += 1 + pieces // 20

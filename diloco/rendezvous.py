@@ -1,4 +1,4 @@
-"""Meet the other processes of a run that torchrun, Slurm or `diloco.launch` has started."""
+"""Meet the other processes of a run that torchrun, Slurm or `diloco train` has started."""
 
 import sys
 import threading
@@ -6,9 +6,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from diloco import launch
 from diloco.errors import PeerLost
-from diloco.launch import World
+from diloco.world import World, own_address
 
 QUIET = 3.0
 """Seconds after which the first process of a machine says what it waits for."""
@@ -18,7 +17,7 @@ PATIENCE = 600.0
 def meet(world: World, backend: str = "gloo", patience: float = PATIENCE) -> None:
     """Make the default process group of all processes. Only the meeting has this patience: later, one of them may
     prepare a corpus for as long as it takes."""
-    host, port = launch.own_address()
+    host, port = own_address()
     waiting = f"waiting for {world.size} processes to come to {host}:{port}"
     remark = threading.Timer(QUIET, lambda: print(waiting, file=sys.stderr, flush=True))  # noqa: T201
     remark.daemon = True

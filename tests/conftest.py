@@ -10,8 +10,8 @@ import pytest
 import torch
 from hypothesis import settings
 
-from tests.commands import run
-from tests.run_directory import make_run
+from tests.support.commands import run
+from tests.support.run_directory import make_run
 
 torch.set_num_threads(1)
 settings.register_profile("shared machine", deadline=None)

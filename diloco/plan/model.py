@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from diloco import layers as rules
+from diloco import fragment as rules
 from diloco.errors import ConfigError
 from diloco.plan.simulate import Message
 from diloco.presets import PRESETS, Shape

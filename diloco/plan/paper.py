@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from diloco.plan import closed, method
+from diloco.plan import closed
+from diloco.plan import methods as method
 from diloco.plan.model import equal
 from diloco.plan.simulate import Group, Method, needed, simulate
 from diloco.plan.traffic import Link

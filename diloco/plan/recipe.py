@@ -1,7 +1,7 @@
 """The recommendation as a recipe for `diloco train`, each setting with its reason."""
 
-from diloco.plan import laws
-from diloco.plan.plan import Choice
+from diloco import laws
+from diloco.plan.choose import Choice
 from diloco.presets import PRESETS
 from diloco.report.units import percent
 

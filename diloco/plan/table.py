@@ -6,9 +6,10 @@ import shutil
 import textwrap
 from dataclasses import asdict
 
-from diloco.plan import laws, paper
-from diloco.plan.plan import Choice
-from diloco.plan.rows import Conditions, Row
+from diloco import laws
+from diloco.plan import paper
+from diloco.plan.choose import Choice
+from diloco.plan.costs import Conditions, Row
 from diloco.report.units import percent, size
 
 TRAINING_BYTES = 16

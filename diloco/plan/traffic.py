@@ -8,7 +8,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from diloco import sizes
+from diloco import formats as sizes
 
 Array = NDArray[np.float64]
 Bytes = Callable[[Any], float]

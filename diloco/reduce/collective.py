@@ -15,9 +15,9 @@ from torch import Tensor
 from diloco.codec import Codec, pack, unpack
 from diloco.errors import ConfigError
 from diloco.reduce import Contract, Delta, Dropped, Round, State
+from diloco.reduce.contract import compare, sources
+from diloco.reduce.groups import Line
 from diloco.reduce.header import NBYTES, Header, Kind, check_round, settling
-from diloco.reduce.join import compare, sources
-from diloco.reduce.line import Line
 from diloco.reduce.mean import GATHER, mean, parts
 
 

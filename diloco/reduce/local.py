@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 from diloco.codec import Codec
 from diloco.errors import ConfigError, DiLoCoError, PeerLost
 from diloco.reduce import Contract, Delta, Dropped, Round, State
+from diloco.reduce.contract import compare, sources
 from diloco.reduce.header import Header, Kind, check_round
-from diloco.reduce.join import compare, sources
 from diloco.reduce.mean import GATHER, mean_in_one_place
 
 T = TypeVar("T")

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
 
-from diloco.report.run import Run
+from diloco.runs.reader import Run
 
 _NEVER = {"name", "out", "seed", "method", "resume", "track", "device", "keep", "save_every", "timeout", "json"}
 _SYNC = {"sync_every", "fragments", "overlap", "keep_local", "codec", "outer_lr", "outer_momentum"}

@@ -5,8 +5,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from diloco.report.lines import Replica, Round, Step
-from diloco.report.run import Run
+from diloco.runs.reader import Run
+from diloco.runs.schema import Replica, Round, Step
 
 POINTS = 2000
 """Points of one curve, at most. Beyond, a point stands for several steps."""

@@ -14,7 +14,7 @@ from diloco.errors import ConfigError
 from diloco.report import terminal, units
 from diloco.report.comparison import compare, labels
 from diloco.report.curves import against, loss, timeline, traffic
-from diloco.report.run import Run, read
+from diloco.runs.reader import Run, read
 
 
 def write(runs: Sequence[Path], out: Path) -> None:
@@ -71,7 +71,7 @@ def _render(**values: Any) -> str:
 
 
 def _text(name: str) -> str:
-    return resources.files("diloco.report").joinpath(name).read_text(encoding="utf-8")
+    return resources.files("diloco.report").joinpath("assets", name).read_text(encoding="utf-8")
 
 
 def _figures(run: Run) -> list[tuple[str, str, str]]:

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from diloco.report import units
-from diloco.report.lines import Step, parsed, training
+from diloco.runs.schema import Step, parsed, training
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _HISTORY = 512

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from diloco.report import units
 from diloco.report.comparison import Gap, compare
-from diloco.report.run import Run
+from diloco.runs.reader import Run
 
 
 def table(run: Run, report: Path | None = None) -> RenderableType:

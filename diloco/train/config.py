@@ -4,7 +4,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal, get_args
 
-from diloco import layers
+from diloco import fragment as layers
 from diloco.errors import ConfigError
 from diloco.schedule import check_overlap
 

@@ -12,16 +12,16 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from diloco.bucket import Bucket, below, find_run
+from diloco.bucket.run import Run
 from diloco.diloco import DiLoCo
 from diloco.errors import ConfigError, Mismatch
-from diloco.launch import World
-from diloco.reduce.bucket import Bucket, below, find_run
-from diloco.reduce.bucket.run import Run
-from diloco.train.batches import Batches
+from diloco.runs.writer import Metrics
 from diloco.train.config import TrainConfig
-from diloco.train.data import Corpus
-from diloco.train.metrics import Metrics
-from diloco.train.rules import lr_at
+from diloco.train.data.batches import Batches
+from diloco.train.data.corpus import Corpus
+from diloco.train.defaults import lr_at
+from diloco.world import World
 
 OWN = ("data", "accumulate", "eval_every", "eval_tokens", "save_every", "keep", "compile", "device", "track", "name",
        "out", "resume", "json", "bucket", "member", "join_only", "pace", "quorum", "grace", "key_file", "streams",

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from diloco.train.tokens import Tokens
+from diloco.train.data.tokenizer import Tokens
 
 Windows = Sequence[tuple[Tensor, Tensor]]
 

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from diloco.errors import ConfigError
 from diloco.presets import Shape
+from diloco.train.data.tokenizer import Tokens
 from diloco.train.model import EPSILON, ROPE_THETA, Decoder, Pretrained
-from diloco.train.tokens import Tokens
 
 
 def export(

@@ -1,0 +1,174 @@
+"""Members: who takes part, as each of them sees it. Alive is whose counter is seen to change, by one's own clock."""
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from diloco.bucket.store.envelope import HEADER, PREFIX, Invalid, Object, Seal, number, whole
+from diloco.bucket.store.operations import All, List, Read, Task, Write, create
+from diloco.errors import ConfigError, DiLoCoError
+
+NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,62}")
+PREFIX_OF_ALL = "members/"
+
+
+class Superseded(DiLoCoError):
+    """Another process has joined under the name of this member."""
+
+
+@dataclass(frozen=True)
+class Member:
+    """What a member says of itself."""
+
+    name: str
+    incarnation: int
+    counter: int = 0
+    held: tuple[int, ...] = ()  # index of each fragment
+    wants: tuple[tuple[int, int], ...] = ()  # (fragment, least index) of snapshots
+    joining: bool = True
+    left: bool = False
+    step_seconds: float = 0.0
+    told: dict[str, float] = field(default_factory=dict)  # loss, steps, …: for those who watch
+
+    @property
+    def object_name(self) -> str:
+        return f"{PREFIX_OF_ALL}{self.name}/{self.incarnation:06d}"
+
+    def seal(self, seal: Seal) -> bytes:
+        return seal.close(self.object_name, "member", {"member": asdict(self)}).body
+
+
+def check_name(name: str) -> str:
+    if not NAME.fullmatch(name):
+        raise ConfigError(f"member name {name!r}: give 1 to 63 of a-z, 0-9, - and _, beginning with a letter or digit")
+    return name
+
+
+def read_member(found: Object) -> Member:
+    """Raises Invalid."""
+    said = found.header.get("member")
+    if not isinstance(said, dict) or set(said) != set(Member.__dataclass_fields__):
+        raise Invalid("it does not say what a member says")
+    held, wants, told = said["held"], said["wants"], said["told"]
+    if not isinstance(held, list) or not isinstance(wants, list) or not isinstance(told, dict):
+        raise Invalid("its lists are no lists")
+    if any(not isinstance(w, list) or len(w) != 2 for w in wants):
+        raise Invalid("what it wants is not a list of pairs")
+    if not isinstance(said["joining"], bool) or not isinstance(said["left"], bool):
+        raise Invalid("joining and left are not true or false")
+    member = Member(
+        name=str(said["name"]),
+        incarnation=whole(said["incarnation"], "incarnation", 0, 999_999),
+        counter=whole(said["counter"], "counter", 0, 1 << 60),
+        held=tuple(whole(i, "held", 0, 1 << 40) for i in held),
+        wants=tuple((whole(f, "fragment", 0, 1 << 30), whole(i, "index", 0, 1 << 40)) for f, i in wants),
+        joining=said["joining"],
+        left=said["left"],
+        step_seconds=number(said["step_seconds"], "step_seconds", 0, 1e6),
+        told={str(key): number(value, str(key), -1e30, 1e30) for key, value in told.items()},
+    )
+    if found.name != member.object_name:
+        raise Invalid("it is not the member that its name says")
+    return member
+
+
+@dataclass
+class _Sight:
+    member: Member
+    since: float  # when its counter was last seen to change
+
+
+class Members:
+    """Who is there and whom to wait for."""
+
+    def __init__(self, me: str, ttl: float) -> None:
+        self.me, self.ttl = me, ttl
+        self._seen: dict[str, _Sight] = {}
+        self._expected: set[str] | None = None  # None: no closed round was seen yet
+        self.stranger = False  # somebody has delivered who was not seen yet
+
+    def saw(self, members: Iterable[Member], now: float) -> list[Member]:
+        """Take in one look at all others. Returns those that are new."""
+        new = []
+        for member in members:
+            known = self._seen.get(member.name)
+            if known and (member.incarnation, member.counter) <= (known.member.incarnation, known.member.counter):
+                continue  # unchanged, or from an older life of it
+            self._seen[member.name] = _Sight(member, now)
+            if (known is None or known.member.joining) and not member.joining:
+                new.append(member)
+                if not member.left:
+                    self._expect(member.name)  # joined since
+        self.stranger = False
+        return new
+
+    def alive(self, now: float) -> dict[str, Member]:
+        """All others that live. First sight counts for one ttl; who has left is dead at once."""
+        return {
+            name: sight.member
+            for name, sight in self._seen.items()
+            if name != self.me and not sight.member.left and now - sight.since <= self.ttl
+        }
+
+    def closed(self, names: Iterable[str]) -> None:
+        """A round was closed with these: who is not among them is not waited for until it delivers again."""
+        self._expected = set(names)
+
+    def delivered(self, name: str) -> None:
+        self._expect(name)
+        self.stranger |= name not in self._seen and name != self.me
+
+    def _expect(self, name: str) -> None:
+        if self._expected is not None:
+            self._expected.add(name)
+
+    def awaited(self, now: float, everyone: bool) -> dict[str, Member]:
+        """Others whose deltas a round waits for: all that live; or of these who was in the last closed round, or has
+        delivered or joined since, so that one that is dead or slow costs grace once, not once a round."""
+        living = {name: m for name, m in self.alive(now).items() if not m.joining}
+        expected = living if everyone or self._expected is None else self._expected
+        return {name: m for name, m in living.items() if name in expected}
+
+    def wanted(self, fragment: int, now: float) -> int:
+        """The least index of a snapshot that a living member waits for, or -1."""
+        pairs = (pair for member in self.alive(now).values() for pair in member.wants)
+        return max((index for number, index in pairs if number == fragment), default=-1)
+
+
+def look(seal: Seal, reject: Callable[[str, Invalid], None]) -> Task[list[Member]]:
+    """The newest life of every member."""
+    names = yield List(PREFIX_OF_ALL)
+    newest: dict[str, str] = {}
+    for path in sorted(names):
+        name, _, number_ = path.removeprefix(PREFIX_OF_ALL).partition("/")
+        if NAME.fullmatch(name) and re.fullmatch(r"\d{6}", number_):
+            newest[name] = path
+    paths = list(newest.values())
+    answers = yield All([Read(path, PREFIX.size + HEADER) for path in paths])
+    members = []
+    for path, data in zip(paths, answers, strict=True):
+        try:
+            if data is not None:
+                members.append(read_member(seal.open(path, "member", data, 0)))
+        except Invalid as reason:
+            reject(path, reason)
+    return members
+
+
+def enter(seal: Seal, name: str, nonce: float) -> Task[Member]:
+    """Begin a new life under a name: the first number that nobody has taken. `nonce` tells one's own from another's."""
+    names: dict[str, Any] = yield List(f"{PREFIX_OF_ALL}{name}/")
+    taken = [int(path[-6:]) for path in names if re.fullmatch(r"\d{6}", path[-6:])]
+    incarnation = max(taken, default=-1) + 1
+    while True:
+        mine = Member(name, incarnation, told={"nonce": nonce})
+        body = mine.seal(seal)
+        found = yield from create(mine.object_name, body, PREFIX.size + HEADER)
+        if found == body:
+            return mine
+        incarnation += 1
+
+
+def beat(seal: Seal, mine: Member) -> Task[None]:
+    yield Write(mine.object_name, mine.seal(seal))

@@ -1,0 +1,1 @@
+"""The store behind the bucket: operations as values, retries, and objects that are checked before use."""

@@ -1,0 +1,217 @@
+"""An object of the store: a JSON header and a payload, checked in full before any of it is used.
+
+Body: magic, length of the header, signature, header, payload. The header holds the payload's size and SHA-256; a name
+that ends in a digest holds the header's. So a name commits to every byte. A payload of more than 16 MB lies in parts
+beside the object, which are put first: once the named object is there, all of it is.
+"""
+
+import hashlib
+import hmac
+import json
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from diloco.bucket.store.operations import All, Create, Oversized, Pause, Read, Size, Task, Work
+
+PROTOCOL = 1
+MAGIC = b"DLCO"
+PREFIX = struct.Struct("<4sI32s")
+HEADER = 64 << 10
+PART = 16 << 20
+DIGEST = "{digest}"
+"""In a name that is to be sealed: where the header's digest goes."""
+
+
+class Invalid(Exception):
+    """Why an object is not used. Caught where objects are read, counted and named."""
+
+
+@dataclass(frozen=True)
+class Object:
+    name: str
+    digest: str  # of the header, and by it of all
+    header: Mapping[str, Any]
+    payload: bytes
+    nbytes: int  # read from the store
+
+    def number(self, key: str, low: float, high: float) -> float:
+        return number(self.header.get(key), key, low, high)
+
+    def whole(self, key: str, low: int, high: int) -> int:
+        return whole(self.header.get(key), key, low, high)
+
+    def text(self, key: str) -> str:
+        return text(self.header.get(key), key)
+
+
+@dataclass(frozen=True)
+class Sealed:
+    """Ready to be put: the parts in order, then the body under its name."""
+
+    name: str
+    digest: str
+    body: bytes
+    parts: tuple[bytes, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.body) + sum(map(len, self.parts))
+
+
+@dataclass(frozen=True)
+class Seal:
+    """How the objects of one run are made and recognised. With a key, what is not signed by it is invalid."""
+
+    run: str
+    key: bytes | None = None
+
+    def close(self, name: str, kind: str, fields: Mapping[str, Any], payload: bytes = b"") -> Sealed:
+        pieces = [payload[at : at + PART] for at in range(0, len(payload), PART)]
+        sums = [hashlib.sha256(piece).hexdigest() for piece in pieces]
+        head = {"protocol": PROTOCOL, "run": self.run, "kind": kind, "size": len(payload), "sha256": sums, **fields}
+        header = json.dumps(head, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+        if len(header) > HEADER:
+            raise ValueError(f"a header of {len(header)} bytes; {HEADER} are allowed")
+        digest = hashlib.sha256(header).hexdigest()
+        name = name.replace(DIGEST, digest)
+        inline = len(pieces) < 2
+        body = PREFIX.pack(MAGIC, len(header), self._sign(self.run, name, header)) + header
+        return Sealed(name, digest, body + payload if inline else body, () if inline else tuple(pieces))
+
+    def open(self, name: str, kind: str, data: bytes | Oversized, size: int | None, *, head: bool = False) -> Object:
+        """Check everything but parts. `size`: of the payload, exactly; None: at most one part. `head`: the data may
+        end after the header. Raises Invalid."""
+        if isinstance(data, Oversized):
+            raise Invalid(f"{data.size} bytes are more than it may have")
+        if len(data) < PREFIX.size:
+            raise Invalid("it is cut off")
+        magic, length, signature = PREFIX.unpack_from(data)
+        if magic != MAGIC:
+            raise Invalid("it is not an object of this kind")
+        if length > HEADER or PREFIX.size + length > len(data):
+            raise Invalid("its header is cut off or too long")
+        raw = data[PREFIX.size : PREFIX.size + length]
+        header = _json(raw)
+        run = text(header.get("run"), "run")
+        if self.run and run != self.run:
+            raise Invalid("it is of another run")
+        if self.key is not None and not hmac.compare_digest(signature, self._sign(run, name, raw)):
+            raise Invalid("it is not signed with the key of this run")
+        if header.get("protocol") != PROTOCOL:
+            raise Invalid(f"its protocol is {header.get('protocol')!r}, this is {PROTOCOL}")
+        if header.get("kind") != kind:
+            raise Invalid(f"it is no {kind}")
+        digest = hashlib.sha256(raw).hexdigest()
+        if (named := name.rpartition("-")[2]) != name and len(named) == 64 and named != digest:
+            raise Invalid("its header is not the one that its name says")
+        nbytes = whole(header.get("size"), "size", 0, PART if size is None and not head else 1 << 40)
+        if size is not None and nbytes != size:
+            raise Invalid(f"its payload has {nbytes} bytes instead of {size}")
+        sums = header.get("sha256")
+        if not isinstance(sums, list) or len(sums) != -(-nbytes // PART):
+            raise Invalid("its checksums are missing")
+        payload = data[PREFIX.size + length :]
+        if len(sums) > 1 or head:
+            return Object(name, digest, header, b"", len(data))
+        if len(payload) != nbytes:
+            raise Invalid(f"its payload is {len(payload)} bytes long instead of {nbytes}")
+        if sums and hashlib.sha256(payload).hexdigest() != sums[0]:
+            raise Invalid("its checksum is wrong")
+        return Object(name, digest, header, payload, len(data))
+
+    def _sign(self, run: str, name: str, header: bytes) -> bytes:
+        """The header stands for the payload, whose checksums it holds."""
+        if self.key is None:
+            return bytes(32)
+        told = b"|".join(str(len(part)).encode() + b":" + part for part in (run.encode(), name.encode(), header))
+        return hmac.new(self.key, told, "sha256").digest()
+
+
+def put(sealed: Sealed, stale: Any = None) -> Task[bool]:
+    """Put an object whose name says what is in it. True once it is there; False if it became stale on the way."""
+    wanted = {f"{sealed.name}.p{k}": part for k, part in enumerate(sealed.parts)}
+    for names in ([*wanted], [sealed.name]):
+        bodies = {**wanted, sealed.name: sealed.body}
+        pause = 0.05
+        while names:
+            if stale is not None and stale():
+                return False
+            yield All([Create(name, bodies[name], stale) for name in names])
+            sizes = yield All([Size(name) for name in names])
+            names = [name for name, size in zip(names, sizes, strict=True) if size != len(bodies[name])]
+            if names:
+                yield Pause(pause)
+                pause = min(2 * pause, 5.0)
+    return True
+
+
+def get(seal: Seal, name: str, kind: str, size: int | None) -> Task[Object | None]:
+    """Read and check an object with all its parts; None if it, or a part, is not there. Raises Invalid."""
+    inline = PART if size is None else size if size <= PART else 0
+    data = yield Read(name, PREFIX.size + HEADER + inline)
+    if data is None:
+        return None
+    found = yield Work(lambda: attempt(lambda: seal.open(name, kind, data, size)))
+    if isinstance(found, Invalid):
+        raise found
+    sums = found.header["sha256"]
+    if len(sums) < 2:
+        return found
+    parts = yield All([Read(f"{name}.p{k}", PART) for k in range(len(sums))])
+    if any(part is None for part in parts):
+        return None
+    payload = yield Work(lambda: attempt(lambda: _joined(parts, sums, found.header["size"])))
+    if isinstance(payload, Invalid):
+        raise payload
+    return Object(name, found.digest, found.header, payload, found.nbytes + len(payload))
+
+
+def attempt(function: Any) -> Any:
+    """The result, or the reason: an exception must not be raised where work is done."""
+    try:
+        return function()
+    except Invalid as reason:
+        return reason
+
+
+def _joined(parts: list[bytes | Oversized], sums: list[Any], size: int) -> bytes:
+    for k, (part, wanted) in enumerate(zip(parts, sums, strict=True)):
+        if isinstance(part, Oversized) or hashlib.sha256(part).hexdigest() != wanted:
+            raise Invalid(f"the checksum of part {k} is wrong")
+    payload = b"".join(part for part in parts if isinstance(part, bytes))
+    if len(payload) != size:
+        raise Invalid(f"its payload is {len(payload)} bytes long instead of {size}")
+    return payload
+
+
+def _json(raw: bytes) -> dict[str, Any]:
+    def no_constant(name: str) -> None:
+        raise ValueError(name)
+
+    try:
+        value = json.loads(raw, parse_constant=no_constant)
+    except (ValueError, RecursionError):
+        raise Invalid("its header is no JSON") from None
+    if not isinstance(value, dict):
+        raise Invalid("its header is no JSON object")
+    return value
+
+
+def number(value: object, key: str, low: float, high: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
+        raise Invalid(f"{key} is not a number from {low:g} to {high:g}")
+    return float(value)
+
+
+def whole(value: object, key: str, low: int, high: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise Invalid(f"{key} is not a whole number from {low} to {high}")
+    return value
+
+
+def text(value: object, key: str) -> str:
+    if not isinstance(value, str):
+        raise Invalid(f"{key} is no text")
+    return value

@@ -1,0 +1,66 @@
+"""How many large bodies travel at once: as many as the link carries within the timeout of each."""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from diloco.bucket.store.operations import Create, Operation, Read, Write
+
+LARGE = 1 << 20
+MOST = 8
+STEADY = 4
+"""Quick transfers running before one more may travel."""
+
+
+def large(operation: Operation) -> bool:
+    """By the most that it may move; heartbeats and records never wait behind deltas and snapshots."""
+    match operation:
+        case Create(data=data) | Write(data=data):
+            return len(data) > LARGE
+        case Read(limit=limit, first=first):
+            return (limit if first is None else first) > LARGE
+    return False
+
+
+class Lanes:
+    """Halved when a transfer times out, down to one; one more when several have been quick."""
+
+    def __init__(self, timeout: Callable[[], float]) -> None:
+        self.width = MOST
+        self._timeout = timeout
+        self._busy = self._quick = self._halved = 0
+        self._changed = threading.Condition()
+
+    @contextmanager
+    def lane(self, closing: threading.Event) -> Iterator[int]:
+        """Wait for one, unless the store is closed. Yields how often they were halved before."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._busy < self.width or closing.is_set())
+            self._busy += 1
+            halved = self._halved
+        try:
+            yield halved
+        finally:
+            with self._changed:
+                self._busy -= 1
+                self._changed.notify_all()
+
+    def failed(self, seconds: float, halved: int) -> None:
+        """Those that travelled together time out together: that counts once. What fails early says nothing of the
+        link."""
+        with self._changed:
+            if seconds >= self._timeout() / 2 and halved == self._halved:
+                self.width, self._quick, self._halved = max(self.width // 2, 1), 0, halved + 1
+
+    def succeeded(self, seconds: float) -> None:
+        """Quick is what would take less than half of the timeout with one more beside it."""
+        with self._changed:
+            quick = seconds * (self.width + 1) / self.width < self._timeout() / 2
+            self._quick = self._quick + 1 if quick else 0
+            if self._quick >= STEADY and self.width < MOST:
+                self.width, self._quick = self.width + 1, 0
+                self._changed.notify_all()
+
+    def wake(self) -> None:
+        with self._changed:
+            self._changed.notify_all()

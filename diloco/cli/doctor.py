@@ -1,0 +1,157 @@
+"""`diloco doctor`: what this machine has, and, between replicas, what the link gives.
+
+Alone it looks at this machine. Started with torchrun on every machine of a run it also measures the link from the first
+replica to each other one.
+"""
+
+import importlib.util
+import json
+import platform
+import socket
+import sys
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from diloco.world import World, cores, own_world
+
+EXTRAS = {
+    "bucket": ("obstore",),
+    "hf": ("transformers", "datasets"),
+    "bpe": ("tokenizers",),
+    "parquet": ("pyarrow",),
+    "plots": ("matplotlib",),
+    "tensorboard": ("tensorboardX",),
+    "wandb": ("wandb",),
+    "trackio": ("trackio",),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DoctorConfig:
+    """Check this machine; under torchrun also the link between replicas."""
+
+    megabytes: float = 8.0
+    """Size of the message that measures the bandwidth."""
+    json: bool = False
+    """Print the findings as JSON."""
+
+
+CONFIG = DoctorConfig
+
+
+@dataclass(frozen=True)
+class Finding:
+    what: str
+    value: str
+    good: bool | None = True  # None: a remark
+    remedy: str = ""
+
+
+def main(config: DoctorConfig) -> int:
+    world = own_world(1, None)
+    findings = look_here() + (measure(world, config.megabytes) if world and world.size > 1 else [])
+    if world is None or world.rank == 0:
+        show(findings, config.json)
+    return 1 if any(f.good is False for f in findings) else 0
+
+
+def look_here() -> list[Finding]:
+    version = platform.python_version()
+    found = [Finding("python", version, sys.version_info >= (3, 11), "install Python 3.11 or newer")]
+    found.append(Finding("cores", str(cores())))
+    try:
+        import torch
+        import torch.distributed as dist
+    except ImportError as error:
+        return [*found, Finding("torch", f"not found ({error})", False, "pip install torch")]
+    found.append(Finding("torch", torch.__version__))
+    gloo = dist.is_available() and dist.is_gloo_available()
+    found.append(Finding("gloo", "yes" if gloo else "no", gloo, "install a torch build with distributed support"))
+    count = torch.accelerator.device_count()
+    name = torch.accelerator.current_accelerator()
+    found.append(Finding("accelerators", f"{count} × {name}" if count else "none: training runs on the CPU", None))
+    if count and name is not None and name.type == "cuda":
+        found.append(Finding("nccl", "yes" if dist.is_nccl_available() else "no", dist.is_nccl_available(),
+                             "only --shards needs NCCL; install a torch build with it"))  # fmt: skip
+    found += [_hostname(), _port()]
+    for extra, modules in EXTRAS.items():
+        missing = [m for m in modules if importlib.util.find_spec(m) is None]
+        text = f"no {', '.join(missing)}" if missing else "installed"
+        found.append(Finding(f"extra {extra}", text, None, f"pip install 'diloco[{extra}]'" if missing else ""))
+    return found
+
+
+def _hostname() -> Finding:
+    name = socket.gethostname()
+    try:
+        address = socket.gethostbyname(name)
+    except OSError:
+        remedy = "set GLOO_SOCKET_IFNAME to the interface that reaches the other machines (`ip addr` lists them)"
+        return Finding("host name", f"{name} has no address", False, remedy)
+    if address.startswith("127."):
+        remedy = "for several machines set GLOO_SOCKET_IFNAME to the interface that reaches them"
+        return Finding("host name", f"{name} is {address}, this machine only", None, remedy)
+    return Finding("host name", f"{name} is {address}")
+
+
+def _port() -> Finding:
+    with socket.socket() as s:
+        try:
+            s.bind(("", 29500))
+        except OSError:
+            return Finding("port 29500", "in use", None, "give torchrun another --master_port")
+    return Finding("port 29500", "free")
+
+
+def measure(world: World, megabytes: float) -> list[Finding]:
+    """Round trip and bandwidth, both ways at once, between the first replica and each other one."""
+    import torch
+    import torch.distributed as dist
+
+    from diloco.rendezvous import meet
+
+    meet(world, patience=60)
+    found = []
+    for other in range(1, world.size):
+        if world.rank in (0, other):
+            peer = other if world.rank == 0 else 0
+            trip = _seconds(peer, torch.zeros(1, dtype=torch.uint8), 5)
+            message = torch.zeros(int(megabytes * 1e6), dtype=torch.uint8)
+            rate = message.numel() * 8 / (_seconds(peer, message, 3) - trip / 2) / 1e6
+            found.append(Finding(f"replica 0 ↔ {other}", f"round trip {trip * 1e3:.2f} ms, {rate:.0f} Mbit/s each way"))
+        dist.barrier()
+    dist.destroy_process_group()
+    return found
+
+
+def _seconds(peer: int, message: Any, times: int) -> float:
+    """The quickest of several exchanges."""
+    import torch
+    import torch.distributed as dist
+
+    best = float("inf")
+    for _ in range(times):
+        received = torch.empty_like(message)
+        began = time.perf_counter()
+        work = dist.irecv(received, peer)
+        dist.send(message, peer)
+        assert work is not None
+        work.wait()
+        best = min(best, time.perf_counter() - began)
+    return best
+
+
+def show(findings: list[Finding], as_json: bool) -> None:
+    if as_json:
+        print(json.dumps([asdict(f) for f in findings]))
+        return
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, show_header=False)
+    marks = {True: "[green]ok[/]", False: "[red]problem[/]", None: ""}
+    for f in findings:
+        table.add_row(marks[f.good], *map(Text, (f.what, f.value, f.remedy if f.good is not True else "")))
+    Console().print(table)

@@ -1,0 +1,124 @@
+"""`diloco export RUN --to DIR`: the agreed weights of a run as a Hugging Face folder."""
+
+import contextlib
+import copy
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tyro
+
+from diloco.cli import supervise
+from diloco.errors import ConfigError, DiLoCoError
+from diloco.recipe import flags, parse
+from diloco.train.config import TrainConfig
+from diloco.world import own_world, started_here
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportConfig:
+    """Write config.json, model.safetensors and the tokenizer of a run's anchors."""
+
+    run: tyro.conf.Positional[Path]
+    """Folder of the run."""
+    to: Path
+    """Folder to write."""
+    step: int | None = None
+    """Step of the checkpoint. Default: the newest."""
+
+
+CONFIG = ExportConfig
+
+
+def main(config: ExportConfig) -> int:
+    if not (config.run / "config.toml").exists():
+        raise ConfigError(f"{config.run} holds no run: give a folder with a config.toml, as in runs/tiny-streaming-1")
+    folder = config.run / "replica-0" / "checkpoints"
+    steps = sorted(int(path.name.removeprefix("step-")) for path in folder.glob("step-*"))
+    step = config.step if config.step is not None else max(steps, default=None)
+    if step not in steps:
+        raise ConfigError(f"{config.run} has no checkpoint of step {step}; there are {steps or 'none'}")
+    if (config.to / "config.json").exists():
+        raise ConfigError(f"{config.to} holds a model already: give another --to, or remove it first")
+    settings: TrainConfig = parse(TrainConfig, flags(config.run / "config.toml"), "config.toml")
+    checkpoint = folder / f"step-{step:08d}"
+    if settings.shards == 1:
+        _write(settings, checkpoint, config.to)
+    elif started_here():
+        _write_shards(settings, checkpoint, config.to)
+    else:
+        _start_shards(settings.shards, [str(config.run), "--to", str(config.to), "--step", str(step)])
+    if not started_here():
+        print(config.to)
+    return 0
+
+
+def _write(settings: TrainConfig, checkpoint: Path, to: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    from diloco.reduce import local
+    from diloco.train.checkpoint import alone
+    from diloco.train.data.corpus import prepare
+    from diloco.train.export import export_module
+    from diloco.train.model import build
+    from diloco.train.setup import adamw, attach
+
+    corpus = prepare(settings.data, settings.tokenizer)
+    model = build(settings.model, corpus.tokenizer.vocabulary, settings.context, settings.seed)
+    state: dict[str, Any] = {"model": model.state_dict()}
+    with alone():
+        dcp.load(state, checkpoint_id=checkpoint, no_dist=True)
+    model.load_state_dict(state["model"])
+
+    def with_anchors(reduce: local.Local) -> None:
+        """Checkpoints hold the replica's own weights, and the anchors beside them."""
+        diloco = attach(model, adamw(model, settings), settings, None, reduce)
+        if diloco:
+            with alone():
+                dcp.load({"diloco": diloco}, checkpoint_id=checkpoint, no_dist=True)
+        with diloco.anchors() if diloco else contextlib.nullcontext():
+            export_module(model, corpus.tokenizer, to)
+
+    local.run(1, with_anchors)
+
+
+def _start_shards(shards: int, words: list[str]) -> None:
+    """A rank's checkpoint has its shard of the anchors: as many processes as the replica had bring them together."""
+    with tempfile.TemporaryDirectory() as logs:
+        code, reason = supervise.start(["export", *words], shards, Path(logs), shards, lambda: None)
+        if code:
+            said = [text for log in Path(logs).glob("replica-0/log*.txt") if (text := log.read_text().strip())]
+            raise DiLoCoError(said[0].splitlines()[-1] if said else reason)
+
+
+def _write_shards(settings: TrainConfig, checkpoint: Path, to: Path) -> None:
+    import torch
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+
+    from diloco.rendezvous import meet
+    from diloco.train.data.corpus import prepare
+    from diloco.train.export import export_module
+    from diloco.train.model import build
+    from diloco.train.setup import adamw, attach, spread
+
+    world = own_world(settings.shards, 1)
+    assert world is not None
+    meet(world)
+    corpus = prepare(settings.data, settings.tokenizer)
+    whole = build(settings.model, corpus.tokenizer.vocabulary, settings.context, settings.seed)
+    model, mesh = spread(copy.deepcopy(whole), settings, world, torch.device("cpu"))
+    diloco = attach(model, adamw(model, settings), settings, mesh)
+    state = {"model": get_model_state_dict(model)}
+    dcp.load(state, checkpoint_id=checkpoint)
+    set_model_state_dict(model, state["model"])
+    if diloco:
+        dcp.load({"diloco": diloco}, checkpoint_id=checkpoint)
+    with diloco.anchors() if diloco else contextlib.nullcontext():
+        weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    if world.rank == 0:
+        whole.load_state_dict(weights)
+        export_module(whole, corpus.tokenizer, to)
+    dist.destroy_process_group()

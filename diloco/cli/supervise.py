@@ -1,0 +1,130 @@
+"""Start the processes of a run on this machine, watch them, stop them, and say why they failed."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from diloco.world import STARTED, World
+
+ASKS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Ctrl-C, a polite kill, a terminal that is closed."""
+GRACE = 10.0
+"""Seconds that the others get to end by themselves after one has failed."""
+
+
+def start(
+    words: Sequence[str], size: int, folder: Path, shards: int, watch: Callable[[], None], keep: Sequence[int] = ()
+) -> tuple[int, str]:
+    """Run `python -m diloco WORDS` in `size` processes here; return their exit code and the reason if they failed.
+
+    `watch` is called several times a second. If one process fails, all stop. `keep`: open files that they hold too.
+    """
+    asked: list[int] = []
+    before = {s: signal.signal(s, lambda number, _: asked.append(number)) for s in ASKS}
+    try:
+        return _attend(_spawn(words, size, folder, shards, keep), folder, watch, asked)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _spawn(
+    words: Sequence[str], size: int, folder: Path, shards: int, keep: Sequence[int]
+) -> list[subprocess.Popen[bytes]]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = {
+        STARTED: "1",
+        "WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // size, 1))),
+    }
+    if sys.platform == "linux":
+        common["GLOO_SOCKET_IFNAME"] = "lo"  # the machine's name may not resolve, above all without a network
+    processes = []
+    for rank in range(size):
+        world = World(rank, size, rank, shards)
+        home = folder / f"replica-{world.replica}"
+        home.mkdir(parents=True, exist_ok=True)
+        log = home / ("log.txt" if world.shard == 0 else f"log-{world.shard}.txt")
+        (home / f"error-{world.shard}.json").unlink(missing_ok=True)
+        with log.open("a") as out:
+            processes.append(subprocess.Popen(
+                [sys.executable, "-m", "diloco", *words], stdout=out, stderr=out, stdin=subprocess.DEVNULL,
+                env=os.environ | common | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+                start_new_session=True, pass_fds=keep,  # Ctrl-C reaches us; we pass it on once
+            ))  # fmt: skip
+    return processes
+
+
+def _attend(
+    processes: list[subprocess.Popen[bytes]], folder: Path, watch: Callable[[], None], asked: list[int]
+) -> tuple[int, str]:
+    """`asked`: the signals that came, which grows."""
+    passed_on, failed_at = 0, None
+    try:
+        while any(p.poll() is None for p in processes):
+            if failed_at is None and any(p.poll() for p in processes):
+                failed_at = time.monotonic()
+            if len(asked) > passed_on:  # the first asks for a checkpoint, the second does not wait for it
+                passed_on = len(asked)
+                first = passed_on == 1
+                trains = any(folder.glob("replica-*/metrics.jsonl"))
+                how = " after a few steps, with a checkpoint; again: at once, without" if trains else ""
+                print(f"stopping{how}" if first else "stopped", file=sys.stderr)
+                _signal_all(processes, signal.SIGTERM if first else signal.SIGKILL)
+            if failed_at is not None and time.monotonic() - failed_at > GRACE:
+                _signal_all(processes, signal.SIGKILL)
+            watch()
+            time.sleep(0.1)
+    finally:
+        _signal_all(processes, signal.SIGKILL)
+    watch()
+    if failed_at is None and not any(p.returncode for p in processes):
+        return (130, "") if asked else (0, "")
+    if passed_on == 1 and any(p.returncode == -signal.SIGTERM for p in processes):
+        whole = any(folder.glob("replica-*/checkpoints/step-*"))  # it trains no more, or not yet: nobody could save
+        return 130, "stopped; " + ("go on with --resume" if whole else "no step was done, there is nothing to resume")
+    return (130, "") if passed_on > 1 else _reason(processes, folder)
+
+
+def _signal_all(processes: list[subprocess.Popen[bytes]], number: int) -> None:
+    for process in processes:
+        if process.poll() is None:
+            process.send_signal(number)
+
+
+def _reason(processes: list[subprocess.Popen[bytes]], folder: Path) -> tuple[int, str]:
+    """The error that came first: those that only say that another replica is gone come last."""
+    errors = [json.loads(path.read_text()) for path in sorted(folder.glob("replica-*/error-*.json"))]
+    errors.sort(key=lambda e: (e["type"] == "PeerLost", e["time"]))
+    killed = [f"process {rank} was killed by signal {-p.returncode}" for rank, p in enumerate(processes)
+              if p.returncode < 0]  # fmt: skip
+    if errors and errors[0]["type"] != "PeerLost":
+        return errors[0]["code"], errors[0]["message"]
+    if killed:
+        return 1, f"{killed[0]}; resume with --resume; the logs are in {folder}/replica-*/log.txt"
+    if errors:
+        return errors[0]["code"], errors[0]["message"]
+    said = [text for path in sorted(folder.glob("replica-*/log*.txt")) if (text := path.read_text().strip())]
+    last = f": {said[0].splitlines()[-1]}" if said else ""
+    return 1, f"a process failed{last}; the logs are in {folder}/replica-*/log.txt"
+
+
+def write_error(folder: Path, world: World, error: BaseException, code: int) -> None:
+    """Leave the reason of a failure where the process that started this one finds it."""
+    home = folder / f"replica-{world.replica}"
+    home.mkdir(parents=True, exist_ok=True)
+    message = str(error) if str(error) else type(error).__name__
+    if code != 2:
+        message = f"replica {world.replica}: {type(error).__name__}: {message}; see {home / 'log.txt'}"
+    value = {"type": type(error).__name__, "message": message, "code": code, "time": time.time()}
+    (home / f"error-{world.shard}.json").write_text(json.dumps(value))

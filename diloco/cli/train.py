@@ -1,0 +1,137 @@
+"""`diloco train`: start the replicas here, or be one of them."""
+
+import contextlib
+import json
+import logging
+import shutil
+import sys
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+from diloco.cli import supervise
+from diloco.errors import ConfigError, DiLoCoError, Mismatch
+from diloco.recipe import flags, parse
+from diloco.runs import folder as folders
+from diloco.train.config import TrainConfig, to_toml
+from diloco.world import World, own_world, started_here
+
+CONFIG = TrainConfig
+complete = folders.resumed
+
+
+def main(config: TrainConfig) -> int:
+    if config.bucket is not None:
+        from diloco.cli.member import be_member
+
+        return be_member(config)
+    world = own_world(config.shards, config.replicas)
+    if world is None:
+        code, _ = run_here(config)
+        return code
+    return _be_rank(config, world)
+
+
+def run_here(config: TrainConfig, *, show: bool = True) -> tuple[int, Path]:
+    """Start all processes of a run on this machine, show it, and report it."""
+    from diloco.report.live import Live
+
+    config = replace(config, replicas=config.replicas or 2)
+    assert config.replicas is not None
+    folder = folders.choose(config)
+    if config.resume:
+        _say_what_changed(config, folder)
+    with folders.locked(folder) as lock:
+        (folder / "derived.txt").unlink(missing_ok=True)
+        (folder / "start.toml").write_text(to_toml(replace(config, name=folder.name)))
+        words = ["train", str(folder / "start.toml"), *(["--resume"] if config.resume else [])]
+        print(f"run {folder}", file=sys.stderr)
+        with Live(folder, config.replicas, config.steps or 0) as live:
+            size = config.replicas * config.shards
+            code, reason = supervise.start(words, size, folder, config.shards, live.refresh, keep=(lock,))
+    if reason:
+        print(f"diloco: {reason}", file=sys.stderr)
+    if code in (2, 130) and not (folder / "config.toml").exists():
+        shutil.rmtree(folder)  # refused or stopped before anything was there to keep
+    if show and (folder / "summary.json").exists() and code in (0, 130):
+        show_run(folder, config.json)
+    return code, folder
+
+
+def _say_what_changed(config: TrainConfig, folder: Path) -> None:
+    before = parse(TrainConfig, flags(folder / "config.toml"), "config.toml")
+    names = [f.name for f in fields(TrainConfig) if f.name not in ("resume", "json", "name", "out")]
+    changed = [
+        f"{n} {getattr(before, n)} → {getattr(config, n)}" for n in names if getattr(before, n) != getattr(config, n)
+    ]
+    text = f"; changed: {', '.join(changed)}" if changed else ""
+    print(f"resume with the settings of {folder / 'config.toml'}{text}", file=sys.stderr)
+
+
+def show_run(folder: Path, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(json.loads((folder / "summary.json").read_text()) | {"run": str(folder)}))
+        return
+    from rich.console import Console
+
+    from diloco.report import terminal
+    from diloco.runs.reader import read
+
+    Console().print(terminal.table(read(folder)))
+
+
+def _be_rank(config: TrainConfig, world: World) -> int:
+    """One process of the run. Its reason to fail is one line; the traceback goes to the log."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    logging.getLogger().setLevel(logging.WARNING)
+    logging.getLogger("diloco").setLevel(logging.INFO)
+    folder = config.out / (config.name or "run")
+    try:
+        import torch
+        import torch.distributed as dist
+
+        from diloco.rendezvous import meet
+
+        meet(world, "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+        folder = _agree_on_folder(config, world, dist.distributed_c10d._get_default_store())
+        from diloco.train.run import train
+
+        alone = world.shard == 0 and not started_here()  # else `run_here` holds the folder and shows the run
+        with folders.locked(folder / f"replica-{world.replica}") if alone else contextlib.nullcontext():
+            summary = train(config, world, folder)
+        dist.barrier()  # all have written their last line
+        if world.rank == 0:
+            write_summary(folder, summary)
+            if alone:
+                show_run(folder, config.json)
+        dist.destroy_process_group()
+        return 0
+    except BaseException as error:
+        code = 2 if isinstance(error, (ConfigError, Mismatch)) else 130 if isinstance(error, KeyboardInterrupt) else 1
+        supervise.write_error(folder, world, error, code)
+        if not isinstance(error, DiLoCoError):
+            logging.getLogger("diloco").exception("replica %d failed", world.replica)
+        logging.getLogger("diloco").error("diloco: %s", error)
+        return code
+
+
+def _agree_on_folder(config: TrainConfig, world: World, store: Any) -> Path:
+    """The first rank chooses for all, unless `run_here` has done so."""
+    if world.rank == 0:
+        chosen = config.out / str(config.name) if started_here() else folders.choose(config)
+        store.set("folder", chosen.name)
+    folder = config.out / store.get("folder").decode()
+    (folder / f"replica-{world.replica}").mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def write_summary(folder: Path, summary: dict[str, Any]) -> None:
+    from diloco.plan import check as against
+    from diloco.report import html
+
+    path = folder / "summary.json"
+    path.write_text(json.dumps(summary, indent=1))
+    with contextlib.suppress(ConfigError):  # data-parallel, or other replicas' files are on other machines
+        summary["predicted_utilization"] = against.compare(folder).predicted
+        path.write_text(json.dumps(summary, indent=1))
+    html.write([folder], folder / "report.html")

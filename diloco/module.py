@@ -1,0 +1,82 @@
+"""Look into an nn.Module: trained and frozen parameters, buffers, layers, by names that wrappers do not change."""
+
+import re
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from diloco.errors import ConfigError
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The model inside torch.compile and DDP, so that its names do not depend on them."""
+    while True:
+        if hasattr(model, "_orig_mod"):
+            model = model._orig_mod  # pyright: ignore[reportAssignmentType]
+        elif isinstance(model, DistributedDataParallel):
+            model = model.module
+        else:
+            return model
+
+
+def _clean(name: str) -> str:
+    """A name without what compiled or checkpointed layers put into it."""
+    return re.sub(r"(_orig_mod\.|_checkpoint_wrapped_module\.)", "", name)
+
+
+def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that are trained, by name, tied ones once. Frozen ones are not: they never differ."""
+    found = {_clean(name): p for name, p in model.named_parameters() if p.requires_grad}
+    for name, p in found.items():
+        if isinstance(p, nn.parameter.UninitializedParameter) or p.is_meta:
+            raise ConfigError(f"parameter {name} has no values yet (meta or lazy); materialise the model first")
+        if not p.is_floating_point():
+            raise ConfigError(f"parameter {name} is {p.dtype}; only real floating-point parameters can be averaged")
+    if not found:
+        raise ConfigError("the model has no parameter with requires_grad; freeze only what is not trained")
+    return found
+
+
+def frozen(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that are not trained: replicas must start with the same, for they are never synced."""
+    return {_clean(name): p for name, p in model.named_parameters() if not p.requires_grad}
+
+
+def trained_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """The buffers that training may change: float, saved with the model, finite (a mask of -inf is none of them)."""
+    fixed = {
+        f"{prefix}.{name}".lstrip(".")
+        for prefix, module in model.named_modules()
+        for name in module._non_persistent_buffers_set
+    }
+    floats = {name: b for name, b in model.named_buffers() if name not in fixed and b.is_floating_point()}
+    return {_clean(name): b for name, b in floats.items() if bool(b.isfinite().all())}
+
+
+def find_layers(model: nn.Module, names: Mapping[str, Tensor]) -> list[list[str]]:
+    """The trained parameters of each layer: the children of the largest ModuleList or ModuleDict.
+
+    Unless a Sequential holds more than twice as much: then its children are the layers. (One that holds hardly more is
+    what the list is in.)
+    """
+    lists = _largest(model, names, (nn.ModuleList, nn.ModuleDict))
+    chain = _largest(model, names, (nn.Sequential,))
+    return chain if _values(chain, names) > 2 * _values(lists, names) else lists
+
+
+def _largest(model: nn.Module, names: Mapping[str, Tensor], kinds: tuple[type, ...]) -> list[list[str]]:
+    """Of the modules of these kinds with at least two trained children, the parameters of the largest, by child."""
+    best: list[list[str]] = []
+    for prefix, module in model.named_modules():
+        if isinstance(module, kinds):
+            starts = [_clean(f"{prefix}.{child}.".lstrip(".")) for child, _ in module.named_children()]
+            found = [[n for n in names if n.startswith(start)] for start in starts]
+            layers = [layer for layer in found if layer]
+            if len(layers) > 1 and _values(layers, names) > _values(best, names):
+                best = layers
+    return best
+
+
+def _values(layers: Sequence[Sequence[str]], names: Mapping[str, Tensor]) -> int:
+    return sum(names[name].numel() for layer in layers for name in layer)

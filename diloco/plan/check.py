@@ -1,0 +1,107 @@
+"""A finished run against the simulator: the measured step times replayed over the link, and what comes out.
+
+Measured utilisation is the time of all steps without what they waited for rounds, divided by the time of all steps.
+Predicted is the simulator's, given the run's step times, the bytes of its rounds and the link. If the link is not
+given, it is read from the rounds: bytes over flight time of the replica that waited least for the others.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from diloco.errors import ConfigError
+from diloco.plan.plot import rate_text
+from diloco.plan.simulate import Group, Message, Method, simulate
+from diloco.plan.traffic import Array, Link
+from diloco.report.units import percent
+from diloco.runs.reader import Run, read
+from diloco.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class Comparison:
+    name: str
+    measured: float
+    predicted: float
+    rate: float
+    """Bits a second of the link that the prediction used; 0 if nothing was sent."""
+    estimated: bool
+    """Whether the rate was read from the run's rounds."""
+
+    def __str__(self) -> str:
+        link = f"link {rate_text(self.rate)}" if self.rate else "nothing was sent"
+        source = ", as its rounds ran" if self.rate and self.estimated else ""
+        predicted, measured = percent(self.predicted, digits=1), percent(self.measured, digits=1)
+        return f"utilisation: predicted {predicted}, measured {measured} ({link}{source})"
+
+
+def line(folder: Path, link: Link | None = None, round_trip: float = 0.0) -> str:
+    """One line for a report."""
+    return str(compare(folder, link, round_trip))
+
+
+def compare(folder: Path, link: Link | None = None, round_trip: float = 0.0) -> Comparison:
+    run = read(folder)
+    if run.config.get("bucket"):
+        raise ConfigError(f"{folder}: a member of a bucket, which waits for no round: give a run without one")
+    computing, waiting = _times(run)
+    measured = float(computing.sum() / (computing + waiting).sum())
+    replicas, steps = computing.shape
+    if run.method == "dp":
+        raise ConfigError(f"{folder}: method dp hides its waiting in the backward pass; give a diloco or streaming run")
+    if run.method == "local" or replicas == 1 or not _rounds(run):
+        return Comparison(run.name, measured, 1.0, 0.0, link is None)
+    nbytes = _bytes(run)
+    schedule = Schedule(int(run.config.get("sync_every", 100)), len(nbytes))
+    overlap = 0 if run.method == "diloco" else int(run.config.get("overlap", 1))
+
+    def sends(step: int) -> list[Message]:
+        return [(0, nbytes[fragment]) for fragment in schedule.sends(step)]
+
+    # A round's bytes are what one replica sends, so it counts as an exchange of two whatever the reducer did.
+    each = Method(1, sends, lambda n: n, schedule.sync_every, overlap, in_turn=True)
+    group = Group(float(computing.mean()), 2, round_trip)
+    used = link or Link.same(_rate(run))
+    predicted = float(simulate(each, group, used, steps, times=computing)[0])
+    return Comparison(run.name, measured, predicted, used.rate, link is None)
+
+
+def _times(run: Run) -> tuple[Array, Array]:
+    """Seconds of computing and of waiting, by replica and step; the steps that all replicas have."""
+    replicas = [replica for replica in run.replicas if replica.steps]
+    if not replicas:
+        raise ConfigError(f"{run.folder}: no steps in replica-*/metrics.jsonl; give a run that trained")
+    steps = min(len(replica.steps) for replica in replicas)
+    total = np.array([[s.step_seconds for s in replica.steps[:steps]] for replica in replicas])
+    sums = np.array([[s.seconds_exposed for s in replica.steps[:steps]] for replica in replicas])
+    # The sums begin again when a run is resumed.
+    waited = np.maximum(np.diff(sums, axis=1, prepend=0.0), 0.0)
+    waiting = np.minimum(waited, total)
+    return total - waiting, waiting
+
+
+def _rounds(run: Run) -> bool:
+    return any(replica.rounds for replica in run.replicas)
+
+
+def _bytes(run: Run) -> list[float]:
+    """Bytes that a replica sends for each fragment, as its rounds did."""
+    seen: dict[int, float] = {}
+    for replica in run.replicas:
+        for round in replica.rounds:
+            seen[round.fragment] = max(seen.get(round.fragment, 0.0), float(round.bytes_sent))
+    return [seen.get(fragment, 0.0) for fragment in range(max(seen) + 1)]
+
+
+def _rate(run: Run) -> float:
+    """Bits a second: the median over rounds; in each, the replica that came last waited for nobody."""
+    flights: dict[tuple[int, int], tuple[float, float]] = {}
+    for replica in run.replicas:
+        for round in replica.rounds:
+            key = (round.fragment, round.index)
+            flights[key] = min(flights.get(key, (np.inf, 0.0)), (round.flight_seconds, float(round.bytes_sent)))
+    rates = [8 * sent / seconds for seconds, sent in flights.values() if seconds > 0 and sent > 0]
+    if not rates:
+        raise ConfigError(f"{run.folder}: its rounds tell no rate; give --link")
+    return float(np.median(rates))

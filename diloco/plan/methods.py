@@ -1,0 +1,85 @@
+"""The methods as messages: data-parallel, DiLoCo and streaming, in the paper's grain and in this library's.
+
+The paper's: every layer is a message of its own, sent when its backward pass has ended and awaited by its forward pass.
+This library's (`in_turn`): a fragment is one round, sent after the step and awaited `overlap` steps later by the whole
+model; rounds run one after another on the communication thread.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from diloco import formats as sizes
+from diloco.plan.model import size
+from diloco.plan.simulate import Message, Method
+from diloco.plan.traffic import Bytes, Reduce
+from diloco.schedule import Schedule, check_overlap
+
+
+def data_parallel(pieces: Sequence[float], nbytes: Bytes = sizes.bfloat16) -> Method:
+    """Every layer after every step, by a ring all-reduce of gradients."""
+    messages = _descending((layer, values) for layer, values in enumerate(pieces) if values)
+    return Method(len(pieces), lambda step: messages, nbytes, period=1, reduce="ring")
+
+
+def bucketed(pieces: Sequence[float], first: float, others: float) -> list[float]:
+    """Layers as DDP sends them: from the last on, in buckets that leave when so many values are reached, or at the end.
+
+    >>> bucketed([3, 3, 3, 3], first=1, others=100)
+    [9.0, 0.0, 0.0, 3.0]
+    """
+    out, size, limit = [0.0] * len(pieces), 0.0, first
+    for layer in reversed(range(len(pieces))):
+        size += pieces[layer]
+        if size >= limit or layer == 0:
+            out[layer], size, limit = float(size), 0.0, others
+    return out
+
+
+def diloco(
+    pieces: Sequence[float], sync_every: int, nbytes: Bytes, *, in_turn: bool = False, reduce: Reduce = "collective"
+) -> Method:
+    """Everything after every `sync_every` steps, blocking."""
+    return streaming([list(enumerate(pieces))], len(pieces), sync_every, 0, nbytes, in_turn=in_turn, reduce=reduce)
+
+
+def streaming(
+    fragments: Sequence[Sequence[Message]],
+    layers: int,
+    sync_every: int,
+    overlap: int,
+    nbytes: Bytes,
+    *,
+    in_turn: bool = False,
+    reduce: Reduce = "collective",
+) -> Method:
+    """Fragment after fragment by the library's schedule."""
+    check_overlap(overlap, sync_every)
+    schedule = Schedule(sync_every, len(fragments))
+    due: dict[int, Sequence[Message]] = {}
+    for step in range(sync_every, 2 * sync_every):
+        sent = [fragments[f] for f in schedule.sends(step)]
+        due[step % sync_every] = [(0, size(f)) for f in sent] if in_turn else _descending(m for f in sent for m in f)
+
+    def sends(step: int) -> Sequence[Message]:
+        return due[step % sync_every] if step >= sync_every else ()  # first after a full sync_every
+
+    return Method(layers, sends, nbytes, sync_every, overlap, reduce, in_turn, first=sync_every)
+
+
+def evenly(fragments: Sequence[Sequence[Message]], layers: int, sync_every: int, overlap: int, nbytes: Bytes) -> Method:
+    """Streaming as in the paper's table: a fragment every round(sync_every / fragments) steps, from the first on."""
+    spacing = max(1, round(sync_every / len(fragments)))
+    return spaced(fragments, layers, spacing, overlap, nbytes)
+
+
+def spaced(fragments: Sequence[Sequence[Message]], layers: int, spacing: int, overlap: int, nbytes: Bytes) -> Method:
+    """A fragment every `spacing` steps."""
+    messages = [_descending(fragment) for fragment in fragments]
+
+    def sends(step: int) -> Sequence[Message]:
+        return messages[step // spacing % len(messages)] if step % spacing == 0 else ()
+
+    return Method(layers, sends, nbytes, spacing * len(fragments), overlap)
+
+
+def _descending(messages: Iterable[Message]) -> list[Message]:
+    return sorted(messages, reverse=True)

@@ -1,6 +1,0 @@
-"""The elastic reducer: members meet in a folder or an object store and nothing else. The protocol is in
-docs/bucket.md."""
-
-from diloco.reduce.bucket.bucket import Bucket as Bucket
-from diloco.reduce.bucket.place import below as below
-from diloco.reduce.bucket.place import find_run as find_run

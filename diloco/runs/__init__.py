@@ -1,0 +1,1 @@
+"""The run directory: one schema, used by whoever writes and whoever reads it."""

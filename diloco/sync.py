@@ -1,0 +1,168 @@
+"""One fragment on one replica: its values in this process, what is agreed on, what is under way."""
+
+import io
+import json
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from diloco.codec import Codec
+from diloco.errors import Mismatch, NotFinite
+from diloco.flat import Shard
+from diloco.fragment import Fragment
+from diloco.outer import Outer, host
+from diloco.reduce import Delta, Round, State
+from diloco.stats import RoundStats
+
+
+@dataclass(frozen=True)
+class Flight:
+    """A delta that was sent and whose round is not applied yet."""
+
+    index: int
+    step: int
+    work: float  # all that had been done when it was sent
+    weight: float  # of it, what is in no anchor yet
+    values: Tensor
+    ready: Callable[[], None]  # wait for copies from the device
+    sent_at: float
+
+
+class Part:
+    def __init__(self, number: int, fragment: Fragment, tensors: dict[str, Tensor], outer: Outer, codec: Codec) -> None:
+        self.number, self.fragment, self.outer, self.codec = number, fragment, outer, codec
+        self.shard = Shard(fragment, tensors)
+        self.state = State(0, host(self.shard.size), outer.state(self.shard.size))
+        self.pinned = self.state.anchor.is_pinned()
+        self.shard.read(self.state.anchor)
+        self.flight: Flight | None = None
+        self.sent_step = 0
+        self.counted = 0.0  # work that is in the anchor
+
+    def depart(self, step: int, work: float) -> Flight:
+        """Take the delta against the anchor, never against the merged local value."""
+        values = self._buffer(self.shard.size)
+        ready = self.shard.subtract(self.state.anchor, values)
+        self.sent_step = step
+        self.flight = Flight(self.state.index + 1, step, work, work - self.counted, values, ready, time.time())
+        return self.flight
+
+    def offer(self, flight: Flight, tokens: bool) -> Callable[[], Delta]:
+        """What the reducer calls, off the training thread. The state it is against does not change while it is read:
+        rounds that did not count this delta, and jumps, make a new one."""
+        state = self.state
+
+        def delta() -> Delta:
+            flight.ready()
+            fault = self.shard.find_fault(flight.values)
+            return Delta(flight.values, flight.weight, tokens, state.fingerprint(), fault)
+
+        return delta
+
+    def apply(self, round: Round, keep_local: float) -> None:
+        """The outer step; then merge if the own delta was counted, else follow the anchor and keep all local work."""
+        if round.faults:
+            where = ", ".join(f"{self.fragment[i].name} on replica {m}" for m, i in round.faults.items())
+            raise NotFinite(
+                f"fragment {self.number}, round {round.index}: inf or nan in {where}. Nothing was applied on any "
+                "replica. Go back to a checkpoint; a lower learning rate or gradient clipping may prevent it."
+            )
+        assert self.flight is not None or not round.counted
+        old = self.state
+        state = self.state = old if round.counted else self._copy(old)
+        if sum(round.members.values()) > 0:  # else nobody has trained since, and momentum alone must not move anything
+            self.outer.step(state.anchor, round.mean, state.outer)
+        state.index = round.index
+        if self.flight is not None and round.counted:
+            self.shard.merge(state.anchor, keep_local)
+            self.counted = self.flight.work
+        else:
+            self.shard.carry(state.anchor, old.anchor)
+        self.flight = None
+
+    def jump(self, state: State, work: float) -> None:
+        """Take a state as it is; local work since the last round is given up."""
+        self.state = state if state.anchor is self.state.anchor else self._copy(state)
+        self.flight, self.counted = None, work
+        self.shard.write(self.state.anchor)
+
+    def go_back(self, work: float) -> None:
+        """Give up local values for the anchor; what is under way stays so."""
+        self.shard.write(self.state.anchor)
+        self.counted = work if self.flight is None else self.counted
+
+    def find(self, tensors: Mapping[str, Tensor]) -> None:
+        """Read and write these from now on."""
+        self.shard = Shard(self.fragment, {s.name: s.tensor for s in self.shard.spans} | dict(tensors))
+
+    def _buffer(self, n: int) -> Tensor:
+        return torch.empty(n, dtype=torch.float32, device="cpu", pin_memory=self.pinned)
+
+    def _copy(self, state: State) -> State:
+        anchor, outer = (self._buffer(len(t)).copy_(t) for t in (state.anchor, state.outer))
+        return State(state.index, anchor, outer)
+
+    def statistics(self, round: Round, step: int, exposed: float) -> RoundStats:
+        """Of a round that is about to be applied."""
+        flight = self.flight
+        return RoundStats(
+            fragment=self.number,
+            index=round.index,
+            sent_step=flight.step if flight else None,
+            applied_step=step,
+            sent_at=flight.sent_at if flight else time.time(),
+            bytes_sent=round.sent,
+            bytes_received=round.received,
+            seconds=round.seconds,
+            seconds_exposed=exposed,
+            members=len(round.members),
+            counted=round.counted,
+        )
+
+    def _pieces(self) -> str:
+        return json.dumps([(piece.name, piece.start, piece.stop) for piece in self.fragment])
+
+    def state_dict(self) -> dict[str, Any]:
+        flight = bytearray()  # which torch.load(weights_only=True) takes, unlike bytes
+        if self.flight is not None:
+            self.flight.ready()
+            buffer, f = io.BytesIO(), self.flight
+            torch.save((f.index, f.step, f.work, f.weight, f.values), buffer)
+            flight = bytearray(buffer.getvalue())
+        return {
+            "pieces": self._pieces(),
+            "index": self.state.index,
+            "sent_step": self.sent_step,
+            "counted": self.counted,
+            "anchor": self.state.anchor,
+            "outer": self.state.outer,
+            "flight": flight,  # no tensor: checkpoints want the same tensors in every save, and a flight comes and goes
+        }
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        sizes = [(len(s["anchor"]), len(s["outer"])) for s in (saved, vars(self.state))]
+        if sizes[0] != sizes[1]:
+            raise Mismatch(
+                f"fragment {self.number} has (anchor, outer state) of {sizes[0]} values in the saved state and of "
+                f"{sizes[1]} here: use the model, fragments and outer rule of the run that was saved"
+            )
+        if saved["pieces"] != self._pieces():
+            raise Mismatch(
+                f"fragment {self.number} holds other parameters in the saved state: use the fragments of the run that "
+                "was saved"
+            )
+        self.state = State(saved["index"], self.state.anchor, self.state.outer)
+        self.state.anchor.copy_(saved["anchor"])
+        self.state.outer.copy_(saved["outer"])
+        self.sent_step, self.counted, self.flight = saved["sent_step"], saved["counted"], None
+        if saved["flight"]:
+            index, step, work, weight, values = torch.load(io.BytesIO(saved["flight"]), weights_only=True)
+            self.flight = Flight(index, step, work, weight, values, _already, time.time())
+
+
+def _already() -> None:
+    """Nothing is being copied."""

@@ -1,0 +1,240 @@
+"""The corpus: documents, tokenized once into files that are then memory-mapped, split into train and held-out.
+
+A document is held out if its hash says so (one in twenty), so equal documents are on the same side on every machine.
+Preparation goes through the documents one by one and never holds the corpus in memory.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from diloco.errors import ConfigError
+from diloco.train.data import documents
+from diloco.train.data import tokenizer as tokens
+from diloco.train.data.batches import Batches
+from diloco.train.data.documents import Sources
+from diloco.train.data.tokenizer import Tokens
+
+HELD_OUT = 0.05
+_FORMAT = 1
+"""Part of the cache's key: raise it when the files or the split change."""
+_CHUNK = 1 << 22
+_EVALUATED_AT_ONCE = 16
+
+
+@dataclass(frozen=True)
+class Corpus:
+    name: str
+    sha256: str
+    """Of the hashes of all documents in order: the same text gives the same, on every machine."""
+    nbytes: int
+    """Bytes of the train text."""
+    train: Path
+    held_out: Path
+    tokenizer: Tokens
+    bytes_per_token: float
+    """Of the held-out text: bits per byte = nats per token / ln 2 / bytes_per_token."""
+
+    def batches(self, replica: int, replicas: int, sequences: int, context: int, seed: int) -> Batches:
+        """The train windows of one replica, `sequences` at a time (see `diloco.train.data.batches`)."""
+        return Batches(
+            self._tokens(self.train),
+            replica=replica,
+            replicas=replicas,
+            sequences=sequences,
+            context=context,
+            seed=seed,
+        )
+
+    def evaluation(self, context: int, limit: int) -> list[tuple[Tensor, Tensor]]:
+        """Held-out windows of at most `limit` tokens in all, evenly spread, always the same, in batches of one size."""
+        ids = self._tokens(self.held_out)
+        windows = max(len(ids) - 1, 0) // context
+        if windows == 0:
+            raise ConfigError(
+                f"{self.name}: {len(ids)} tokens are held out, fewer than one window of context {context}: "
+                "give more --data or lower --context"
+            )
+        count = min(windows, max(limit // context, 1))
+        size = min(count, _EVALUATED_AT_ONCE)
+        count -= count % size
+        starts = np.arange(count) * windows // count * context
+        both = torch.from_numpy(ids[starts[:, None] + np.arange(context + 1)].astype(np.int64))
+        return [(part[:, :-1].contiguous(), part[:, 1:].contiguous()) for part in both.split(size)]
+
+    def unigram_loss(self) -> float:
+        """Nats per held-out token of a model that knows only how often each token is in the train part, plus one."""
+        size = self.tokenizer.vocabulary
+        seen = self._counts(self.train, size) + 1
+        wanted = self._counts(self.held_out, size)
+        return float(-(wanted * np.log(seen / seen.sum())).sum() / wanted.sum())
+
+    def _tokens(self, path: Path) -> np.ndarray:
+        return documents.open_shard(path, self.tokenizer.vocabulary)
+
+    def _counts(self, path: Path, size: int) -> np.ndarray:
+        ids, counts = self._tokens(path), np.zeros(size, np.int64)
+        for start in range(0, len(ids), _CHUNK):
+            counts += np.bincount(ids[start : start + _CHUNK], minlength=size)
+        return counts
+
+
+def prepare(data: Sequence[str], tokenizer: str, cache: Path | None = None) -> Corpus:
+    """Tokenize a corpus, or find that it has been done.
+
+    Args:
+        data: files, folders or hf:NAME; nothing for the sources of Python's standard library.
+        tokenizer: bytes, train:SIZE, or the path of a tokenizer.json.
+        cache: folder of prepared corpora. Default: `diloco` in the user's cache folder.
+    """
+    sources = documents.find(data)
+    key = hashlib.sha256(json.dumps([_FORMAT, sources.identity(), tokens.identity(tokenizer)]).encode()).hexdigest()
+    cache = cache or default_cache()
+    folder = cache / key[:16]
+    if not _is_whole(folder):
+        try:
+            cache.mkdir(parents=True, exist_ok=True)
+            # Made under another name and then renamed: a folder of this name is whole, whenever this process dies.
+            with tempfile.TemporaryDirectory(prefix=f"{key[:16]}-", suffix=".tmp", dir=cache) as temporary:
+                _write(Path(temporary), sources, tokenizer)
+                _publish(Path(temporary), folder)
+        except OSError as error:
+            where = error.filename or cache
+            raise ConfigError(
+                f"cannot prepare the corpus: {where}: {error.strerror}; free or give another place"
+            ) from error
+    return _open(folder, sources, tokenizer)
+
+
+def default_cache() -> Path:
+    """`diloco` in the user's cache folder, by the custom of the platform."""
+    if sys.platform == "win32":
+        base = os.environ.get("LOCALAPPDATA", "~/AppData/Local")
+    else:
+        base = os.environ.get("XDG_CACHE_HOME") or ("~/Library/Caches" if sys.platform == "darwin" else "~/.cache")
+    return Path(base).expanduser() / "diloco"
+
+
+def _open(folder: Path, sources: Sources, tokenizer: str) -> Corpus:
+    facts = _facts(folder)
+    return Corpus(
+        name=sources.name,
+        sha256=facts["sha256"],
+        nbytes=facts["train"]["bytes"],
+        train=folder / "train.bin",
+        held_out=folder / "held_out.bin",
+        tokenizer=tokens.load(str(folder) if tokenizer.startswith("train:") else tokenizer),
+        bytes_per_token=facts["held_out"]["bytes"] / max(facts["held_out"]["tokens"], 1),
+    )
+
+
+def _facts(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "corpus.json").read_text(encoding="utf-8"))
+
+
+def _is_whole(folder: Path) -> bool:
+    """Sizes are compared too: a cache may have been cleaned file by file."""
+    try:
+        facts = _facts(folder)
+        width = tokens.dtype(facts["vocabulary"]).itemsize
+        return all((folder / f"{p}.bin").stat().st_size == width * facts[p]["tokens"] for p in ("train", "held_out"))
+    except (OSError, ValueError, KeyError):
+        return False
+
+
+def _publish(temporary: Path, folder: Path) -> None:
+    """Rename to the final name, unless another process was quicker: then its folder holds the same."""
+    while True:
+        try:
+            # TemporaryDirectory still owns the outer folder, so its contents move.
+            (temporary / "corpus").rename(folder)
+            return
+        except OSError:
+            if _is_whole(folder):
+                return
+            if not folder.exists():
+                raise
+            # A damaged folder moves away in one step, so that two processes do not delete each other's repair.
+            folder.rename(temporary / f"damaged-{len(list(temporary.iterdir()))}")
+
+
+def _write(temporary: Path, sources: Sources, tokenizer: str) -> None:
+    folder = temporary / "corpus"
+    folder.mkdir()
+    encoder = tokens.load(tokenizer, (t for t in documents.texts(sources) if not _is_held_out(_digest(t))))
+    if tokenizer.startswith("train:"):
+        encoder.save(folder)
+    digest = hashlib.sha256()
+    with (folder / "train.bin").open("wb") as train, (folder / "held_out.bin").open("wb") as held_out:
+        counts = {"train": [0, 0], "held_out": [0, 0]}
+        for document, nbytes, ids in _encoded(sources, encoder):
+            digest.update(document)
+            part, file = ("held_out", held_out) if _is_held_out(document) else ("train", train)
+            file.write(np.append(ids, encoder.end).astype(tokens.dtype(encoder.vocabulary)).tobytes())
+            counts[part][0] += len(ids) + 1
+            counts[part][1] += nbytes
+    if not any(n for n, _ in counts.values()):
+        raise ConfigError(f"{sources.name}: the corpus is empty; give --data that holds text")
+    _even_out(folder, counts, encoder)
+    kind = tokens.dtype(encoder.vocabulary).name
+    for part in counts:
+        (folder / f"{part}.json").write_text(json.dumps({"dtype": kind, "vocabulary": encoder.vocabulary}))
+    facts = {part: {"tokens": n, "bytes": size} for part, (n, size) in counts.items()}
+    whole = {"name": sources.name, "sha256": digest.hexdigest(), "vocabulary": encoder.vocabulary, **facts}
+    (folder / "corpus.json").write_text(json.dumps(whole, indent=1), encoding="utf-8")
+
+
+def _encoded(sources: Sources, encoder: Tokens) -> Iterator[tuple[bytes, int, np.ndarray]]:
+    """(hash, bytes of text, ids) of every document."""
+    if sources.tokenized:
+        for ids in documents.shards(sources, encoder.vocabulary, encoder.end):
+            yield _digest(ids.astype("<u4").tobytes()), encoder.nbytes(ids), ids
+        return
+    texts = documents.texts(sources)
+    with ThreadPoolExecutor() as pool:  # the tokenizers library lets go of the interpreter while it works
+        while group := list(islice(texts, 256)):
+            for text, ids in zip(group, pool.map(encoder.encode, group), strict=True):
+                yield _digest(text), len(text), ids
+
+
+def _digest(content: bytes) -> bytes:
+    return hashlib.sha256(content).digest()
+
+
+def _is_held_out(digest: bytes) -> bool:
+    return int.from_bytes(digest[:8], "big") < HELD_OUT * 2**64
+
+
+def _even_out(folder: Path, counts: dict[str, list[int]], encoder: Tokens) -> None:
+    """With few documents chance may hold out nothing or most: then it is the last twentieth of the tokens instead."""
+    total, nbytes = (sum(column) for column in zip(*counts.values(), strict=True))
+    if 0.01 <= counts["held_out"][0] / total <= 0.2:
+        return
+    kind = tokens.dtype(encoder.vocabulary)
+    tail = round(total * HELD_OUT)
+    with (folder / "train.bin").open("r+b") as train, (folder / "held_out.bin").open("r+b") as held_out:
+        train.seek(0, os.SEEK_END)
+        shutil.copyfileobj(held_out, train)
+        train.seek((total - tail) * kind.itemsize)
+        held_out.seek(0)
+        held_out.truncate()
+        size = 0
+        while chunk := train.read(_CHUNK * kind.itemsize):
+            held_out.write(chunk)
+            size += encoder.nbytes(np.frombuffer(chunk, kind))
+        train.truncate((total - tail) * kind.itemsize)
+    counts["train"][:] = total - tail, nbytes - size
+    counts["held_out"][:] = tail, size

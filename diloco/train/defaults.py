@@ -1,0 +1,89 @@
+"""What is not given is derived from model size and number of replicas, each value with its reason.
+
+The fits are those of Scaling Laws for DiLoCo (arXiv 2503.09799), made on 35M to 2.4B parameters: lr and batch as
+A·N^a·M^b. Below that range they are stopped at values that were seen to train.
+"""
+
+import math
+from dataclasses import dataclass, replace
+
+from diloco import laws
+from diloco.train.config import TrainConfig
+
+LARGEST_LR = 8e-3
+"""The law gives more only below 35M parameters, where it was not fitted. At 0.09M and 0.34M the best of a grid of
+factor √2 was 1.1e-2, which 8e-3 came close to (docs/parity.md)."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    name: str
+    value: float
+    reason: str
+
+
+def resolve(config: TrainConfig, parameters: int, replicas: int) -> tuple[TrainConfig, list[Rule]]:
+    """The config with nothing left open, and the rules that filled it."""
+    rules: list[Rule] = []
+
+    def take(name: str, value: float, reason: str) -> None:
+        if getattr(config, name) is None:
+            rules.append(Rule(name, value, reason))
+
+    multiple = replicas * config.shards * config.accumulate
+    take("batch", laws.batch_of(parameters, replicas, config.context, multiple),
+         "scaling law 0.00709·N^0.47·M^0.34 sequences of 2048 tokens, as many of this context")  # fmt: skip
+    batch = config.batch or int(rules[-1].value)
+    per_step = batch * config.context
+    tokens = config.tokens or (config.steps * per_step if config.steps else laws.TOKENS_PER_PARAMETER * parameters)
+    if config.tokens is None and config.steps is None:
+        rules.append(Rule("tokens", tokens, "20 tokens for each parameter"))
+    steps = config.steps or max(round(tokens / per_step), 1)
+    take("steps", steps, "tokens ÷ (batch · context)")
+    law = laws.inner_lr(parameters, replicas)
+    take("lr", float(f"{min(law, LARGEST_LR):.3g}"),
+         f"scaling law 22256·N^-0.88·M^0.29{f', stopped at {LARGEST_LR:g}' if law > LARGEST_LR else ''}")  # fmt: skip
+    take("warmup", min(max(steps // 10, 1), 1000), "a tenth of the steps, at most 1000")
+    take("weight_decay", float(f"{1 / steps:.3g}"), "1 ÷ steps, as in the scaling laws")
+    if config.method in ("streaming", "diloco"):
+        outer = _outer(config, parameters, replicas, steps // config.sync_every)
+        rules += [rule for rule in outer if getattr(config, rule.name) is None]
+    filled = {rule.name: type_of(rule) for rule in rules if rule.name != "tokens"}
+    return replace(config, replicas=replicas, tokens=None, **filled), rules
+
+
+def _outer(config: TrainConfig, parameters: int, replicas: int, rounds: int) -> tuple[Rule, Rule]:
+    short = parameters < laws.FITTED[0] and rounds < laws.SHORT
+    if short and config.outer_momentum in (None, laws.SHORT_MOMENTUM):
+        return (
+            Rule(
+                "outer_momentum", laws.SHORT_MOMENTUM, f"best for small models in a short run; {rounds} rounds is one"
+            ),
+            Rule("outer_lr", laws.SHORT_OUTER_LR, f"best with outer momentum {laws.SHORT_MOMENTUM:g}"),
+        )
+    lr, nearest = laws.outer_lr(replicas)
+    near = "" if nearest == replicas else ", the nearest that was measured"
+    return (
+        Rule("outer_momentum", laws.OUTER_MOMENTUM, "as in all published runs"),
+        Rule("outer_lr", lr, f"best for {nearest} replica{'s' if nearest > 1 else ''} in the scaling laws{near}"),
+    )
+
+
+def type_of(rule: Rule) -> float | int:
+    return int(rule.value) if rule.name in ("batch", "steps", "warmup") else rule.value
+
+
+def lr_at(config: TrainConfig, step: int) -> float:
+    """The inner lr of a step (from 1): linear warm-up, then a cosine to 5 % of the peak."""
+    assert config.lr is not None and config.warmup is not None and config.steps is not None
+    if step <= config.warmup:
+        return config.lr * step / config.warmup
+    done = (step - config.warmup) / max(config.steps - config.warmup, 1)
+    return config.lr * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * min(done, 1.0))))
+
+
+def describe(rules: list[Rule], parameters: int, config: TrainConfig, corpus: str, start: int) -> str:
+    """What is about to run, and where each derived value comes from."""
+    where = f" from step {start}" if start else ""
+    head = f"{config.method}: {parameters / 1e6:.3g}M parameters on {corpus}, {config.steps} steps{where}"
+    return "\n".join([head, *(f"  {rule.name} = {rule.value:g}: {rule.reason}" for rule in rules)])

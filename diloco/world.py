@@ -1,0 +1,92 @@
+"""Which process of a run this is, as torchrun, Slurm or `diloco train` says in environment variables."""
+
+import os
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from diloco.errors import ConfigError
+
+STARTED = "DILOCO_STARTED_HERE"
+
+
+@dataclass(frozen=True)
+class World:
+    """Which process of the run this is. Ranks of one replica follow each other."""
+
+    rank: int
+    size: int
+    local_rank: int
+    shards: int = 1
+
+    @property
+    def replica(self) -> int:
+        return self.rank // self.shards
+
+    @property
+    def replicas(self) -> int:
+        return self.size // self.shards
+
+    @property
+    def shard(self) -> int:
+        return self.rank % self.shards
+
+
+def world_from(environment: Mapping[str, str], shards: int, replicas: int | None) -> World | None:
+    """This process's place if torchrun or Slurm gave it one, else None."""
+    if {"RANK", "WORLD_SIZE"} <= environment.keys():
+        rank, size, local = (int(environment.get(key, 0)) for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    elif int(environment.get("SLURM_NTASKS", 1)) > 1 and "SLURM_PROCID" in environment:
+        rank, size, local = (int(environment[key]) for key in ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"))
+    else:
+        return None
+    if size % shards or (replicas is not None and replicas * shards != size):
+        wanted = f"replicas={replicas}, shards={shards}" if replicas else f"shards={shards}"
+        raise ConfigError(f"{wanted} with {size} processes: start replicas · shards of them")
+    return World(rank, size, local, shards)
+
+
+def address_from(environment: Mapping[str, str]) -> tuple[str, int]:
+    """Where the first process listens: torchrun's variables, or the first node of the Slurm job."""
+    if "MASTER_ADDR" in environment:
+        return environment["MASTER_ADDR"], int(environment.get("MASTER_PORT", 29500))
+    nodes = environment.get("SLURM_STEP_NODELIST", environment.get("SLURM_JOB_NODELIST", ""))
+    port = 20_000 + int(environment.get("SLURM_JOB_ID", 0)) % 10_000  # the same for all, rarely another job's
+    return first_node(nodes), port
+
+
+def first_node(nodes: str) -> str:
+    """
+    >>> first_node("gpu[07-09,12],cpu3")
+    'gpu07'
+    """
+    match = re.match(r"([^,\[]+)(?:\[(\d+))?", nodes)
+    if match is None:
+        raise ConfigError(
+            "Slurm gives no list of nodes (SLURM_STEP_NODELIST); set MASTER_ADDR to the first node's name"
+        )
+    return match[1] + (match[2] or "")
+
+
+def own_world(shards: int, replicas: int | None) -> World | None:
+    return world_from(os.environ, shards, replicas)
+
+
+def started_here() -> bool:
+    """Whether `start` has started this process, which then watches and shows the run."""
+    return STARTED in os.environ
+
+
+def own_address() -> tuple[str, int]:
+    return address_from(os.environ)
+
+
+def alone() -> None:
+    """This process talks to no other: gloo must not look for the machine's name, which may not resolve."""
+    if sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+
+def cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

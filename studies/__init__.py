@@ -1,0 +1,1 @@
+"""Published evidence: each study can be run again and writes its own results."""

@@ -1,0 +1,97 @@
+"""Run the study: python -m studies.parity [--quick]. Interrupt it at any point; it goes on where it was.
+
+One run a core. Results are lines of results/quality.jsonl, from which `python -m studies.parity.page` writes
+docs/parity.md.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import platform
+import sys
+import tempfile
+import time
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+
+from benchmarks.record import RESULTS
+from studies.parity import study
+from studies.parity.cell import Cell
+from studies.parity.paired import FEW, compared
+from studies.parity.rows import ROWS, Row
+from studies.parity.run import corpus, train
+
+PATH = RESULTS / "quality.jsonl"
+TYPICAL = 180.0
+"""Seconds of a run, where none was done yet."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="2 seeds, 4 comparisons, fewer steps: a few minutes")
+    parser.add_argument("--processes", type=int, default=os.cpu_count(), help="runs at a time")
+    args = parser.parse_args()
+    if args.quick:
+        rows = study.quick(load(PATH))
+        with tempfile.TemporaryDirectory() as folder:
+            results = run_all(Path(folder) / "quick.jsonl", rows, args.processes, study.QUICK_SEEDS)
+        for row in rows[1:]:
+            gap = compared(row, rows[0], results)
+            print(f"{row.name}: {gap.mean:+.2f} ± {gap.half_width:.2f} % of data-parallel's loss" if gap else row.name)
+    else:
+        run_all(PATH, ROWS, args.processes, FEW)
+
+
+def run_all(path: Path, rows: tuple[Row, ...], processes: int, seeds: int) -> dict[str, dict[str, Any]]:
+    """All runs that the rows want; results are added to the file one by one."""
+    results = load(path)
+    if {result["corpus"] for result in results.values()} - {corpus()}:
+        sys.exit(f"{path} was measured on the standard library of another Python: move it away to begin anew on that "
+                 f"of Python {platform.python_version()}")  # fmt: skip
+    seconds = [_seconds(result, rows[0].cell.steps) for result in (results or load(PATH)).values()] or [TYPICAL]
+    print(f"at least {minutes(study.least(results, rows, seeds), seconds, processes):.0f} min", flush=True)
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(processes, context, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        running: dict[Future[dict[str, Any]], tuple[str, Cell]] = {}
+        while True:
+            busy = {cell.key for _, cell in running.values()}
+            todo = {cell.key: (row, cell) for row, cell in study.wanted(results, rows, seeds) if cell.key not in busy}
+            for row, cell in list(todo.values())[: processes - len(running)]:
+                running[pool.submit(train, cell)] = row, cell
+            if not running:
+                return results
+            done, _ = wait(running, return_when=FIRST_COMPLETED)
+            for future in done:
+                row, cell = running.pop(future)
+                result = future.result()
+                results[result["key"]] = result
+                seconds.append(_seconds(result, cell.steps))
+                with path.open("a") as file:
+                    file.write(json.dumps(result) + "\n")
+                left = minutes(study.least(results, rows, seeds), seconds, processes)
+                took = f"{result['final']:.4f}; at least {left:.0f} min to go"
+                print(f"{time.strftime('%H:%M:%S')} {row}: {cell}: {took}", flush=True)
+
+
+def _seconds(result: dict[str, Any], steps: int) -> float:
+    """Of a run with so many steps."""
+    return result["cpu_seconds"] * steps / result["cell"]["steps"]
+
+
+def minutes(runs: int, seconds: list[float], processes: int) -> float:
+    """For so many runs, at the mean of those that were done."""
+    return runs * fmean(seconds) / processes / 60
+
+
+def load(path: Path) -> dict[str, dict[str, Any]]:
+    lines = path.read_text().splitlines() if path.exists() else []
+    return {result["key"]: result for result in map(json.loads, lines)}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,149 @@
+"""One run of the study: the trainer's model, data, optimizer and schedule, the production DiLoCo, replicas in turn in
+one process (`diloco.reduce.local`, the bits of the collective reducer)."""
+
+import time
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.record import machine
+from diloco.codec import Codec
+from diloco.diloco import DiLoCo
+from diloco.module import find_layers, trainable
+from diloco.outer import Nesterov
+from diloco.reduce import local
+from diloco.schedule import Schedule
+from diloco.train.config import TrainConfig
+from diloco.train.data.corpus import Corpus, prepare
+from diloco.train.defaults import lr_at
+from diloco.train.evaluate import loss_of
+from diloco.train.model import Decoder
+from diloco.train.setup import CODECS, adamw, fragmenter
+from studies.parity.cell import BATCH, CONTEXT, SHAPES, Cell
+from studies.parity.controls import Zeroing
+from studies.parity.cosines import Cosines
+
+EVALUATED = 131_072
+"""Held-out tokens behind every final loss; the same for all runs."""
+CURVE_EVERY, CURVE_TOKENS = 300, 16_384
+COMPILED = 500
+"""Steps from which on compiling the model pays for itself."""
+CPU = torch.device("cpu")
+
+
+def train(cell: Cell) -> dict[str, Any]:
+    """Train and evaluate. Losses are in nats a byte; `final` is of the model that a user would export."""
+    began = time.process_time()
+    text = prepare((), "bytes")
+    run = _replica if cell.replicas else _data_parallel
+    cosines, codec = Cosines(cell.replicas), _codec(cell)
+    found = local.run(
+        max(cell.replicas, 1), lambda reduce: run(_Loop(cell, text, reduce.replica), reduce, codec, cosines),
+        second=CODECS[cell.second] if cell.second else None,
+    )  # fmt: skip
+    mean = torch.stack([each.pop("weights") for each in found]).mean(0)
+    average = _Loop(cell, text, 0)
+    torch.nn.utils.vector_to_parameters(mean, average.model.parameters())
+    result = found[0] | {"mean": average.loss(EVALUATED), "cosines": cosines.means()}
+    measured = {"cpu_seconds": round(time.process_time() - began, 1), "corpus": corpus(), "on": machine()}
+    return {"key": cell.key, "cell": asdict(cell), **measured, **result}
+
+
+def corpus() -> str:
+    """What names the text of all runs: the sources of this Python's standard library."""
+    return prepare((), "bytes").sha256[:16]
+
+
+class _Loop:
+    """A plain training loop of one replica; the batches of all replicas together are the same for any number."""
+
+    def __init__(self, cell: Cell, corpus: Corpus, replica: int) -> None:
+        replicas, batch, steps = max(cell.replicas, 1), BATCH, cell.steps
+        self.cell, self.corpus = cell, corpus
+        self.config = TrainConfig(lr=cell.lr, warmup=steps // 10, weight_decay=1 / steps, steps=steps)
+        self.model = Decoder(SHAPES[cell.width], CONTEXT)
+        self.model.initialize(torch.Generator().manual_seed(cell.seed))
+        self.compiled: Any = torch.compile(self.model, dynamic=False) if steps >= COMPILED else self.model
+        self.optimizer = adamw(self.model, self.config)
+        self.data = corpus.batches(replica, replicas, batch // replicas, CONTEXT, cell.seed)
+        self.fragments = _fragments_of(self.model, cell) if cell.freeze else []
+        self.schedule = Schedule(cell.sync_every, max(len(self.fragments), 1))
+
+    def step(self, t: int) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr_at(self.config, t)
+        self.compiled(*self.data.next()).loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip)
+        if self.fragments:
+            trained = self.fragments[self._next_to_send(t)]
+            for name, parameter in self.model.named_parameters():
+                if name not in trained:
+                    parameter.grad = None
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def _next_to_send(self, t: int) -> int:
+        later = range(t + self.cell.sync_every, t + 2 * self.cell.sync_every)  # past the first period, where some wait
+        return next(p for s in later for p in range(len(self.fragments)) if self.schedule.sends_at(p, s))
+
+    def loss(self, tokens: int) -> float:
+        return loss_of(self.compiled, self.corpus.evaluation(CONTEXT, tokens), CPU)
+
+
+def _data_parallel(loop: _Loop, *_: object) -> dict[str, Any]:
+    """Equal to averaging gradients over replicas: the batch is the union of theirs, the loss its mean."""
+    curve = []
+    for t in range(1, loop.cell.steps + 1):
+        loop.step(t)
+        if t % CURVE_EVERY == 0:
+            curve.append(loop.loss(CURVE_TOKENS))
+    final, weights = loop.loss(EVALUATED), _flat(loop)
+    return {"final": final, "replica": final, "curve": curve, "weights": weights, "parameters": len(weights)}
+
+
+def _replica(loop: _Loop, reduce: local.Local, codec: Codec, cosines: Cosines) -> dict[str, Any]:
+    cell, first = loop.cell, reduce.replica == 0
+    overlap = cell.overlap
+    if cell.overlap_of_last is not None and reduce.replica == cell.replicas - 1:
+        overlap = cell.overlap_of_last
+    cosines.watch(reduce)
+    diloco = DiLoCo(
+        loop.model, loop.optimizer, sync_every=cell.sync_every, fragments=fragmenter(cell.fragments),
+        overlap=overlap, keep_local=cell.keep_local, codec=codec,
+        outer=Nesterov(cell.outer_lr, cell.momentum), reduce=reduce,
+    )  # fmt: skip
+    curve: list[float] = []
+    with diloco:
+        for t in range(1, loop.cell.steps + 1):
+            loop.step(t)
+            if t % CURVE_EVERY == 0 and first:
+                with diloco.anchors():
+                    curve.append(loop.loss(CURVE_TOKENS))
+        found: dict[str, Any] = {"weights": _flat(loop)}
+        if first:
+            found["replica"] = loop.loss(EVALUATED)
+            with diloco.anchors():
+                found["anchors"] = loop.loss(EVALUATED)
+    if first:
+        found |= {"final": loop.loss(EVALUATED), "curve": curve, "parameters": len(found["weights"]),
+                  "bytes_sent": diloco.stats.bytes_sent}  # fmt: skip
+    return found
+
+
+def _flat(loop: _Loop) -> Tensor:
+    return torch.nn.utils.parameters_to_vector(loop.model.parameters()).detach()
+
+
+def _fragments_of(model: torch.nn.Module, cell: Cell) -> list[set[str]]:
+    parameters = dict(trainable(model))
+    shapes = {name: tuple(p.shape) for name, p in parameters.items()}
+    split = fragmenter(cell.fragments).split(shapes, find_layers(model, parameters))
+    return [{piece.name for piece in fragment} for fragment in split]
+
+
+def _codec(cell: Cell) -> Codec:
+    if cell.codec in CODECS:
+        return CODECS[cell.codec]
+    return Zeroing(torch.Generator().manual_seed(cell.seed))

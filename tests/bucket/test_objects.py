@@ -1,0 +1,339 @@
+"""Objects that are not what they should be: each is left alone, counted and named, and the round closes without it."""
+
+import hashlib
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from diloco.bucket.members import Member, read_member
+from diloco.bucket.rounds import (
+    Contribution,
+    Entry,
+    choose,
+    clip_of,
+    delta_fields,
+    delta_name,
+    entries_of,
+    read_delta,
+    read_record,
+    record_name,
+)
+from diloco.bucket.store.envelope import HEADER, PART, PREFIX, Invalid, Seal, get, put
+from diloco.bucket.store.operations import Oversized
+from diloco.errors import ConfigError, Mismatch
+from tests.support.players import Player, World
+
+KEY = b"k" * 32
+
+
+def delta_of(world, index=1, *, run=None, key=KEY, payload=None, **changes):
+    """A delta of member x for fragment 0, as x would put it."""
+    fingerprint = world.states[0, index - 1]
+    fields = delta_fields(0, index, "x", fingerprint, 8.0) | changes
+    payload = np.array([-5.0], np.float32).tobytes() if payload is None else payload
+    return Seal(run or world.run, key).close(delta_name(0, index, "x"), "delta", fields, payload)
+
+
+def renamed(sealed, name):
+    return name, sealed.body
+
+
+def flip(data, at):
+    return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+
+
+def wrong_protocol(world):
+    sealed = delta_of(world)
+    header = sealed.body[PREFIX.size : -4].replace(b'"protocol":1', b'"protocol":9')
+    name = delta_name(0, 1, "x", hashlib.sha256(header).hexdigest())
+    signature = Seal(world.run, KEY)._sign(world.run, name, header)
+    return name, PREFIX.pack(b"DLCO", len(header), signature) + header + sealed.body[-4:]
+
+
+def of_another_round(world):
+    sealed = delta_of(world, 1)
+    return sealed.name.replace("/00000001/", "/00000002/"), sealed.body
+
+
+BAD = {
+    "cut off": lambda w: (delta_of(w).name, delta_of(w).body[:20]),
+    "payload cut off": lambda w: (delta_of(w).name, delta_of(w).body[:-1]),
+    "too large": lambda w: (delta_of(w).name, delta_of(w).body + bytes(HEADER)),
+    "wrong checksum": lambda w: (delta_of(w).name, flip(delta_of(w).body, -2 % len(delta_of(w).body))),
+    "no JSON": lambda w: (delta_of(w).name, flip(delta_of(w).body, PREFIX.size)),
+    "another header": lambda w: renamed(delta_of(w), delta_name(0, 1, "x", "0" * 64)),
+    "wrong protocol": wrong_protocol,
+    "wrong shape": lambda w: (s := delta_of(w, payload=bytes(8))) and (s.name, s.body),
+    "nan": lambda w: (s := delta_of(w, payload=np.array([np.nan], np.float32).tobytes())) and (s.name, s.body),
+    "inf": lambda w: (s := delta_of(w, payload=np.array([np.inf], np.float32).tobytes())) and (s.name, s.body),
+    "not signed": lambda w: (s := delta_of(w, key=None)) and (s.name, s.body),
+    "forged": lambda w: (s := delta_of(w, key=b"other")) and (s.name, s.body),
+    "of another run": lambda w: (s := delta_of(w, run="other")) and (s.name, s.body),
+    "of another member": lambda w: (s := delta_of(w, member="y")) and (s.name, s.body),
+    "tokens of -1": lambda w: (s := delta_of(w, tokens=-1)) and (s.name, s.body),
+    "tokens as text": lambda w: (s := delta_of(w, tokens="many")) and (s.name, s.body),
+    "a fingerprint too large": lambda w: (s := delta_of(w, fingerprint=1 << 70)) and (s.name, s.body),
+}
+
+
+def until_closed(player, index):
+    for _ in range(20):
+        player.step()
+        player.turn()
+        player.world.now += 1.0
+        if player.held[0] >= index:
+            return
+    raise AssertionError("the round was not closed")
+
+
+def entries(world, index):
+    previous = world.records.get((0, index - 1), "")
+    found = Seal(world.run, KEY).open(record_name(0, index, 0), "record", world.objects[record_name(0, index, 0)], 0)
+    return read_record(found, 0, index, previous).entries
+
+
+def test_a_good_delta_of_a_stranger_is_counted():
+    world = World()
+    world.key = KEY
+    a = Player(world, "a", key=KEY)
+    a.turn()
+    sealed = delta_of(world)
+    world.objects[sealed.name] = sealed.body
+    until_closed(a, 1)
+    assert [e.member for e in entries(world, 1)] == ["a", "x"]
+    assert a.reduce.meeting.rejected == 0
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_a_bad_delta_is_ignored_counted_and_named_and_the_round_closes_without_it(kind):
+    world = World()
+    world.key = KEY
+    a = Player(world, "a", key=KEY)
+    a.turn()
+    name, body = BAD[kind](world)
+    world.objects[name] = body
+    until_closed(a, 1)
+    assert [e.member for e in entries(world, 1)] == ["a"]
+    named = [e for e in a.reduce.events() if e["event"] == "invalid"]
+    assert [e["object"] for e in named] == [name] and named[0]["reason"]
+    assert a.reduce.meeting.rejected == 1
+
+
+def test_a_delta_of_an_earlier_round_is_not_taken_for_one_of_this():
+    world = World()
+    world.key = KEY
+    a = Player(world, "a", key=KEY)
+    a.turn()
+    name, body = of_another_round(world)
+    until_closed(a, 1)
+    world.objects[name] = body
+    until_closed(a, 2)
+    assert [e.member for e in entries(world, 2)] == ["a"]
+    assert any(e.get("object") == name for e in a.reduce.events())
+
+
+def test_a_delta_against_other_bits_is_never_counted():
+    world = World()
+    world.key = KEY
+    a = Player(world, "a", key=KEY)
+    a.turn()
+    sealed = delta_of(world, fingerprint=12345)
+    world.objects[sealed.name] = sealed.body
+    until_closed(a, 1)
+    assert [e.member for e in entries(world, 1)] == ["a"]
+
+
+def test_a_member_with_another_key_or_none_is_told_so():
+    world = World()
+    world.key = KEY
+    Player(world, "a", key=KEY).turn()
+    with pytest.raises(ConfigError, match="key"):
+        Player(world, "b").turn()
+    with pytest.raises(ConfigError, match="not signed with the key"):
+        Player(world, "b", key=b"other").turn()
+
+
+def test_a_member_with_other_settings_is_told_which():
+    world = World()
+    Player(world, "a").turn()
+    with pytest.raises(Mismatch, match="rounds is absent on the run, 5 on this member"):
+        Player(world, "b", rounds=5).turn()
+
+
+RECORD = {"fragment": 0, "index": 1, "previous": "p", "fingerprint": 7, "by": "a"}
+GOOD = [["a", "0" * 64, 0.25, 1.0, 3.0], ["b", "1" * 64, 0.75, 0.5, 3.0]]
+
+
+def record(**changes):
+    sealed = Seal("r").close(record_name(0, 1, 0), "record", RECORD | {"entries": GOOD} | changes)
+    return read_record(Seal("r").open(sealed.name, "record", sealed.body, 0), 0, 1, "p")
+
+
+def test_a_good_record_is_read_as_it_was_written():
+    assert record().entries == (Entry("a", "0" * 64, 0.25, 1.0, 3.0), Entry("b", "1" * 64, 0.75, 0.5, 3.0))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"index": 2},
+        {"previous": "q"},
+        {"fingerprint": -1},
+        {"fingerprint": True},
+        {"entries": []},
+        {"entries": None},
+        {"entries": [["a"]]},
+        {"entries": GOOD[::-1]},
+        {"entries": [GOOD[0], GOOD[0]]},
+        {"entries": [GOOD[0]]},
+        {"entries": [["a", "0" * 64, 1.5, 1.0, 1.0], ["b", "1" * 64, -0.5, 1.0, 1.0]]},
+        {"entries": [["a", "0" * 64, 1.0, 0.0, 1.0]]},
+        {"entries": [["a", "0" * 64, 1.0, 2.0, 1.0]]},
+        {"entries": [["../a", "0" * 64, 1.0, 1.0, 1.0]]},
+        {"entries": [["a", "0" * 63, 1.0, 1.0, 1.0]]},
+        {"by": None},
+    ],
+)
+def test_a_bad_record_is_no_record(changes):
+    with pytest.raises(Invalid):
+        record(**changes)
+
+
+def run(task, world):
+    answer = None
+    while True:
+        try:
+            operation = task.send(answer)
+        except StopIteration as stop:
+            return stop.value
+        each = getattr(operation, "operations", None)
+        answer = world.attempt(operation) if each is None else [world.attempt(o) for o in each]
+
+
+def test_a_large_payload_lies_in_parts_which_are_put_first_and_each_is_checked():
+    world, seal, payload = World(), Seal("r"), bytes(range(256)) * (2 * PART // 256) + b"end"
+    sealed = seal.close("anchors/x-{digest}", "snapshot", {}, payload)
+    assert [len(part) for part in sealed.parts] == [PART, PART, 3] and len(sealed.body) < 1000
+    run(put(sealed), world)
+    assert list(world.objects) == [f"{sealed.name}.p{k}" for k in range(3)] + [sealed.name]
+    found = run(get(seal, sealed.name, "snapshot", len(payload)), world)
+    assert found.payload == payload
+    world.objects[f"{sealed.name}.p1"] = flip(world.objects[f"{sealed.name}.p1"], 77)
+    with pytest.raises(Invalid, match="part 1"):
+        run(get(seal, sealed.name, "snapshot", len(payload)), world)
+    del world.objects[f"{sealed.name}.p1"]
+    assert run(get(seal, sealed.name, "snapshot", len(payload)), world) is None
+
+
+def test_what_is_too_large_is_not_even_read():
+    with pytest.raises(Invalid, match="more than it may have"):
+        Seal("r").open("x", "delta", Oversized(1 << 40), 4)
+
+
+@given(st.binary(max_size=400))
+def test_any_bytes_are_read_or_refused(data):
+    for body in (data, PREFIX.pack(b"DLCO", len(data), bytes(32)) + data):
+        with pytest.raises(Invalid):
+            Seal("r").open("x", "delta", body, 4)
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4),
+    max_leaves=8,
+)
+keys = ["entries", "index", "fragment", "previous", "fingerprint", "by", "member", "tokens", "size", "sha256", "run"]
+
+
+@given(st.dictionaries(st.sampled_from(keys), json_values, max_size=4), st.sampled_from(["record", "delta", "member"]))
+def test_any_header_is_read_or_refused(changes, kind):
+    """Signed or not, a header may say anything: nothing but Invalid comes out of reading it."""
+    from diloco import Float32
+
+    member = json.loads(json.dumps(vars(Member("x", 0))))
+    head = {"protocol": 1, "run": "r", "kind": kind, "size": 0, "sha256": [], "entries": GOOD, "member": "x",
+            "tokens": 1, **RECORD, **({"member": member} if kind == "member" else {}), **changes}  # fmt: skip
+    header = json.dumps(head).encode()
+    name = delta_name(0, 1, "x", hashlib.sha256(header).hexdigest()) if kind == "delta" else "members/x/000000"
+    body = PREFIX.pack(b"DLCO", len(header), bytes(32)) + header
+    read = {
+        "record": lambda found: read_record(found, 0, 1, "p"),
+        "delta": lambda found: read_delta(found, 0, 1, Float32(), 0),
+        "member": read_member,
+    }[kind]
+    try:
+        read(Seal("r").open(name, kind, body, 0))
+    except Invalid:
+        return
+    assert all(changes[key] == head[key] for key in changes)
+
+
+def contribution(member, tokens=1.0, digest="d", norm=1.0, fingerprint=7):
+    return Contribution(member, digest, fingerprint, tokens, norm, None, 0)  # type: ignore[arg-type]
+
+
+def test_of_several_deltas_of_a_member_one_counts_and_none_against_other_bits():
+    several = [contribution("b", 2.0, "p"), contribution("a", 1.0, "q"), contribution("b", 9.0, "r"),
+               contribution("c", 5.0, "s", fingerprint=8), contribution("a", 7.0, "t")]  # fmt: skip
+    assert [d.digest for d in choose(several, 7, mine="q")] == ["q", "r"]
+
+
+def test_shares_follow_work_up_to_the_most_that_may_count():
+    found = entries_of([contribution("a", 10.0), contribution("b", 1e9)], [], most=30.0)
+    assert [e.share for e in found] == [0.25, 0.75]
+    assert [e.share for e in entries_of([contribution("a", 0.0)], [], most=30.0)] == [0.0]
+
+
+def test_a_delta_far_larger_than_what_was_closed_before_is_clipped_once_enough_was_closed():
+    seven, eight = [[1.0, 3.0]] * 7, [[1.0, 3.0]] * 8  # median 2
+    huge = [contribution("a", norm=1000.0), contribution("b", norm=19.0)]
+    assert [e.clip for e in entries_of(huge, seven, 1e9)] == [1.0, 1.0]
+    assert [e.clip for e in entries_of(huge, eight, 1e9)] == [0.02, 1.0]
+    assert clip_of(5.0, 0.0) == 1.0  # nothing has moved so far: no measure
+
+
+def test_what_is_told_is_finite_and_others_take_it():
+    world = World()
+    a, b = Player(world, "a"), Player(world, "b")
+    for player in (a, b):
+        player.turn()
+    a.reduce.tell(loss=1.0, step=2)
+    a.reduce.tell(loss=float("nan"), far=-1e35, never=float("inf"))
+    for player in (a, b):
+        player.turn()
+    told = b.reduce.meeting.members.alive(world.now)["a"].told
+    assert told["step"] == 2 and told["far"] == -1e30 and not {"loss", "never"} & set(told)
+    assert b.reduce.meeting.rejected == 0
+
+
+def counting(world, name, tokens):
+    player = Player(world, name)
+    player.turn()
+    for _ in range(20):
+        if tokens:
+            player.diloco.count(tokens)
+        player.step()
+        player.turn()
+        world.now += 1.0
+    return player
+
+
+def test_one_that_counts_tokens_and_one_that_does_not_are_not_averaged():
+    world = World()
+    a = counting(world, "a", 4096)
+    with pytest.raises(Mismatch, match=r"weigh by tokens, those of 'b' by steps: call diloco\.count"):
+        counting(world, "b", 0)
+    assert not [name for name in world.objects if "/d-b-" in name]
+    held = a.held
+    again = counting(world, "c", 512)
+    assert again.held > held
+
+
+def test_garbage_in_place_of_the_unit_stops_nobody():
+    world = World()
+    world.objects["unit"] = b"garbage"
+    a = counting(world, "a", 0)
+    assert min(a.held) > 2 and [e["object"] for e in a.reduce.events() if e["event"] == "invalid"] == ["unit"]

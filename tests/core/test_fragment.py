@@ -1,0 +1,160 @@
+"""Fragments cover the model exactly, whatever the model."""
+
+import math
+from itertools import chain
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from diloco import Balanced, ConfigError, Named, Sequential, Strided
+from diloco import fragment as rules
+from diloco.fragment import Piece
+from diloco.module import find_layers, trainable
+from tests.support.models import Tiny
+
+shapes = st.dictionaries(
+    st.text("abc.0123", min_size=1, max_size=6), st.lists(st.integers(0, 9), max_size=3).map(tuple), min_size=1
+)
+FRAGMENTERS = [Strided(2), Sequential(2), Balanced(3), Named((("layers.0.*",), ("layers.*",)))]
+
+
+def fragments_of(model, fragmenter):
+    parameters = trainable(model)
+    return fragmenter.split({n: tuple(p.shape) for n, p in parameters.items()}, find_layers(model, parameters))
+
+
+def sizes(fragments, shape):
+    return [sum((p.stop - p.start) * math.prod(shape[p.name][1:]) for p in fragment) for fragment in fragments]
+
+
+def check_exact_cover(fragments, shape):
+    rows = {name: [] for name in shape}
+    for fragment in fragments:
+        assert fragment
+        for piece in fragment:
+            assert piece.start < piece.stop
+            rows[piece.name] += range(piece.start, piece.stop)
+    for name, found in rows.items():
+        expected = (shape[name][0] if math.prod(shape[name][1:]) else 0) if shape[name] else 1
+        assert sorted(found) == list(range(expected)), name
+
+
+@pytest.mark.parametrize("fragmenter", FRAGMENTERS, ids=repr)
+def test_every_row_of_every_parameter_is_in_exactly_one_fragment(fragmenter):
+    model = Tiny(layers=7)
+    check_exact_cover(fragments_of(model, fragmenter), {n: tuple(p.shape) for n, p in model.named_parameters()})
+
+
+@given(shapes, st.integers(1, 12), st.data())
+def test_any_shapes_are_cut_exactly(shape, count, data):
+    names = list(shape)
+    where = {n: data.draw(st.integers(0, 2), label=n) for n in names}
+    layers = [[n for n in names if where[n] == i] for i in range(2)]
+    layers = [layer for layer in layers if sum(math.prod(shape[n]) for n in layer)]
+    check_exact_cover([f for f in Balanced(count).split(shape, layers) if f], shape)
+    if not any(0 in s for s in shape.values()):
+        check_exact_cover(Strided(1).split(shape, layers), shape)
+
+
+@given(st.lists(st.tuples(st.integers(0, 40), st.integers(1, 30)), max_size=6), st.integers(1, 60))
+def test_cutting_below_a_limit_keeps_it(tensors, limit):
+    pieces = rules.cut_below(tensors, limit)
+    widest = max((width for _, width in tensors), default=1)
+    for piece in pieces:
+        assert sum((b - a) * tensors[i][1] for i, a, b in piece) <= max(limit, widest)
+    assert sum((b - a) * tensors[i][1] for piece in pieces for i, a, b in piece) == sum(r * w for r, w in tensors)
+
+
+@given(st.integers(1, 40), st.integers(1, 9))
+def test_the_two_patterns_hold_each_layer_once_and_have_equally_many_fragments(layers, size):
+    one, two = rules.strided(layers, size), rules.sequential(layers, size)
+    assert sorted(chain(*one)) == sorted(chain(*two)) == list(range(layers))
+    assert len(one) == len(two) == -(-layers // size)
+    assert max(map(len, one)) <= size
+
+
+def test_strided_is_the_papers_pattern():
+    assert rules.strided(24, 3) == [[p, p + 8, p + 16] for p in range(8)]
+    fragments = fragments_of(Tiny(layers=6), Strided(3))
+    assert {p.name for p in fragments[1]} == {f"layers.{i}.{w}" for i in (1, 3, 5) for w in ("weight", "bias")}
+
+
+def test_what_is_no_layer_goes_apart_and_no_larger_than_the_largest_layer_fragment():
+    model = Tiny(width=8, layers=6)  # embedding and head: 400 values each; a fragment of three layers: 216
+    shape = {n: tuple(p.shape) for n, p in model.named_parameters()}
+    fragments = fragments_of(model, Strided(3))
+    layered = [f for f in fragments if any(p.name.startswith("layers.") for p in f)]
+    assert len(layered) == 2
+    assert all(p.name.startswith("layers.") for f in layered for p in f)
+    assert max(sizes(fragments, shape)) == 216
+    assert len(fragments) == 2 + 4  # 816 values in four pieces of at most 216
+
+
+def test_tied_weights_are_in_one_fragment_once():
+    names = [p.name for f in fragments_of(Tiny(tied=True), Balanced(1)) for p in f]
+    assert "embedding.weight" in names
+    assert "head.weight" not in names
+
+
+def test_frozen_parameters_are_in_no_fragment_and_lora_alone_is_enough():
+    model = Tiny()
+    model.requires_grad_(False)
+    for layer in model.layers:
+        layer.adapter = nn.Parameter(torch.zeros(2, 16))
+    names = [p.name for f in fragments_of(model, Strided(3)) for p in f]
+    assert sorted(names) == [f"layers.{i}.adapter" for i in range(6)]
+
+
+def test_a_model_without_a_list_of_layers_is_cut_into_equal_pieces():
+    model = nn.Bilinear(8, 8, 40)
+    shape = {n: tuple(p.shape) for n, p in model.named_parameters()}
+    fragments = fragments_of(model, Strided(3))
+    assert len(fragments) == 4
+    assert max(sizes(fragments, shape)) - min(sizes(fragments, shape)) <= 2 * 64  # a row has 64
+
+
+def test_layers_are_found_in_the_largest_list_also_through_compile_and_nesting():
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.small = nn.ModuleList([nn.Linear(1, 1), nn.Linear(1, 1), nn.Linear(1, 1)])
+            self.body = Tiny()
+
+    model = torch.compile(Outer(), backend="eager")
+    layers = find_layers(model, trainable(model))
+    assert layers == [[f"body.layers.{i}.weight", f"body.layers.{i}.bias"] for i in range(6)]
+
+
+def test_a_plain_sequential_counts_as_layers():
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.Linear(4, 4))
+    assert [p.name for p in fragments_of(model, Sequential(2))[0]] == ["0.weight", "0.bias", "2.weight", "2.bias"]
+
+
+def test_named_groups_take_the_first_match_and_the_rest_goes_apart():
+    fragments = fragments_of(Tiny(layers=3), Named((("layers.0.*", "norm.*"), ("layers.*",))))
+    assert {p.name for p in fragments[0]} == {"layers.0.weight", "layers.0.bias", "norm.weight", "norm.bias"}
+    assert {p.name.split(".")[0] for f in fragments[2:] for p in f} == {"embedding", "head"}
+
+
+def test_scalars_have_one_row():
+    assert Balanced(1).split({"a": ()}, []) == [(Piece("a", 0, 1),)]
+
+
+@pytest.mark.parametrize(
+    ("act", "message"),
+    [
+        (lambda: Strided(0), "layers=0: give a whole number of at least 1"),
+        (lambda: Balanced(-1), "fragments=-1"),
+        (lambda: fragments_of(Tiny(), Named((("nothing.*",),))), r"no parameter matches \('nothing.\*',\)"),
+        (lambda: trainable(nn.Linear(2, 2, device="meta")), "weight has no values yet"),
+        (lambda: trainable(nn.LazyLinear(2)), "weight has no values yet"),
+        (lambda: trainable(nn.Linear(2, 2).requires_grad_(False)), "no parameter with requires_grad"),
+        (lambda: trainable(nn.Linear(2, 2, dtype=torch.complex64)), "weight is torch.complex64"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused_with_the_reason(act, message):
+    with pytest.raises(ConfigError, match=message):
+        act()

@@ -1,0 +1,235 @@
+"""The invariants of the algorithm, each a theorem, on real processes joined by gloo."""
+
+import pytest
+import torch
+from torch import nn
+
+from diloco import E3M0, SGD, Balanced, BFloat16, DiLoCo, Float8, Float32, Int8, Nesterov, Sequential, Strided
+from diloco.reduce import local
+from tests.support.models import Tiny, adamw, anchors, flat, loss_of, steps, train
+from tests.support.processes import run
+
+MEAN = {"codec": Float32(), "outer": SGD(lr=1.0)}  # plain averaging
+SETTINGS = [
+    {"sync_every": 10, "overlap": 3, "codec": E3M0()},
+    {"sync_every": 7, "overlap": 6, "codec": E3M0(), "fragments": Balanced(5), "keep_local": 0.5},  # 5 in flight
+    {"sync_every": 5, "overlap": 0, "codec": Int8(), "fragments": Sequential(2)},
+    {"sync_every": 3, "overlap": 2, "codec": Float8(), "fragments": Balanced(8)},  # more fragments than steps
+    {"sync_every": 10, "overlap": 1, "codec": BFloat16(), "fragments": Balanced(1), "outer": SGD(0.7)},
+]
+
+
+def _train(rank, count, settings):
+    return train(rank, count, **settings)
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=lambda s: repr(s["codec"]))
+@pytest.mark.parametrize("replicas", [2, 3, 4])
+def test_1_anchors_are_bit_identical_on_all_replicas_after_every_step(replicas, settings):
+    results = run(replicas, _train, 40, settings)
+    assert len({tuple(h) for h in results[0]["history"]}) > 3  # they moved
+    for other in results[1:]:
+        assert other["history"] == results[0]["history"]
+        assert torch.equal(other["weights"], results[0]["weights"])
+
+
+def _train_with_own_overlap(rank, count, overlaps):
+    model = Tiny()
+    optimizer = adamw(model)
+    seen = {}
+    with DiLoCo(model, optimizer, sync_every=10, overlap=overlaps[rank], fragments=Balanced(3)) as diloco:
+        for _ in steps(model, optimizer, rank, 1, count):
+            seen |= {(p.number, p.state.index): p.state.fingerprint() for p in diloco._parts}
+    return seen
+
+
+def test_1_replicas_with_different_overlaps_agree_on_every_round():
+    """All send at the same step, each applies at its own delay (paper, section 2.3)."""
+    one, two = run(2, _train_with_own_overlap, 45, [1, 9])
+    both = one.keys() & two.keys()  # the slower one ends with rounds under way that the other has applied
+    assert {key: one[key] for key in both} == {key: two[key] for key in both}
+    assert max(index for _, index in both) >= 3
+    assert len(one) > len(both)
+
+
+def _sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def test_2_syncing_every_step_with_sgd_is_data_parallel():
+    results = run(3, _sync_every_step)
+    model = Tiny()
+    optimizer = _sgd(model)
+    for step in range(1, 21):
+        sum(loss_of(model, replica, step) / 3 for replica in range(3)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.testing.assert_close(results[0]["weights"], flat(model), rtol=0, atol=1e-6)
+
+
+def _sync_every_step(rank):
+    return train(rank, 20, optimizer=_sgd, sync_every=1, overlap=0, fragments=Balanced(1), **MEAN)
+
+
+def _plain(count, replica=0):
+    model = Tiny()
+    for _ in steps(model, adamw(model), replica, 1, count):
+        pass
+    return flat(model)
+
+
+def _alone(rank, keep_local):
+    return train(0, 300, sync_every=10, overlap=0, keep_local=keep_local, **MEAN)["weights"]
+
+
+def _keeping(rank):
+    """keep_local=1: no merge at all, so leave without finish(), which merges with 0."""
+    model = Tiny()
+    optimizer = adamw(model)
+    diloco = DiLoCo(model, optimizer, sync_every=10, overlap=2, keep_local=1.0)
+    for _ in steps(model, optimizer, rank, 1, 300):
+        pass
+    assert diloco.stats.rounds > 100
+    return flat(model)
+
+
+def test_3_one_replica_that_takes_its_own_mean_is_plain_training():
+    (result,) = run(1, _alone, 0.0)
+    assert (result - _plain(300)).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_3_replicas_that_keep_their_local_values_train_alone_bit_for_bit(replicas):
+    for rank, result in enumerate(run(replicas, _keeping)):
+        assert torch.equal(result, _plain(300, rank))
+
+
+def _layers_over_time(rank):
+    """After each step: which fragments of layers were just applied, and a layer of each."""
+    model = Tiny()
+    optimizer = adamw(model)
+    diloco = DiLoCo(model, optimizer, sync_every=6, overlap=2, fragments=Strided(3), codec=E3M0())
+    seen, before = [], [0, 0]
+    for _ in steps(model, optimizer, rank, 1, 40):
+        now = [part.state.index for part in diloco._parts[:2]]
+        applied = [a != b for a, b in zip(before, now, strict=True)]
+        seen.append((applied, [model.layers[i].weight.detach().clone() for i in (0, 1)]))
+        before = now
+    return seen
+
+
+def test_3_without_keep_local_a_fragment_is_equal_on_all_replicas_when_it_was_applied_and_only_then():
+    one, two = run(2, _layers_over_time)
+    equal = [[torch.equal(a, b) for a, b in zip(x[1], y[1], strict=True)] for x, y in zip(one, two, strict=True)]
+    assert equal == [applied for applied, _ in one] == [applied for applied, _ in two]
+    assert sum(map(sum, equal)) >= 10
+
+
+def _vanilla(rank):
+    return train(rank, 60, sync_every=10, overlap=0, fragments=Balanced(1), codec=Float32(), outer=Nesterov(0.4, 0.9))
+
+
+def test_4_one_fragment_without_overlap_is_diloco_as_in_algorithm_1():
+    results = run(2, _vanilla)
+    models = [Tiny(), Tiny()]
+    optimizers = [adamw(m) for m in models]
+    parameter = nn.Parameter(flat(models[0]))
+    outer = torch.optim.SGD([parameter], lr=0.4, momentum=0.9, nesterov=True)
+    for start in range(1, 61, 10):
+        for replica, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            for _ in steps(model, optimizer, replica, start, start + 9):
+                pass
+        parameter.grad = torch.stack([parameter.detach() - flat(m) for m in models]).mean(0)
+        outer.step()
+        for model in models:
+            nn.utils.vector_to_parameters(parameter.detach().clone(), model.parameters())
+    torch.testing.assert_close(results[0]["weights"], parameter.detach(), rtol=1e-5, atol=1e-6)
+
+
+def _merged(rank):
+    """Two rounds by hand, with keep_local: the second delta must be against the anchor, not against the merge."""
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    values = []
+    with DiLoCo(model, optimizer, sync_every=2, overlap=1, keep_local=0.5, **MEAN):  # type: ignore[arg-type]
+        for _ in range(5):
+            model.weight.grad = torch.full((1, 1), -1.0 - 2 * rank)  # replica 0 goes up by 1, replica 1 by 3
+            optimizer.step()
+            values.append(model.weight.item())
+    return values
+
+
+def test_5_the_delta_is_taken_against_the_anchor_and_merging_keeps_its_share():
+    # Sent after step 2: locals 2 and 6, anchor 0 → 4. Applied after step 3: locals 3 and 9 → 3.5 and 6.5.
+    # Sent after step 4: locals 4.5 and 9.5, anchor 4 → 7. Applied after step 5: locals 5.5 and 12.5 → 6.25 and 9.75.
+    one, two = run(2, _merged)
+    assert one == [1, 2, 3.5, 4.5, 6.25]
+    assert two == [3, 6, 6.5, 9.5, 9.75]
+
+
+def _states(rank):
+    model = Tiny()
+    optimizer = adamw(model)
+    with DiLoCo(model, optimizer, sync_every=4, overlap=1, fragments=Strided(3)) as diloco:
+        for _ in steps(model, optimizer, rank, 1, 12):
+            pass
+        momenta = [p.state.outer.clone() for p in diloco._parts]
+        count = {s["step"].item() for s in optimizer.state.values()}
+        moment = optimizer.state[model.head.weight]["exp_avg"].clone()
+    return momenta, count, moment
+
+
+def test_5_outer_state_is_per_fragment_and_the_inner_state_is_local_and_never_reset():
+    (momenta, count, moment), (_, _, other_moment) = run(2, _states)
+    assert len(momenta) > 2
+    assert all(m.abs().sum() > 0 for m in momenta)
+    assert count == {12}
+    assert not torch.equal(moment, other_moment)
+
+
+def test_6_every_send_ends_once_and_every_fragment_sends_once_per_sync_every():
+    for result in run(2, _train, 43, SETTINGS[1]):
+        rounds = list(result["stats"].last)
+        seen = [(r.fragment, r.index) for r in rounds]
+        assert len(set(seen)) == len(seen)
+        regular = [r for r in rounds if r.sent_step < 43 and r.applied_step < 43]
+        for fragment in range(5):
+            sends = [r.sent_step for r in regular if r.fragment == fragment]
+            assert sends == list(range(sends[0], sends[-1] + 1, 7))
+        assert all(r.applied_step == r.sent_step + 6 for r in regular)
+        in_flight = [sum(r.sent_step <= t < r.applied_step for r in regular) for t in range(14, 36)]
+        assert max(in_flight) == 5
+
+
+def _anchors_and_local(rank):
+    model = Tiny()
+    optimizer = adamw(model)
+    with DiLoCo(model, optimizer, sync_every=5, overlap=1) as diloco:
+        for _ in steps(model, optimizer, rank, 1, 23):
+            pass
+        before = flat(model)
+        with diloco.anchors():
+            inside = [span.rows().flatten() for p in diloco._parts for span in p.shard.spans]
+            shown = torch.equal(torch.cat(inside), anchors(diloco))
+            shared = flat(model)
+        restored = torch.equal(flat(model), before)
+    return before, shared, shown, restored, torch.equal(flat(model), shared), flat(model)
+
+
+def test_9_anchors_are_shown_and_taken_out_again_and_finish_ends_with_local_equal_to_anchor():
+    one, two = run(2, _anchors_and_local)
+    assert not torch.equal(one[0], two[0])  # the replicas are apart
+    assert torch.equal(one[1], two[1])  # what is evaluated is common
+    assert all([one[2], two[2], one[3], two[3]])
+    assert torch.equal(one[5], two[5])
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3, 4, 5])
+def test_replicas_in_one_process_give_the_bits_of_real_processes(replicas):
+    settings = SETTINGS[1]
+    together = local.run(replicas, lambda reduce: train(reduce.replica, 30, reduce=reduce, **settings))
+    apart = run(replicas, _train, 30, settings)
+    assert [r["history"] for r in together] == [r["history"] for r in apart]
+    assert torch.equal(together[0]["weights"], apart[0]["weights"])
+    assert together[0]["stats"].rounds == apart[0]["stats"].rounds

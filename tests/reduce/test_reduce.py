@@ -1,0 +1,199 @@
+"""What every reducer owes: the weighted mean of decoded deltas, the same bits for all, whatever the sizes."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from diloco import E3M0, BFloat16, Collective, Float8, Float32, Int8, Mismatch
+from diloco.codec import pack, unpack
+from diloco.reduce import Delta, State, local
+from diloco.reduce.header import NBYTES, Header, Kind
+from diloco.reduce.mean import mean, mean_in_one_place, parts, shares
+from tests.support.processes import run
+
+CODECS = [Float32(), BFloat16(), Int8(), Float8(), E3M0()]
+SIZES = [1, 2, 3, 5, 0, 255, 256, 257, 1023, 140_001]
+
+
+def deltas(n, replicas):
+    return [torch.randn(n, generator=torch.Generator().manual_seed(100 * m + n)) for m in range(replicas)]
+
+
+def _all_rounds(reduce, codec, sizes, replica, replicas, weights):
+    """Start a round for every size at once, take them in another order."""
+    reduce.join({}, [State(0, torch.zeros(n), torch.zeros(0)) for n in sizes], [codec] * len(sizes))
+    for f, n in enumerate(sizes):
+        value = deltas(n, replicas)[replica]
+        reduce.send(f, 1, lambda value=value: Delta(value, weights[replica], True, 0))
+    taken = {f: reduce.take(f, 1) for f in reversed(range(len(sizes)))}
+    assert reduce.take(0, 1) is None
+    reduce.leave()
+    return [(taken[f].mean, taken[f].members, taken[f].sent) for f in range(len(sizes))]
+
+
+def _collective(rank, replicas, codec, weights, options):
+    return _all_rounds(Collective(**options), codec, SIZES, rank, replicas, weights)
+
+
+def _as_sent(codec, delta):
+    return unpack(codec, pack(codec, delta), len(delta))
+
+
+def _check(results, codec, replicas, weights, second=None):
+    for f, n in enumerate(SIZES):
+        values, members, sent = results[0][f]
+        for other in results[1:]:
+            assert torch.equal(other[f][0], values)
+        assert members == {str(m): weights[m] for m in range(replicas)}
+        expected = mean_in_one_place(codec, second or codec, deltas(n, replicas), weights)
+        assert torch.equal(values, expected)
+        # An independent reckoning, up to rounding: the sum in double precision.
+        cuts = parts(n, replicas if replicas > 3 else 1)
+        decoded = torch.stack(
+            [torch.cat([_as_sent(codec, d[cut]) for cut in cuts]) for d in deltas(n, replicas)]
+        ).double()
+        exact = (decoded * torch.tensor(weights).double()[:, None]).sum(0) / sum(weights)
+        if replicas <= 3 or second == Float32():
+            torch.testing.assert_close(values.double(), exact, rtol=1e-5, atol=1e-6)
+        bound = 2 * (replicas - 1) / replicas * codec.nbytes(n)
+        if replicas != 3 and n > 100_000 and second is None:
+            assert sent <= 1.01 * bound
+    return True
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=repr)
+@pytest.mark.parametrize("replicas", [2, 3, 4, 5])
+def test_a_collective_gives_all_the_same_weighted_mean_for_any_size_and_order(codec, replicas):
+    weights = [1.0, 3.0, 2.0, 0.0, 5.0][:replicas]
+    assert _check(run(replicas, _collective, replicas, codec, weights, {}), codec, replicas, weights)
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=repr)
+@pytest.mark.parametrize("replicas", [1, 2, 3, 4, 5])
+def test_replicas_in_one_process_get_the_same_mean(codec, replicas):
+    weights = [1.0, 3.0, 2.0, 0.0, 5.0][:replicas]
+    results = local.run(replicas, lambda r: _all_rounds(r, codec, SIZES, r.replica, replicas, weights))
+    assert _check(results, codec, replicas, weights)
+
+
+@pytest.mark.parametrize("replicas", [2, 4])
+def test_parallel_streams_give_the_same_bits(replicas):
+    weights = [1.0] * replicas
+    assert _check(run(replicas, _collective, replicas, E3M0(), weights, {"streams": 3}), E3M0(), replicas, weights)
+
+
+def test_the_second_leg_may_be_wider():
+    options = {"second": Float32()}
+    results = run(4, _collective, 4, E3M0(), [1.0] * 4, options)
+    assert _check(results, E3M0(), 4, [1.0] * 4, Float32())
+
+
+def _inner(rank, weights):
+    """Two replicas of two ranks each, every rank with the whole fragment."""
+    import torch.distributed as dist
+
+    across = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    within = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    reduce = Collective(across[rank % 2], inner=within[rank // 2])
+    return _all_rounds(reduce, E3M0(), [140_001, 3, 0], rank // 2, 2, weights)
+
+
+def test_ranks_inside_a_replica_share_the_traffic_and_all_get_the_whole_mean():
+    weights = [1.0, 2.0]
+    results = run(4, _inner, weights)
+    whole = E3M0().nbytes(140_001)
+    for result in results:
+        # Each rank encodes its half, so blocks begin in other places: equal up to what the codec does at the seam.
+        halves = [mean(E3M0(), [pack(E3M0(), d[part]) for d in deltas(140_001, 2)], weights, part.stop - part.start)
+                  for part in parts(140_001, 2)]  # fmt: skip
+        assert torch.equal(result[0][0], torch.cat(halves))
+        assert torch.equal(result[1][0], results[0][1][0])
+        assert result[0][2] <= 0.51 * whole
+
+
+@given(st.lists(st.floats(0, 1e6), min_size=1, max_size=9))
+def test_shares_sum_to_one_and_are_equal_without_work(weights):
+    assert sum(shares(weights)) == pytest.approx(1)
+    if not any(weights):
+        assert len(set(shares(weights))) == 1
+
+
+@given(st.integers(0, 1000), st.integers(1, 20))
+def test_parts_cover_everything_once_and_the_first_is_the_largest(n, replicas):
+    cuts = parts(n, replicas)
+    assert len(cuts) == replicas
+    assert [i for cut in cuts for i in range(cut.start, cut.stop)] == list(range(n))
+    assert all(cut.stop - cut.start <= cuts[0].stop - cuts[0].start for cut in cuts)
+
+
+headers = st.builds(
+    Header, st.sampled_from(Kind), st.booleans(), st.integers(-1, 2**31 - 1), st.integers(-1, 2**62),
+    st.floats(0, 1e30), st.integers(0, 2**63 - 1), st.integers(-1, 2**31 - 1),
+)  # fmt: skip
+
+
+@given(headers)
+def test_a_header_comes_back_as_it_was(header):
+    assert len(header.pack()) == NBYTES <= 64
+    assert Header.unpack(header.pack()) == header
+
+
+@given(st.lists(st.floats(width=32, allow_nan=False), min_size=1, max_size=40), st.data())
+def test_a_fingerprint_changes_with_any_bit(values, data):
+    anchor = torch.tensor(values)
+    outer = torch.zeros(len(values))
+    before = State(0, anchor, outer).fingerprint()
+    assert State(3, anchor.clone(), outer.clone()).fingerprint() == before
+    target = data.draw(st.sampled_from([anchor, outer]))
+    where, bit = data.draw(st.integers(0, len(values) - 1)), data.draw(st.integers(0, 31))
+    target.view(torch.int32)[where] ^= (1 << bit) if bit < 31 else -(1 << 31)
+    assert State(0, anchor, outer).fingerprint() != before
+
+
+def test_the_mean_rounds_every_multiply_and_add_by_itself():
+    """Bit for bit what scalar fp32 arithmetic without fused multiply-adds gives, on any CPU."""
+    values, weights = [d.numpy() for d in deltas(20_000, 3)], [1.0, 3.0, 7.0]
+    expected = np.float32(1 / 11) * values[0]
+    expected = expected + np.float32(3 / 11) * values[1]
+    expected = expected + np.float32(7 / 11) * values[2]
+    payloads = [pack(Float32(), d) for d in deltas(20_000, 3)]
+    assert np.array_equal(mean(Float32(), payloads, weights, 20_000).numpy(), expected)
+
+
+def _disagree(rank, options):
+    try:
+        _all_rounds(Collective(**options[rank], timeout=20), E3M0(), [4], rank, 2, [1.0, 1.0])
+    except Mismatch as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize(("options", "text"), [
+    ([{}, {"streams": 2}], "streams is 1 on replica 0, 2 on replica 1"),
+    ([{"second": Float32()}, {}], "second is Float32() on replica 0, None on replica 1"),
+])  # fmt: skip
+def test_collectives_that_differ_are_told_so_before_they_wait_for_each_other(options, text):
+    for message in run(2, _disagree, options):
+        assert text in message
+
+
+def _threads_of_rounds(rank):
+    torch.set_num_threads(3)
+    seen = []
+
+    def delta():
+        seen.append(torch.get_num_threads())
+        return Delta(torch.zeros(5), 1.0, True, 0)
+
+    reduce = Collective()
+    reduce.join({}, [State(0, torch.zeros(5), torch.zeros(0))], [Float32()])
+    reduce.send(0, 1, delta)
+    reduce.take(0, 1)
+    reduce.leave()
+    return seen, torch.get_num_threads()
+
+
+def test_rounds_are_computed_on_one_thread_and_training_keeps_its_own():
+    assert run(2, _threads_of_rounds) == [([1], 3)] * 2

@@ -1,0 +1,135 @@
+"""Everything the README shows is run as it stands there, with fewer steps where it trains."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import diloco
+from tests.support.processes import run
+
+ROOT = Path(__file__).parents[2]
+TEXT = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
+COMMANDS = [line.removeprefix("$ ") for kind, block in BLOCKS if kind == "console" for line in block.splitlines()]
+PYTHON = [block for kind, block in BLOCKS if kind == "python"]
+FEWER = {"train": ["--steps", "4", "--batch", "4"], "compare": ["--steps", "4", "--batch", "4"]}
+
+
+class Summed(nn.Module):
+    """A model whose output is its loss, as in the README."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(12))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + layer(x).tanh()
+        return x.square().mean()
+
+
+def _snippet(rank, code):
+    """What the README leaves out: a model, an optimizer, data, an evaluation."""
+    torch.manual_seed(rank)
+    model = Summed()
+    evaluated = []
+    names = {
+        "model": model, "optimizer": torch.optim.AdamW(model.parameters(), lr=1e-2), "evaluate": evaluated.append,
+        "data": [torch.randn(4, 8) for _ in range(120)], "print": lambda *_: None, "torch": torch,
+        "init_device_mesh": init_device_mesh, "fully_shard": fully_shard,
+        **{name: getattr(diloco, name) for name in diloco.__all__},
+    }  # fmt: skip
+    exec(compile(code, "README.md", "exec"), names)
+    return [p.detach() for p in model.parameters()], len(evaluated), names
+
+
+def _weights(rank, code):
+    weights, evaluated, names = _snippet(rank, code)
+    return torch.cat([w.flatten() for w in weights]), evaluated, sorted(names.get("checkpoint", {}))
+
+
+def test_the_three_line_diff_runs_and_makes_replicas_equal():
+    (diff,) = [block for kind, block in BLOCKS if kind == "diff"]
+    added = [line for line in diff.splitlines() if line.startswith("+")]
+    assert len(added) <= 3
+    code = "\n".join(line[1:] for line in diff.splitlines() if "= ..." not in line)
+    one, two = run(2, _weights, code)
+    assert torch.equal(one[0], two[0])
+
+
+def test_the_longer_snippet_runs():
+    one, two = run(2, _weights, PYTHON[0])
+    assert torch.equal(one[0], two[0])
+    assert one[1] == 1 and one[2] == ["diloco"]
+
+
+def _sharded(rank, code):
+    _, _, names = _snippet(0, code)
+    return names["diloco"]._sharding
+
+
+def test_the_fsdp_snippet_runs():
+    assert run(4, _sharded, PYTHON[1]) == ["shard 0 of 2", "shard 1 of 2"] * 2
+
+
+def _run(words, folder, **kwargs):
+    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1",
+                                "GLOO_SOCKET_IFNAME": "lo", "COLUMNS": "120"}  # fmt: skip
+    return subprocess.Popen(words, cwd=folder, env=environment, text=True, stdout=subprocess.PIPE,
+                            stderr=subprocess.STDOUT, **kwargs)  # fmt: skip
+
+
+def _check(process):
+    out, _ = process.communicate(timeout=110)
+    assert process.returncode == 0, out
+    return out
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("readme")
+
+
+def test_the_commands_run_in_their_order(folder):
+    shown = [shlex.split(command) for command in COMMANDS if command.startswith("diloco")]
+    assert [words[1] for words in shown] == ["train", "report", "export", "compare", "doctor", "plan"]
+    for words in shown:
+        if words[1] == "compare":
+            words = [*words, "--seeds", "1", "--methods", "streaming"]  # the rest is test_compare's
+        _check(_run([*words, *FEWER.get(words[1], [])], folder))
+    assert (folder / "first-hf/model.safetensors").exists()
+
+
+def test_the_two_machine_commands_make_one_run(folder):
+    pair = [
+        shlex.split(command.replace("FIRST", "127.0.0.1")) for command in COMMANDS if command.startswith("torchrun")
+    ]
+    assert len(pair) == 2
+    for process in [_run([*words, *FEWER["train"]], folder) for words in pair]:
+        _check(process)
+    assert (folder / "runs/pair/replica-1/metrics.jsonl").exists()
+
+
+def test_make_runs_the_demo_recipe_and_the_tests(folder):
+    assert [command for command in COMMANDS if command.startswith("make")] == ["make demo", "make test"]
+    plan = subprocess.run(["make", "-n", "demo", "test"], cwd=ROOT, capture_output=True, text=True).stdout
+    assert "diloco train recipes/demo.toml" in plan and "-m pytest" in plan
+    out = _check(_run(["diloco", "train", str(ROOT / "recipes/demo.toml"), "--steps", "4"], folder))
+    assert "loss of the anchors" in out and "report.html" in out
+
+
+def test_the_tree_and_the_links_name_files_that_exist():
+    for name in re.findall(r"\]\(([\w./-]+)\)", TEXT):
+        assert (ROOT / name).exists(), name
+    tree = next(block for kind, block in BLOCKS if kind == "" and block.startswith("diloco/"))
+    for name in re.findall(r"\b\w+\.py\b", tree):
+        assert (ROOT / "diloco" / name).exists(), name

@@ -1,0 +1,173 @@
+"""The report: what it reads of a run directory, and what it computes."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from diloco.errors import ConfigError
+from diloco.report import html, terminal
+from diloco.report.comparison import compare, interval, student
+from diloco.report.curves import POINTS, loss, timeline
+from diloco.runs.reader import read
+from tests.support.run_directory import (
+    DATA_PARALLEL,
+    SYNC_EVERY,
+    make_run,
+    replace_line,
+    wait_at_end,
+)
+
+
+def test_a_finished_run_has_the_figures_of_its_summary(finished: Path) -> None:
+    run, summary = read(finished), json.loads((finished / "summary.json").read_text())
+    assert (run.name, run.method, run.state, len(run.replicas)) == ("demo", "streaming", "finished", 2)
+    assert (run.loss, run.replica_loss, run.unigram_loss) == (1.45, 1.49, 3.31)
+    assert run.bytes_sent == summary["bytes_sent"] and run.bytes_data_parallel == DATA_PARALLEL
+    assert run.factor == DATA_PARALLEL / summary["bytes_sent"]
+    assert run.seconds_exposed == summary["seconds_exposed"] > 0
+    spent = [sum(step.step_seconds for step in replica.steps) for replica in run.replicas]
+    waited = [replica.steps[-1].seconds_exposed for replica in run.replicas]
+    assert run.utilization == pytest.approx(min(1 - w / s for w, s in zip(waited, spent, strict=True)))
+
+
+def test_without_a_summary_the_last_lines_count(copied: Path) -> None:
+    whole = read(copied)
+    (copied / "summary.json").unlink()
+    going_on = read(copied)
+    assert going_on.state == "unfinished"
+    assert going_on.loss == pytest.approx(whole.loss) and going_on.bits_per_byte == pytest.approx(whole.bits_per_byte)
+    for figure in (
+        "bytes_sent",
+        "largest_burst",
+        "seconds_hidden",
+        "seconds_exposed",
+        "utilization",
+        "steps",
+        "tokens",
+    ):
+        assert getattr(going_on, figure) == getattr(whole, figure), figure
+    assert going_on.unigram_loss is going_on.bytes_data_parallel is going_on.factor is None
+
+
+def test_utilization_is_of_the_replica_that_waited_most_and_counts_the_end(copied: Path) -> None:
+    first, second = read(copied).replicas
+    waited = second.steps[-1].seconds_exposed
+    trained = sum(step.step_seconds for step in second.steps) - waited
+    wait_at_end(copied / "replica-1", seconds=10)
+    assert read(copied).utilization == pytest.approx(trained / (trained + waited + 10))
+    assert read(copied).seconds_exposed == first.steps[-1].seconds_exposed
+
+
+def test_a_stopped_run_says_so(copied: Path) -> None:
+    (copied / "summary.json").unlink()
+    replace_line(copied / "replica-1/events.jsonl", -1, '{"event": "stop", "seconds": 60.0, "step": 300}')
+    assert read(copied).state == "stopped"
+    (copied / "summary.json").write_text('{"stopped": true}')
+    assert read(copied).state == "stopped"
+
+
+@settings(max_examples=25)
+@given(share=st.floats(0, 1))
+def test_a_file_cut_off_anywhere_gives_the_steps_before_the_cut(finished: Path, share: float) -> None:
+    whole = (finished / "replica-0/metrics.jsonl").read_bytes()[:20_000]
+    cut = whole[: int(share * len(whole))]
+    with TemporaryDirectory() as folder:
+        (Path(folder) / "replica-0").mkdir()
+        (Path(folder) / "replica-0/metrics.jsonl").write_bytes(cut)
+        steps = read(Path(folder)).replicas[0].steps
+    assert [step.step for step in steps] == list(range(1, len(steps) + 1))
+    assert cut.count(b"sync/in_flight") - len(steps) in (0, 1), "only the line with the cut may be missing"
+
+
+def test_unknown_keys_are_ignored_and_unreadable_lines_left_out(copied: Path) -> None:
+    before = read(copied).replicas[0]
+    metrics = copied / "replica-0/metrics.jsonl"
+    replace_line(metrics, 0, json.dumps(json.loads(metrics.read_text().splitlines()[0]) | {"train/mood": "good"}))
+    for line in ("", "[1, 2]", '{"step": 9', '{"step": "nine", "train/loss": 1.0}', "\udcff"):
+        with metrics.open("a", errors="surrogateescape") as file:
+            file.write(line + "\n")
+    assert read(copied).replicas[0] == before
+
+
+def test_steps_done_again_after_a_resume_count_once_and_as_done_last(copied: Path) -> None:
+    metrics, events = copied / "replica-0/metrics.jsonl", copied / "replica-0/events.jsonl"
+    last = json.loads(metrics.read_text().splitlines()[-2])
+    rounds = read(copied).replicas[0].rounds
+    with metrics.open("a") as file:
+        for step in (201, 202):
+            file.write(json.dumps(last | {"step": step, "train/loss": 9.0}) + "\n")
+    with events.open("a") as file:
+        file.write('{"event": "resume", "seconds": 1.0, "step": 200}\n')
+    replica = read(copied).replicas[0]
+    assert [step.step for step in replica.steps] == list(range(1, 203))
+    assert [step.loss for step in replica.steps[-2:]] == [9.0, 9.0]
+    assert max(evaluation.step for evaluation in replica.evaluations) == 200
+    assert replica.rounds == tuple(round for round in rounds if round.step <= 200)
+
+
+def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no config\.toml.*diloco train"):
+        read(tmp_path)
+    with pytest.raises(ConfigError, match="no run"):
+        html.write([], tmp_path / "report.html")
+
+
+def test_students_t_is_that_of_the_tables() -> None:
+    tables = {1: 12.7062, 2: 4.3027, 3: 3.1824, 4: 2.7764, 9: 2.2622, 29: 2.0452, 120: 1.9799}
+    for freedom, value in tables.items():
+        assert student(freedom) == pytest.approx(value, abs=5e-5)
+
+
+def test_the_gap_is_paired_by_seed_with_students_interval(tmp_path: Path) -> None:
+    # Gaps of 1, 2 and 3 %: mean 2, deviation 1, half-width 4.30265 / √3 = 2.48414. Unpaired, seeds would drown them.
+    losses = {"dp": (2.0, 2.5, 4.0), "streaming": (2.02, 2.55, 4.12)}
+    folders = [
+        make_run(tmp_path / f"{method}-{seed}", method=method, seed=seed, steps=60, final=losses[method][seed])
+        for method, seed in [("streaming", 2), ("dp", 0), ("streaming", 0), ("dp", 2), ("streaming", 1), ("dp", 1)]
+    ]
+    first, second = compare([read(folder) for folder in folders])
+    assert (first.label, first.gap, second.label) == ("dp", None, "streaming")
+    assert second.gap is not None and second.gap.half_width is not None and second.gap.seeds == 3
+    assert second.gap.mean == pytest.approx(0.02) and second.gap.half_width == pytest.approx(0.0248414, abs=1e-6)
+    assert terminal.gap(second.gap) == "+2.00 ± 2.48 %"
+    assert interval([5.0]) == (5.0, None)
+
+
+def test_settings_are_named_by_what_varies_and_what_the_method_reads(tmp_path: Path) -> None:
+    runs = [
+        read(make_run(tmp_path / f"{method}-{overlap}", method=method, steps=60, overlap=overlap))
+        for method, overlap in [("streaming", 0), ("streaming", 5), ("dp", 0), ("dp", 5)]
+    ]
+    rows = compare(runs)
+    assert [row.label for row in rows] == ["dp", "streaming, overlap 0", "streaming, overlap 5"]
+    assert [row.gap and row.gap.seeds for row in rows] == [None, 1, 1]
+    assert compare(runs[:2])[0].gap is None, "without data-parallel there is no gap to it"
+
+
+def test_long_curves_are_thinned_to_means_and_keep_their_ends(tmp_path: Path) -> None:
+    run = read(make_run(tmp_path / "long", steps=2 * POINTS + 1))
+    curves = loss(run)
+    assert len(curves["steps"]) <= POINTS and curves["width"] == 3 and curves["steps"][-1] == 2 * POINTS + 1
+    steps = run.replicas[0].steps
+    assert curves["columns"][0][0] == pytest.approx(sum(step.loss for step in steps[:3]) / 3, rel=1e-6)
+
+
+def test_the_slowest_sync_periods_are_those_in_which_training_waited(finished: Path) -> None:
+    windows = timeline(read(finished))["windows"]
+    assert len(windows) == 3
+    # The rounds that were sent after steps 160 and 210 took longer than `overlap` steps.
+    assert sorted(window["steps"][0] // SYNC_EVERY for window in windows[:2]) == [3, 4]
+    assert windows[0]["exposed"] >= windows[1]["exposed"] > windows[2]["exposed"] == 0
+
+
+def test_the_report_needs_no_torch() -> None:
+    code = (
+        "import sys, diloco.report.html, diloco.report.live, diloco.report.terminal; sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

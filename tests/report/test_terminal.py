@@ -1,0 +1,113 @@
+"""What the report and a run under way show in a terminal."""
+
+import contextlib
+import io
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from diloco.report import html, terminal
+from diloco.report.live import Live, sparkline
+from diloco.runs.reader import read
+from tests.support.run_directory import ROUND_BYTES, STEPS, copy_until, make_run, wait_at_end
+
+
+def printed(what: Any, width: int = 100) -> str:
+    console = Console(file=io.StringIO(), width=width)
+    console.print(what)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_the_table_names_every_figure_and_the_report(copied: Path) -> None:
+    html.write([copied], copied / "report.html")
+    text = printed(terminal.table(read(copied)), width=200)
+    for part in ("1.4500", "1.4900", "3.3100", "3.08 MB", "720 MB", "234 ×", "125 kB", "7.28 s", "219 ms", "99.63 %"):
+        assert part in text, part
+    assert str(copied / "report.html") in text and "\x1b" not in text
+
+
+def test_the_table_names_the_replica_that_waited_most(copied: Path) -> None:
+    wait_at_end(copied / "replica-1", seconds=10)
+    assert "replica 1: 10.2 s" in printed(terminal.table(read(copied)))
+
+
+def test_the_comparison_table_has_a_line_per_setting(tmp_path: Path) -> None:
+    runs = [
+        read(make_run(tmp_path / name, method=name, steps=60, final=2.0 + k)) for k, name in enumerate(("dp", "local"))
+    ]
+    lines = [line.split() for line in printed(terminal.comparison(runs)).splitlines()]
+    assert ["local", "1", "3.0000", "+50.00", "%", "0", "B", "∞"] in [line[:8] for line in lines]
+
+
+def test_plain_lines_follow_a_run_as_it_is_written(finished: Path, tmp_path: Path) -> None:
+    stream = io.StringIO()
+    with Live(tmp_path, replicas=2, steps=STEPS, stream=stream, every=0) as live:
+        live.refresh()
+        assert stream.getvalue() == "", "nothing was written yet"
+        copy_until(20, finished, tmp_path, rest='{"step": 21, "train/l')
+        live.refresh()
+        live.refresh()
+        copy_until(21, finished, tmp_path)
+        live.refresh()
+        copy_until(100, finished, tmp_path)
+        live.refresh()
+    first, second, last = stream.getvalue().splitlines()
+    values = [read(finished).replicas[number].steps[19].loss for number in (0, 1)]
+    assert re.match(
+        r"0:00:00  step 20/300  loss ([\d.]+) ([\d.]+)  [\d.]+ k tokens/s  sent 0 B  left \d+(\.\d+)? s$", first
+    )
+    assert "step 21/300" in second, "the line that was half there is read whole"
+    assert f"loss {values[0]:.3f} {values[1]:.3f}  " in first
+    assert "step 100/300" in last and f"sent {(5 * ROUND_BYTES + 10_000) // 1000} kB" in last, (
+        "one round of each fragment"
+    )
+
+
+def in_terminal(folder: Path) -> str:
+    """What the live view writes to a real terminal of 80 columns."""
+    master, slave = os.openpty()
+    with os.fdopen(slave, "w") as stream, Live(folder, replicas=2, steps=STEPS, stream=stream):
+        pass
+    text = b""
+    with contextlib.suppress(OSError):  # how a terminal says that its other end is closed
+        while part := os.read(master, 4096):
+            text += part
+    os.close(master)
+    return text.decode()
+
+
+def test_in_a_terminal_the_panel_shows_every_replica_and_no_colour_if_unwanted(
+    finished: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    colorful = in_terminal(finished)
+    for part in ("replica", "tokens/s", "in flight", "3.08 MB", "7.28 s", "219 ms", "step 300/300", "100%", "▁"):
+        assert part in colorful, part
+    assert "…" not in colorful, "nothing is cut off at 80 columns"
+    color = re.compile(r"\x1b\[[\d;]*3\d[\d;]*m")
+    assert color.search(colorful)
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert not color.search(in_terminal(finished))
+
+
+def test_the_panel_names_the_fragments_in_flight(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    for step, shown in ((181, "f3"), (161, "f1"), (165, "–")):  # fragment 3 is sent after steps 80, 130, 180, …
+        copy_until(step, finished, tmp_path)
+        assert f" {shown} " in in_terminal(tmp_path)
+
+
+@given(values=st.lists(st.floats(allow_nan=True, allow_infinity=True), min_size=1, max_size=80))
+def test_a_sparkline_has_at_most_its_width_for_any_numbers(values: list[float]) -> None:
+    assert len(sparkline(values)) == min(20, len(values))

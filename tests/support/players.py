@@ -1,0 +1,242 @@
+"""Members of a bucket without threads: the production code, driven one store operation at a time.
+
+A `World` holds a store in memory, a clock, and puts that are still on their way. A `Player` is one life of a member: a
+model (by default of one parameter a fragment), the real core, the real reducer. What it wants from the store it gets
+when the test says so; it may die before, after or while the store does it.
+"""
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+
+from diloco import SGD, Balanced, DiLoCo, Float32
+from diloco.bucket import Bucket
+from diloco.bucket.rounds import read_record, record_name
+from diloco.bucket.store.envelope import Invalid, Seal
+from diloco.bucket.store.operations import All, Create, Delete, List, Oversized, Pause, Read, Size, Work, Write
+from diloco.reduce import Jump, Round
+
+FRAGMENTS = 2
+SYNC_EVERY = 2
+SETTINGS = {"sync_every": SYNC_EVERY, "overlap": 1, "outer": SGD(1.0), "codec": Float32()}
+
+
+class Violation(AssertionError):
+    """A guarantee is broken."""
+
+
+class World:
+    def __init__(self, fragments=FRAGMENTS):
+        self.fragments = fragments
+        self.objects: dict[str, bytes] = {}
+        self.limbo: list[Create] = []  # puts whose caller does not know what has become of them
+        self.now = 0.0
+        self.records: dict[tuple[int, int], str] = {}  # (fragment, index): digest of the record, once there is one
+        self.states: dict[tuple[int, int], int] = {}  # (fragment, index): fingerprint
+        self.run, self.key = "", None
+        self.tolerant = False  # of records that are deleted: to see what comes of it
+
+    def attempt(self, operation):
+        match operation:
+            case Create(name, data):
+                won = name not in self.objects
+                self.objects.setdefault(name, data)
+                return won
+            case Write(name, data):
+                self.objects[name] = data
+                return None
+            case Read(name, limit, first):
+                data = self.objects.get(name)
+                if data is None or first is not None:
+                    return data if data is None else data[:first]
+                return data if len(data) <= limit else Oversized(len(data))
+            case Size(name):
+                return len(self.objects[name]) if name in self.objects else None
+            case List(prefix):
+                return {name: len(data) for name, data in self.objects.items() if name.startswith(prefix)}
+            case Delete(name):
+                self.objects.pop(name, None)
+                return None
+            case Work(function):
+                return function()
+            case Pause():
+                return None
+        raise TypeError(operation)
+
+    def check(self):
+        """Guarantee 1: one record per round, for ever. 6: a delta is in at most one record, once."""
+        counted = set()
+        for fragment in range(self.fragments):
+            previous, index = "", 1
+            while True:
+                record = self.record(fragment, index, previous)
+                known = self.records.get((fragment, index))
+                if known and (record is None or record.digest != known) and not self.tolerant:
+                    raise Violation(f"the record of fragment {fragment}, round {index} is gone or another")
+                if record is None:
+                    break
+                self.records[fragment, index] = record.digest
+                digests = [e.digest for e in record.entries]
+                if counted & set(digests):
+                    raise Violation("a delta counts twice")
+                counted |= set(digests)
+                previous, index = record.digest, index + 1
+
+    def record(self, fragment, index, previous):
+        slot = 0
+        while (data := self.objects.get(record_name(fragment, index, slot))) is not None:
+            name = record_name(fragment, index, slot)
+            try:
+                return read_record(Seal(self.run, self.key).open(name, "record", data, 0), fragment, index, previous)
+            except Invalid:
+                slot += 1
+        return None
+
+    def closed(self, fragment):
+        """The newest round that was closed."""
+        return max((i for f, i in self.records if f == fragment), default=0)
+
+    def holds(self, fragment, index, fingerprint):
+        """Guarantee 2 and 7: who holds the same round holds the same bits, whoever computed them and when."""
+        if self.states.setdefault((fragment, index), fingerprint) != fingerprint:
+            raise Violation(f"two members hold other bits after round {index} of fragment {fragment}")
+
+
+class Driven(Bucket):
+    """The reducer, joined by hand."""
+
+    def __init__(self, world, name, **manners):
+        super().__init__("", name, backend=world, heartbeat=2.0, poll=0.5, **manners)
+        self._clock = lambda: world.now
+        self.world, self.indices = world, {}
+        self.outcomes = []
+
+    def join(self, contract, states, codecs):
+        self._entering = False
+        for fragment, state in enumerate(self.entered):
+            self.indices[fragment] = state.index
+            self.world.holds(fragment, state.index, state.fingerprint())
+        return self.entered
+
+    def take(self, fragment, index):
+        outcome = super().take(fragment, index)
+        if isinstance(outcome, Jump):
+            self.indices[fragment] = outcome.state.index
+            self.world.holds(fragment, outcome.state.index, outcome.state.fingerprint())
+        elif isinstance(outcome, Round):  # guarantee 3: in order, once
+            if outcome.index != self.indices[fragment] + 1:
+                raise Violation(f"round {outcome.index} after {self.indices[fragment]}")
+            self.indices[fragment] = outcome.index
+        if outcome is not None:
+            self.outcomes.append((fragment, outcome))
+        return outcome
+
+    def applied(self, fragment, state):
+        super().applied(fragment, state)
+        self.world.holds(fragment, state.index, state.fingerprint())
+
+
+class Player:
+    def __init__(self, world, name, checkpoint=None, start=0.0, rate=1.0, model=None, settings=SETTINGS, **manners):
+        self.world, self.name, self.rate = world, name, rate
+        self.model = model
+        if model is None:
+            self.model = nn.Linear(1, world.fragments, bias=False)
+            nn.init.constant_(self.model.weight, start)
+        self.reduce = Driven(world, name, **manners)
+        self.diloco = DiLoCo(self.model, reduce=self.reduce, fragments=Balanced(world.fragments), **settings)
+        if checkpoint is not None:
+            self.model.load_state_dict(checkpoint["model"])
+            self.diloco.load_state_dict(copy.deepcopy(checkpoint["diloco"]))
+        parts = self.diloco._all_parts()
+        joining = self.reduce.joining(self.diloco._contract(), [p.state for p in parts], [p.codec for p in parts])
+        self.tasks: dict[int, Any] = {-1: joining}  # slot: generator
+        self.wanted: dict[int, Any] = {}  # slot: what it waits for
+        self.joined = False
+
+    def save(self):
+        return copy.deepcopy({"model": self.model.state_dict(), "diloco": self.diloco.state_dict()})
+
+    @property
+    def slots(self):
+        """What may go on: joining, or the members (0) and each fragment (1, 2, …)."""
+        return range(-1, 0) if not self.joined else range(1 + self.world.fragments)
+
+    def want(self, slot):
+        """The next operation of a slot; a tick begins if none is under way."""
+        if slot not in self.tasks:
+            self.tasks[slot] = self.reduce.ticks()[slot]()
+        if slot not in self.wanted:
+            self._send(slot, None)
+        return self.wanted.get(slot)
+
+    def go(self, slot, fate="done"):
+        """Let the store do what a slot wants. Fates: done; lost (done, but the caller does not hear of it and tries
+        again later); refused (nothing is stored and the caller is told that something is there); slow (on its way, and
+        the caller tries again). Returns whether the slot has more to do."""
+        operation = self.want(slot)
+        if operation is None:
+            return False
+        if isinstance(operation, All):
+            answers = [self._perform(each, fate) for each in operation.operations]
+            if fate in ("lost", "slow"):
+                return True
+            answer = answers
+        else:
+            answer = self._perform(operation, fate)
+            if fate in ("lost", "slow"):
+                return True
+        self._send(slot, answer)
+        return slot in self.tasks
+
+    def _perform(self, operation, fate):
+        puts = isinstance(operation, Create)
+        if puts and fate == "slow":
+            self.world.limbo.append(operation)
+            return None
+        if puts and fate == "refused":
+            return None
+        if fate == "slow":
+            return None
+        answer = self.world.attempt(operation)
+        if isinstance(operation, (Create, Delete)):
+            self.world.check()
+        return answer
+
+    def _send(self, slot, answer):
+        self.wanted.pop(slot, None)
+        try:
+            self.wanted[slot] = self.tasks[slot].send(answer)
+        except StopIteration as stop:
+            del self.tasks[slot]
+            if slot == -1:
+                self.reduce.entered = stop.value
+                self.world.run = self.reduce.run.id
+                self.joined = True
+                self.diloco.join()
+
+    def finish_tick(self, slot):
+        for _ in range(2000):
+            if not self.go(slot):
+                return
+        raise Violation("stuck: a tick does not end")
+
+    def turn(self):
+        """A fair turn: everything that is under way ends, and a whole tick of each follows."""
+        if not self.joined:
+            self.finish_tick(-1)
+        for slot in self.slots:
+            if slot in self.tasks:
+                self.finish_tick(slot)
+            self.finish_tick(slot)
+
+    def step(self):
+        with torch.no_grad():
+            self.model.weight += self.rate
+        self.diloco.step()
+
+    @property
+    def held(self):
+        return [part.state.index for part in self.diloco._parts]

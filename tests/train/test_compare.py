@@ -1,0 +1,58 @@
+"""`diloco compare`: methods at equal tokens."""
+
+import json
+
+import pytest
+import torch
+
+from diloco.cli.compare import CompareConfig, _finished, plan
+from diloco.errors import ConfigError
+from tests.support.commands import SMALL, run, weights
+
+
+def test_compare_runs_the_methods_at_equal_tokens_and_goes_on_where_it_was_interrupted(place):
+    words = ["compare", *SMALL, "--data", "corpus.txt", "--steps", "20", "--methods", "dp,diloco,local", "--name",
+             "compared", "--vary", "overlap=0,2"]  # fmt: skip
+    code, out, err = run(place, *words, "--json")
+    assert code == 0, err
+    assert "3 runs in runs/compared" in err  # none of the three reads the overlap
+    summaries = {summary["method"]: summary for summary in json.loads(out)}
+    assert {summary["tokens"] for summary in summaries.values()} == {20 * 4 * 32}
+    parameters = summaries["dp"]["parameters"]
+    assert summaries["diloco"]["bytes_sent"] == pytest.approx(2 * 4 * parameters, rel=0.01)
+    assert summaries["diloco"]["largest_burst"] == pytest.approx(4 * parameters, rel=0.01)
+    assert summaries["dp"]["bytes_sent"] == 20 * 4 * parameters
+    assert summaries["local"]["bytes_sent"] == 0
+    for method in summaries:
+        one, two = (weights(place, f"compared/{method}-seed0", 20, replica) for replica in (0, 1))
+        equal = all(torch.equal(one[key], two[key]) for key in one if key.startswith("/model/"))
+        assert equal == (method != "local")
+    before = (place / "runs/compared/dp-seed0/summary.json").stat().st_mtime
+    code, out, err = run(place, *words)
+    assert code == 0, err
+    assert "%" in out and "report.html" in out
+    assert (place / "runs/compared/dp-seed0/summary.json").stat().st_mtime == before
+    code, _, err = run(place, *words, "--lr", "0.1")
+    assert code == 2 and "compared/dp-seed0 was run with lr 0.008, not 0.1: give another --name" in err
+
+
+def test_a_run_that_was_stopped_is_not_compared_as_it_is(tmp_path):
+    for stopped in (True, False):
+        (tmp_path / "summary.json").write_text(json.dumps({"stopped": stopped}))
+        assert _finished(tmp_path) is not stopped
+    assert not _finished(tmp_path / "absent")
+
+
+def test_compare_plans_every_combination_that_a_method_reads_for_every_seed():
+    config = CompareConfig(methods="dp,streaming", vary=("overlap=0,1", "codec=int8,e3m0"), seeds=2)
+    labels = [label for label, _ in plan(config)]
+    assert len(labels) == 2 + 8
+    assert labels[:2] == ["dp-seed0", "dp-seed1"]
+    chosen = dict(plan(config))["streaming-overlap=1-codec=int8-seed1"]
+    assert (chosen.overlap, chosen.codec, chosen.seed, chosen.method) == (1, "int8", 1, "streaming")
+    for wrong, message in (({"methods": "dp,sgd"}, "'sgd' is none of"), ({"vary": ("speed=1",)}, "with a setting of"),
+                           ({"vary": ("overlap=a",)}, "give numbers"), ({"seeds": 0}, "seeds=0"),
+                           ({"vary": ("codec=fp32",)}, "give some of e3m0, float8"),
+                           ({"vary": ("compile=yes",)}, "give some of true, false")):  # fmt: skip
+        with pytest.raises(ConfigError, match=message):
+            plan(CompareConfig(**wrong))

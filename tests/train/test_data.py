@@ -1,0 +1,308 @@
+"""The corpus: the same for everyone, split without overlap, prepared once; and what it says if something is wrong."""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from diloco.errors import ConfigError
+from diloco.train.data import corpus as data
+from diloco.train.data.corpus import default_cache, documents, prepare
+from tests.support.processes import context
+
+LINES = [f"line {i}: {'abcdefghij'[i % 10] * (i % 37)} end" for i in range(2000)]
+
+
+@pytest.fixture(scope="module")
+def standard(tmp_path_factory):
+    return prepare([], "bytes", tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture
+def book(tmp_path):
+    path = tmp_path / "book.txt"
+    path.write_text("\n".join(LINES * 8))
+    return path
+
+
+def _ids(path: Path) -> np.ndarray:
+    return documents.open_shard(path, 257)
+
+
+def _documents(path: Path) -> list[bytes]:
+    ids = _ids(path)
+    pieces = np.split(ids, np.flatnonzero(ids == 256) + 1)
+    assert len(pieces[-1]) == 0  # the last document too has its end
+    return [piece[:-1].astype(np.uint8).tobytes() for piece in pieces[:-1]]
+
+
+def test_the_default_corpus_is_the_standard_library_without_tests(standard):
+    files = documents.find([]).items
+    assert all(isinstance(f, Path) and f.suffix == ".py" for f in files)
+    assert not {"test", "tests", "idle_test", "site-packages", "__pycache__"} & {
+        p for f in files for p in Path(f).parts[-4:-1]
+    }
+    assert {"argparse.py", "typing.py"} <= {Path(f).name for f in files}
+    assert 5e6 < standard.nbytes < 1e8
+    assert standard.name.startswith("Python 3.")
+
+
+def test_the_split_is_disjoint_without_duplicates_and_about_a_twentieth(standard):
+    train, held_out = _documents(standard.train), _documents(standard.held_out)
+    every = train + held_out
+    assert len(every) == len(set(every))
+    assert 0.02 < len(held_out) / len(every) < 0.09
+    assert set(every) == {content for f in documents.find([]).items if (content := Path(f).read_bytes())}
+    assert sum(map(len, train)) == standard.nbytes
+    assert standard.bytes_per_token == sum(map(len, held_out)) / len(_ids(standard.held_out))
+
+
+def test_the_corpus_is_the_same_when_prepared_again(standard, tmp_path):
+    again = prepare([], "bytes", tmp_path)
+    assert again.sha256 == standard.sha256
+    assert again.train.read_bytes() == standard.train.read_bytes()
+    assert again.held_out.read_bytes() == standard.held_out.read_bytes()
+
+
+def test_the_unigram_loss_is_what_it_says(standard):
+    counts = np.bincount(_ids(standard.train), minlength=257) + 1
+    expected = -np.log(counts / counts.sum())[_ids(standard.held_out)].mean()
+    assert standard.unigram_loss() == pytest.approx(expected)
+    assert 2.5 < expected < 4  # program text
+
+
+def test_evaluation_is_fixed_spread_and_in_equal_batches(standard):
+    windows = standard.evaluation(128, 32_768)
+    again = standard.evaluation(128, 32_768)
+    assert {x.shape for x, _ in windows} == {(16, 128)} and len(windows) == 16
+    assert all(torch.equal(a[0], b[0]) and torch.equal(a[1], b[1]) for a, b in zip(windows, again, strict=True))
+    ids = _ids(standard.held_out).astype(np.int64)
+    every = (len(ids) - 1) // 128
+    for n, (x, y) in enumerate(zip(*(torch.cat(part) for part in zip(*windows, strict=True)), strict=True)):
+        start = n * every // 256 * 128
+        assert x.tolist() == ids[start : start + 128].tolist() and y.tolist() == ids[start + 1 : start + 129].tolist()
+
+
+def test_text_files_are_cut_at_lines_and_nothing_is_lost(tmp_path, book):
+    corpus = prepare([str(book)], "bytes", tmp_path / "cache")
+    pieces = list(documents.texts(documents.find([str(book)])))
+    assert b"".join(pieces) == book.read_bytes() and len(pieces) > 10
+    assert all(piece.endswith(b"end\n") for piece in pieces[:-1])
+    assert sorted(_documents(corpus.train) + _documents(corpus.held_out)) == sorted(pieces)
+
+
+def test_a_line_without_end_is_cut_too(tmp_path):
+    path = tmp_path / "one.txt"
+    path.write_bytes(b"x" * 100_000)
+    pieces = list(documents.texts(documents.find([str(path)])))
+    assert b"".join(pieces) == path.read_bytes()
+    assert max(map(len, pieces)) <= 2 * documents.PIECE
+
+
+def test_a_folder_and_its_files_give_each_file_once_in_order(tmp_path):
+    for name in ("b.txt", "a.jsonl", "sub/c.txt", "notes.md"):
+        path = tmp_path / "data" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text('{"text": "x"}\n')
+    folder = tmp_path / "data"
+    found = documents.find([str(folder), str(folder / "b.txt")]).items
+    assert [Path(f).name for f in found] == ["a.jsonl", "b.txt", "c.txt"]
+
+
+def test_jsonl_documents_are_lines(tmp_path):
+    path = tmp_path / "x.jsonl"
+    texts = [f"document {i} ü\n" for i in range(300)]
+    path.write_text("\n\n".join(json.dumps({"id": i, "text": t}) for i, t in enumerate(texts)))
+    corpus = prepare([str(path)], "bytes", tmp_path / "cache")
+    found = _documents(corpus.train) + _documents(corpus.held_out)
+    assert sorted(found) == sorted(t.encode() for t in texts)
+
+
+def test_parquet_documents_are_rows(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow", reason="reading .parquet needs the extra diloco[parquet]")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    texts = [f"row {i}" for i in range(300)] + [None]
+    parquet.write_table(pyarrow.table({"n": list(range(301)), "text": texts}), tmp_path / "x.parquet")
+    found = list(documents.texts(documents.find([str(tmp_path)])))
+    assert found == [f"row {i}".encode() for i in range(300)]
+    parquet.write_table(pyarrow.table({"n": [1]}), tmp_path / "x.parquet")
+    with pytest.raises(ConfigError, match='column "text"'):
+        list(documents.texts(documents.find([str(tmp_path)])))
+    (tmp_path / "x.parquet").write_bytes(b"no parquet at all")
+    with pytest.raises(ConfigError, match='column "text"'):
+        list(documents.texts(documents.find([str(tmp_path)])))
+
+
+def test_a_dataset_is_streamed_with_its_config_and_so_many_documents(tmp_path):
+    pytest.importorskip("datasets", reason="hf:NAME needs the extra diloco[hf]")
+    (tmp_path / "x.jsonl").write_text("\n".join(json.dumps({"text": f"row {i}"}) for i in range(50)))
+    for spec, count in ((f"hf:{tmp_path}", 50), (f"hf:{tmp_path}:7", 7), (f"hf:{tmp_path}:default:9", 9)):
+        assert list(documents.texts(documents.find([spec]))) == [f"row {i}".encode() for i in range(count)]
+    with pytest.raises(ConfigError, match="check the name and the network"):
+        list(documents.texts(documents.find([f"hf:{tmp_path}:other"])))
+
+
+def test_token_shards_are_read_as_they_were_written(tmp_path, book):
+    corpus = prepare([str(book)], "bytes", tmp_path / "cache")
+    again = prepare([str(corpus.train.parent)], "bytes", tmp_path / "cache")
+    found = _documents(again.train) + _documents(again.held_out)
+    assert b"".join(sorted(found)) == b"".join(sorted(_documents(corpus.train) + _documents(corpus.held_out)))
+    assert again.nbytes == sum(map(len, _documents(again.train)))
+
+
+def test_a_shard_without_ends_is_cut_into_pieces(tmp_path):
+    ids = np.arange(100_000, dtype="<u4") % 256
+    (tmp_path / "x.bin").write_bytes(ids.tobytes())
+    (tmp_path / "x.json").write_text('{"dtype": "uint32", "vocabulary": 257}')
+    pieces = list(documents.shards(documents.find([str(tmp_path)]), 257, 256))
+    assert np.array_equal(np.concatenate(pieces), ids) and len(pieces) == -(-100_000 // documents.PIECE)
+
+
+def test_a_corpus_of_one_document_has_its_last_twentieth_held_out(tmp_path):
+    path = tmp_path / "x.jsonl"
+    for text in ("a" * 999, "b" * 999, *(f"{i}" * 300 for i in range(40))):  # some of these hash into the held-out part
+        path.write_text(json.dumps({"text": text}))
+        corpus = prepare([str(path)], "bytes", tmp_path / "cache")
+        whole = np.concatenate([_ids(corpus.train), _ids(corpus.held_out)])
+        assert whole.tolist() == [*text.encode(), 256]
+        assert len(_ids(corpus.held_out)) == round(len(whole) * 0.05)
+        assert corpus.nbytes == len(_ids(corpus.train))
+
+
+def test_a_trained_tokenizer_is_kept_with_the_corpus(tmp_path, book):
+    pytest.importorskip("tokenizers")
+    first = prepare([str(book)], "train:300", tmp_path / "cache")
+    again = prepare([str(book)], "train:300", tmp_path / "cache")
+    assert first.tokenizer.vocabulary == again.tokenizer.vocabulary == 300
+    assert first.bytes_per_token > 1.5
+    assert again.tokenizer.decode(documents.open_shard(again.train, 300)[:20]).startswith("line 0")
+
+
+def test_evaluation_takes_what_there_is(tmp_path, book):
+    corpus = prepare([str(book)], "bytes", tmp_path / "cache")
+    assert sum(len(x) for x, _ in corpus.evaluation(8, 10**9)) > 0.9 * len(_ids(corpus.held_out)) / 8
+    assert [len(x) for x, _ in corpus.evaluation(8, 1)] == [1]
+
+
+def test_a_prepared_corpus_is_found_and_a_changed_source_is_prepared_again(tmp_path, book):
+    first = prepare([str(book)], "bytes", tmp_path / "cache")
+    written = first.train.stat().st_mtime_ns
+    assert prepare([str(book)], "bytes", tmp_path / "cache").train.stat().st_mtime_ns == written
+    time.sleep(0.01)
+    book.write_text(book.read_text().replace("line 5", "line ?"))
+    changed = prepare([str(book)], "bytes", tmp_path / "cache")
+    assert changed.train != first.train and changed.sha256 != first.sha256
+
+
+def test_a_damaged_cache_is_prepared_again(tmp_path, book):
+    first = prepare([str(book)], "bytes", tmp_path / "cache")
+    content = first.train.read_bytes()
+    for damaged in (content[:-2], content + b"ab"):
+        first.train.write_bytes(damaged)
+        assert prepare([str(book)], "bytes", tmp_path / "cache").train.read_bytes() == content
+    first.train.unlink()
+    assert prepare([str(book)], "bytes", tmp_path / "cache").train.read_bytes() == content
+
+
+def _prepare_at(barrier, cache, answers):
+    barrier.wait()
+    answers.put(prepare([], "bytes", cache).sha256)
+
+
+def test_processes_that_prepare_at_once_all_end_well(tmp_path, standard):
+    barrier, answers = context.Barrier(3), context.Queue()
+    processes = [context.Process(target=_prepare_at, args=(barrier, tmp_path, answers)) for _ in range(3)]
+    for process in processes:
+        process.start()
+    assert [answers.get(timeout=60) for _ in processes] == [standard.sha256] * 3
+    for process in processes:
+        process.join()
+    assert [p.exitcode for p in processes] == [0, 0, 0]
+    assert len(list(tmp_path.iterdir())) == 1  # no temporary folder is left
+
+
+def test_who_comes_second_leaves_the_first_ones_files_alone(tmp_path, book):
+    corpus = prepare([str(book)], "bytes", tmp_path / "cache")
+    before = corpus.train.stat().st_ino
+    (tmp_path / "late").mkdir()
+    data._write(tmp_path / "late", documents.find([str(book)]), "bytes")
+    data._publish(tmp_path / "late", corpus.train.parent)
+    assert corpus.train.stat().st_ino == before
+
+
+def test_the_cache_is_where_the_platform_has_it(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    if sys.platform == "linux":
+        assert default_cache() == tmp_path / "diloco"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert default_cache().name == "diloco" and default_cache().is_relative_to(Path.home())
+
+
+@pytest.mark.parametrize(
+    ("data", "text"),
+    [
+        (["{tmp}/nowhere.txt"], "no such file or folder; check the path"),
+        (["{tmp}/x.csv"], r"unknown ending '\.csv'; give \.txt, \.jsonl, \.parquet, \.bin"),
+        (["{tmp}/none"], r"the folder holds no \.txt"),
+        (["{tmp}/empty.txt"], "the corpus is empty; give --data that holds text"),
+        (["{tmp}/bad.jsonl"], r"bad\.jsonl, line 3: not of the form .* correct or remove the line"),
+        (["{tmp}/field.jsonl"], r"field\.jsonl, line 1: not of the form"),
+        (["{tmp}/list.jsonl"], r"list\.jsonl, line 1: not of the form"),
+        (["{tmp}/alone.bin"], r"needs alone\.json beside it"),
+        (["{tmp}/odd.bin"], "3 bytes are no whole number of uint16"),
+        (["{tmp}/other.bin"], "vocabulary of 999, the tokenizer one of 257: give the shard's with --tokenizer"),
+        (["{tmp}/other.bin", "{tmp}/empty.txt"], "token shards .* and text in one corpus; give one kind"),
+    ],
+)
+def test_bad_data_is_refused_with_the_remedy(tmp_path, data, text):
+    (tmp_path / "none").mkdir()
+    for name, content in {
+        "x.csv": "a,b", "none/readme.md": "", "empty.txt": "", "bad.jsonl": '{"text": "a"}\n\n{"text": \n',
+        "field.jsonl": '{"content": "a"}', "list.jsonl": "[1]", "alone.bin": "ab", "odd.bin": "abc",
+        "odd.json": '{"dtype": "uint16", "vocabulary": 257}', "other.bin": "ab",
+        "other.json": '{"dtype": "uint16", "vocabulary": 999}',
+    }.items():  # fmt: skip
+        (tmp_path / name).write_text(content)
+    cache = tmp_path / "cache"
+    with pytest.raises(ConfigError, match=text) as caught:
+        prepare([spec.format(tmp=tmp_path) for spec in data], "bytes", cache)
+    assert "\n" not in str(caught.value)
+    assert not cache.exists() or not list(cache.iterdir())  # nothing half done stays
+
+
+def test_a_corpus_shorter_than_a_batch_or_a_window_is_refused(tmp_path):
+    (tmp_path / "x.txt").write_text("short " * 100)
+    corpus = prepare([str(tmp_path / "x.txt")], "bytes", tmp_path / "cache")
+    with pytest.raises(ConfigError, match=r"4 windows of context 128, fewer than one batch of 8: give more --data, or"):
+        corpus.batches(0, 2, 4, 128, seed=0)
+    with pytest.raises(ConfigError, match="30 tokens are held out, fewer than one window of context 128"):
+        corpus.evaluation(128, 1000)
+
+
+def test_a_cache_that_cannot_be_written_is_named(tmp_path, book):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"cannot prepare the corpus: .*file.*; free or give another place"):
+        prepare([str(book)], "bytes", tmp_path / "file" / "cache")
+
+
+@pytest.mark.parametrize(
+    ("module", "data", "tokenizer", "text"),
+    [
+        ("datasets", ["hf:x"], "bytes", "data='hf:x' needs datasets: pip install 'diloco[hf]'"),
+        ("pyarrow", ["x.parquet"], "bytes", "x.parquet needs pyarrow: pip install 'diloco[parquet]'"),
+        ("tokenizers", ["x.txt"], "train:300", "tokenizer='train:300' needs the tokenizers library: "
+         "pip install 'diloco[bpe]'"),
+    ],
+)  # fmt: skip
+def test_a_missing_library_is_named_with_its_extra(tmp_path, monkeypatch, module, data, tokenizer, text):
+    (tmp_path / "x.parquet").touch()
+    (tmp_path / "x.txt").write_text("text")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, module, None)  # what `import` finds if it is not installed
+    with pytest.raises(ConfigError) as caught:
+        prepare(data, tokenizer, tmp_path / "cache")
+    assert str(caught.value) == text

@@ -1,0 +1,129 @@
+"""What is exported loads in transformers, without network and without us, and gives the same logits and ids."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from diloco.errors import ConfigError
+from diloco.presets import Shape
+from diloco.train.data.tokenizer import BPE, Bytes
+from diloco.train.export import export, export_module
+from diloco.train.model import Decoder, build
+
+transformers = pytest.importorskip("transformers")
+TEXT = "def f(x):\n\treturn 'naïve 你好 🙂' <|endoftext|>  \x00\x7f\r\n"
+
+
+def _decoder(tied, theta=10_000.0):
+    model = Decoder(Shape(layers=2, width=32, heads=2, mlp=48, vocabulary=257, tied=tied), 64, theta)
+    model.initialize(torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1:  # norms that are not all ones, so that a swapped one would show
+                parameter.normal_(1.0, 0.1, generator=torch.Generator().manual_seed(len(name)))
+            else:
+                parameter.mul_(5)
+    return model
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("theta", [10_000.0, 500.0])
+def test_transformers_gives_the_same_logits(tmp_path, tied, theta):
+    model = _decoder(tied, theta)
+    export(model.state_dict(), model.shape, Bytes(), tmp_path, context=64, theta=theta)
+    theirs, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(report.values()), report  # nothing missing, nothing left over
+    tokens = torch.randint(0, 257, (3, 64), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        ours, other = model(tokens), theirs(input_ids=tokens).logits
+    assert ours.abs().max() > 1
+    assert (ours - other).abs().max() < 1e-4
+    assert theirs.config.eos_token_id == 256 and theirs.config.max_position_embeddings == 64
+
+
+def test_tied_weights_are_written_once(tmp_path):
+    from safetensors import safe_open
+
+    model = _decoder(tied=True)
+    export(model.state_dict(), model.shape, Bytes(), tmp_path)
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        assert set(file.keys()) == {name for name, _ in model.named_parameters()}
+        assert file.metadata() == {"format": "pt"}
+
+
+def test_bf16_weights_are_written_as_such(tmp_path):
+    model = _decoder(tied=True).bfloat16()
+    export(model.state_dict(), model.shape, Bytes(), tmp_path)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert theirs.dtype == torch.bfloat16
+    assert json.loads((tmp_path / "config.json").read_text())["torch_dtype"] == "bfloat16"
+
+
+def test_it_loads_offline_in_a_process_that_does_not_know_us(tmp_path):
+    model = _decoder(tied=True)
+    export_module(model, Bytes(), tmp_path)
+    code = (
+        "import sys, torch, transformers\n"
+        "model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1])\n"
+        "ids = transformers.AutoTokenizer.from_pretrained(sys.argv[1])('abc', return_tensors='pt').input_ids\n"
+        "assert 'diloco' not in sys.modules\n"
+        "print(*ids[0].tolist(), model(input_ids=ids).logits[0, -1].argmax().item())"
+    )
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, env=environment, check=False
+    )
+    best = model(torch.tensor([[97, 98, 99]]))[0, -1].argmax().item()
+    assert done.stdout.split() == ["97", "98", "99", str(best)], done.stderr
+
+
+def test_the_exported_bytes_are_ours_on_any_text(tmp_path):
+    export_module(_decoder(tied=True), Bytes(), tmp_path)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    everything = "".join(chr(c) for c in range(0x3000) if not 0xD800 <= c < 0xE000)
+    for text in (TEXT, everything, "", " ", " a  b ", "\n\n", "<|endoftext|>"):
+        ids = theirs(text, add_special_tokens=False).input_ids
+        assert ids == Bytes().encode(text.encode()).tolist()
+        assert theirs.decode(ids) == text
+    assert theirs.eos_token_id == Bytes().end == 256
+    assert len(theirs) == Bytes().vocabulary
+
+
+def test_the_exported_bpe_is_ours(tmp_path):
+    ours = BPE.train([TEXT.encode() * 20, b"the cat sat on the mat " * 50], 300)
+    ours.save(tmp_path)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    for text in (TEXT, "the mat 日本", " ", ""):
+        ids = theirs(text, add_special_tokens=False).input_ids
+        assert ids == ours.encode(text.encode()).tolist()
+        assert theirs.decode(ids) == text == ours.decode(ids)
+    assert theirs.eos_token_id == ours.end
+    assert BPE.read(tmp_path / "tokenizer.json").end == ours.end
+
+
+def test_a_hugging_face_model_is_exported_by_its_own_library(tmp_path):
+    first, second = tmp_path / "first", tmp_path / "second"
+    export_module(_decoder(tied=True), Bytes(), first)
+    model = build(f"hf:{first}", 257, 32, seed=0)
+    export_module(model, Bytes(), second)
+    again = build(f"hf:{second}", 257, 32, seed=0)
+    tokens = torch.arange(32)[None]
+    assert torch.equal(model(tokens), again(tokens))
+    assert transformers.AutoTokenizer.from_pretrained(second)("ab").input_ids == [97, 98]
+
+
+def test_weights_of_another_model_are_refused_and_what_was_there_stays(tmp_path):
+    model = _decoder(tied=True)
+    export_module(model, Bytes(), tmp_path)
+    before = (tmp_path / "model.safetensors").read_bytes()
+    other = Shape(layers=3, width=32, heads=2, mlp=48, vocabulary=257)
+    with pytest.raises(ConfigError, match="do not fit") as caught:
+        export(model.state_dict(), other, Bytes(), tmp_path)
+    assert "\n" not in str(caught.value)
+    assert (tmp_path / "model.safetensors").read_bytes() == before
+    with pytest.raises(ConfigError, match="cannot export a Linear"):
+        export_module(torch.nn.Linear(1, 1), Bytes(), tmp_path)

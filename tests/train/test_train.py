@@ -1,0 +1,104 @@
+"""`diloco train` as it is used and misused: real commands, real processes, what they leave and what they refuse."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.support.commands import SMALL, check_anchors, check_same, lines, losses, run, weights
+
+
+def test_a_run_leaves_a_summary_metrics_events_checkpoints_and_a_report(place, whole):
+    folder = place / "runs/whole"
+    assert whole["steps"] == 60 and whole["replicas"] == 2 and whole["stopped"] is False
+    assert whole["eval/loss"] < whole["unigram_loss"] + 0.5
+    # The bound for two replicas: 4 bits a parameter and round, every fragment 6 times, or 5 and once at the end.
+    assert whole["bytes_sent"] == pytest.approx(6.5 * 0.504 * whole["parameters"], rel=0.1)
+    assert whole["bytes_data_parallel"] == 2 * whole["parameters"] * 60
+    assert whole["largest_burst"] == pytest.approx(0.504 * whole["parameters"] / 3, rel=0.05)
+    rounds = [e for e in lines(place, "whole", kind="events") if e["event"] == "round"]
+    assert sum(r["bytes_sent"] for r in rounds) == whole["bytes_sent"]
+    assert all(r["step"] == r["sent_step"] + 2 for r in rounds if r["sent_step"] < 58)
+    assert sorted(p.name for p in (folder / "replica-1/checkpoints").iterdir()) == ["step-00000040", "step-00000060"]
+    assert "<html" in (folder / "report.html").read_text()
+    assert 'data = ["corpus.txt"]' in (folder / "config.toml").read_text()
+    assert list(losses(place, "whole", 1)) == list(range(1, 61))
+
+
+def test_torchrun_starts_the_same_trainer(place, whole):
+    code, out, err = run(place, "--nproc_per_node", "2", "--standalone", "-m", "diloco", "train", *SMALL, "--data",
+                       "corpus.txt", "--name", "torchrun", "--steps", "60", "--save-every", "20",
+                       tool=("-m", "torch.distributed.run"))  # fmt: skip
+    assert code == 0, err
+    assert "loss of the anchors" in out and "report.html" in out
+    check_same(place, "torchrun")
+
+
+@pytest.mark.parametrize(("words", "message"), [
+    (["--resume", "--name", "nothing"], "nothing to resume in runs/nothing: leave --resume out"),
+    (["--resume", "--out", "nowhere"], "nothing to resume in nowhere"),
+    (["--overlap", "100"], "overlap=100 with sync_every=100"),
+    (["--fragments", "diagonal:2"], "give strided:N, sequential:N or balanced:N"),
+    (["--steps", "5", "--tokens", "500"], "give one of them"),
+    (["--batch", "0"], "batch=0: give a whole number of at least 1"),
+    (["--keep", "1"], "keep=1"),
+    (["no-such.toml"], "there is no recipe no-such.toml"),
+])  # fmt: skip
+def test_wrong_input_is_one_line_with_the_remedy_before_anything_starts(place, words, message):
+    code, out, err = run(place, "train", *words)
+    assert code == 2
+    assert out == ""
+    assert message in err and "Traceback" not in err
+
+
+@pytest.mark.parametrize(("words", "message"), [
+    (["--data", "corpus.txt", "--model", "tinny"], "did you mean tiny?"),
+    (["--data", "short.txt"], "give more --data, or lower --batch or --context"),
+    (["--data", "corpus.txt", "--batch", "3"], "batch=3: give a multiple of"),
+    (["--data", "corpus.txt", "--model", "35m", "--name", "whole", "--resume"], "does not fit this run"),
+])  # fmt: skip
+def test_what_only_the_replicas_can_find_is_one_line_too(place, whole, words, message):
+    (place / "short.txt").write_text("short")
+    words = [*words, *([] if "--name" in words else ["--out", "wrong"]), "--steps", "61"]
+    code, _, err = run(place, "train", *words)
+    assert code == 2, err
+    assert message in err.splitlines()[-1] and "Traceback" not in err
+    assert not (place / "wrong").exists() or not list((place / "wrong").iterdir())  # nothing is left behind
+
+
+def test_a_recipe_is_stored_flags_and_a_typo_in_it_gets_a_suggestion_as_on_the_line(place, whole):
+    written = (place / "runs/whole/config.toml").read_text()
+    assert "steps = 60" in written and "context = 32" in written and "lr = 0.008" in written
+    (place / "typo.toml").write_text("sync_evry = 7\n")
+    for words, message in (
+        (["typo.toml"], "typo.toml: there is no setting sync_evry; did you mean sync_every?"),
+        (["--sync-evry", "7"], "--sync-every"),
+    ):
+        code, _, err = run(place, "train", *words)
+        assert code == 2
+        assert message in err
+
+
+def test_report_and_export_read_a_finished_run(place, whole):
+    code, out, err = run(place, "report", "runs/whole")
+    assert code == 0 and "loss of the anchors" in out, err
+    code, out, err = run(place, "report", "runs/whole", "--json")
+    assert json.loads(out)[0]["steps"] == 60, err
+    code, out, err = run(place, "export", "runs/whole", "--to", "exported")
+    assert code == 0, err
+    exported = load_file(place / "exported/model.safetensors")
+    saved = weights(place, "whole", 60)
+    assert all(torch.equal(value, saved[f"/model/{name}"]) for name, value in exported.items())
+    code, _, err = run(place, "export", "runs/absent", "--to", "elsewhere")
+    assert code == 2 and "holds no run" in err
+    code, _, err = run(place, "export", "runs/whole", "--to", "exported")
+    assert code == 2 and "holds a model already" in err
+    code, _, err = run(place, "report")
+    assert code == 2 and "which run?" in err
+
+
+def test_export_of_a_step_on_the_way_is_the_anchors_not_the_replica(place, whole):
+    code, _, err = run(place, "export", "runs/whole", "--to", "half", "--step", "40")
+    assert code == 0, err
+    check_anchors(place, "half", weights(place, "whole", 40))
