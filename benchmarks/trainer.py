@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from benchmarks.record import Target, write
-from diloco.train.config import TrainConfig
+from diloco.runs.config import TrainConfig
 from diloco.train.data.corpus import prepare
 from diloco.train.model import build
 from diloco.train.run import train

@@ -11,7 +11,7 @@ from diloco.cli.train import run_here
 from diloco.errors import ConfigError
 from diloco.recipe import flags, parse
 from diloco.runs import folder as folders
-from diloco.train.config import METHODS, TrainConfig
+from diloco.runs.config import METHODS, TrainConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ import tyro
 from diloco.cli import supervise
 from diloco.errors import ConfigError, DiLoCoError
 from diloco.recipe import flags, parse
-from diloco.train.config import TrainConfig
+from diloco.runs.config import TrainConfig
 from diloco.world import own_world, started_here
 
 

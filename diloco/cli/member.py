@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from diloco.errors import ConfigError
 from diloco.runs import folder as folders
-from diloco.train.config import TrainConfig
+from diloco.runs.config import TrainConfig
 from diloco.world import World, alone, own_world
 
 

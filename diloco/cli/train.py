@@ -13,7 +13,7 @@ from diloco.cli import supervise
 from diloco.errors import ConfigError, DiLoCoError, Mismatch
 from diloco.recipe import flags, parse
 from diloco.runs import folder as folders
-from diloco.train.config import TrainConfig, to_toml
+from diloco.runs.config import TrainConfig, to_toml
 from diloco.world import World, own_world, started_here
 
 CONFIG = TrainConfig

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from diloco.errors import ConfigError
 from diloco.recipe import flags
-from diloco.train.config import TrainConfig
+from diloco.runs.config import TrainConfig
 
 
 def choose(config: TrainConfig) -> Path:

@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass, replace
 
 from diloco import laws
-from diloco.train.config import TrainConfig
+from diloco.runs.config import TrainConfig
 
 LARGEST_LR = 8e-3
 """The law gives more only below 35M parameters, where it was not fitted. At 0.09M and 0.34M the best of a grid of

@@ -16,8 +16,8 @@ from diloco.bucket import Bucket, below, find_run
 from diloco.bucket.run import Run
 from diloco.diloco import DiLoCo
 from diloco.errors import ConfigError, Mismatch
+from diloco.runs.config import TrainConfig
 from diloco.runs.writer import Metrics
-from diloco.train.config import TrainConfig
 from diloco.train.data.batches import Batches
 from diloco.train.data.corpus import Corpus
 from diloco.train.defaults import lr_at

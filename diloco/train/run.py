@@ -16,10 +16,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from diloco.diloco import DiLoCo
 from diloco.errors import ConfigError
+from diloco.runs.config import TrainConfig, to_toml
 from diloco.runs.writer import Metrics, open_sinks
 from diloco.stats import Stats
 from diloco.train.checkpoint import Checkpoints
-from diloco.train.config import TrainConfig, to_toml
 from diloco.train.data.corpus import Corpus, prepare
 from diloco.train.data.tokenizer import digest
 from diloco.train.defaults import describe, lr_at, resolve

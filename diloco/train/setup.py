@@ -14,7 +14,7 @@ from diloco.fragment import Balanced, Fragmenter, Sequential, Strided
 from diloco.outer import Nesterov
 from diloco.reduce import Reduce
 from diloco.reduce.collective import Collective
-from diloco.train.config import TrainConfig
+from diloco.runs.config import TrainConfig
 from diloco.world import World
 
 CODECS: dict[str, Codec] = {

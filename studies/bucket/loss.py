@@ -11,7 +11,7 @@ import torch
 from benchmarks.record import Record
 from diloco import Nesterov
 from diloco.presets import Shape
-from diloco.train.config import TrainConfig
+from diloco.runs.config import TrainConfig
 from diloco.train.data.corpus import Corpus, prepare
 from diloco.train.defaults import lr_at
 from diloco.train.evaluate import loss_of

@@ -14,8 +14,8 @@ from diloco.diloco import DiLoCo
 from diloco.module import find_layers, trainable
 from diloco.outer import Nesterov
 from diloco.reduce import local
+from diloco.runs.config import TrainConfig
 from diloco.schedule import Schedule
-from diloco.train.config import TrainConfig
 from diloco.train.data.corpus import Corpus, prepare
 from diloco.train.defaults import lr_at
 from diloco.train.evaluate import loss_of

@@ -18,7 +18,7 @@ from diloco.plan.model import as_fragments, equal, named
 from diloco.plan.simulate import Group, utilization
 from diloco.plan.traffic import CODECS, Link
 from diloco.presets import PRESETS
-from diloco.train.config import TrainConfig
+from diloco.runs.config import TrainConfig
 from diloco.train.defaults import resolve
 
 GIVEN = {"model": "1b", "step_seconds": 1.0, "link": ("100mbit",)}

@@ -11,7 +11,7 @@ import pytest
 from diloco.cli import VERBS
 from diloco.errors import ConfigError
 from diloco.recipe import flags
-from diloco.train.config import TrainConfig, to_toml
+from diloco.runs.config import TrainConfig, to_toml
 from diloco.train.defaults import lr_at, resolve
 from diloco.world import World, address_from, world_from
 

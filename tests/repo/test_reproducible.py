@@ -13,7 +13,7 @@ def test_every_recipe_is_valid(path):
     import tyro
 
     from diloco.recipe import flags
-    from diloco.train.config import TrainConfig
+    from diloco.runs.config import TrainConfig
 
     config = tyro.cli(TrainConfig, args=flags(path))
     assert config.model in ("tiny", "35m", "1b")

@@ -9,7 +9,7 @@ import time
 from torch import nn
 
 from diloco import Balanced, DiLoCo
-from diloco.train.config import TrainConfig
+from diloco.runs.config import TrainConfig
 from diloco.train.data.corpus import prepare
 from diloco.train.elastic import Elastic
 from diloco.world import World
