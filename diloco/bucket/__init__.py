@@ -2,5 +2,5 @@
 docs/bucket.md."""
 
 from diloco.bucket.bucket import Bucket as Bucket
-from diloco.bucket.place import below as below
-from diloco.bucket.place import find_run as find_run
+from diloco.bucket.run import below as below
+from diloco.bucket.run import find_run as find_run

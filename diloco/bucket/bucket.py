@@ -17,14 +17,12 @@ from typing import Any
 
 import torch
 
-from diloco.bucket.members import check_name
-from diloco.bucket.members import enter as enter_members
-from diloco.bucket.place import WHOLE, place_of
-from diloco.bucket.protocol import Course
-from diloco.bucket.run import Run, contract_of, enter, meet
-from diloco.bucket.session import Manners, Meeting, Pace
-from diloco.bucket.snapshots import Shelf
-from diloco.bucket.store.envelope import Seal
+from diloco.bucket.members import check_name, register
+from diloco.bucket.protocol import FragmentProtocol
+from diloco.bucket.run import UNSHARDED, Run, backend_of_shard, contract_of, find_or_create, starting_state
+from diloco.bucket.session import MemberOptions, Pace, Session
+from diloco.bucket.snapshots import Snapshots
+from diloco.bucket.store.envelope import Envelope
 from diloco.bucket.store.operations import Task, Write, together
 from diloco.bucket.store.store import Backend, Closed, Failure, Store, open_store, probe
 from diloco.codec import Codec
@@ -47,7 +45,7 @@ class Bucket:
         quorum: the fewest members of a round.
         grace: seconds that a round waits for members that are expected, after its first delta. Default: by step time.
         rounds: index at which every fragment ends; by default never.
-        most: work that may count of one delta: tokens, or steps.
+        max_work: the most work (tokens, or steps) that counts for one delta.
         note: JSON values that later members find with the run, if this one begins it.
     """
 
@@ -62,7 +60,7 @@ class Bucket:
         quorum: int = 1,
         grace: float | None = None,
         rounds: int | None = None,
-        most: float = float("inf"),
+        max_work: float = float("inf"),
         note: Mapping[str, object] = MappingProxyType({}),
         heartbeat: float = 5.0,
         poll: float | None = None,
@@ -72,27 +70,29 @@ class Bucket:
             raise ConfigError(f"pace={pace!r}, quorum={quorum}, grace={grace}: give 'decoupled' or 'strict', a quorum "
                               "of at least 1, and a grace of 0 seconds or more")  # fmt: skip
         self.url, self.name = url, check_name(name)
-        self._key, self._join_only, self._rounds, self._most = key, join_only, rounds, most
+        self._key, self._join_only, self._rounds, self._max_work = key, join_only, rounds, max_work
         self._note = dict(note)
-        self._manners = Manners(pace, quorum, grace, heartbeat, poll)
+        self._options = MemberOptions(pace, quorum, grace, heartbeat, poll)
         self._root = self._backend = backend if backend is not None else open_store(url, create=not join_only)
         self._lock = threading.Condition()
         self._store = Store(self._backend)
         self._threads: list[threading.Thread] = []
         self._wakes: list[threading.Event] = []
-        self._courses: list[Course] = []
+        self._protocols: list[FragmentProtocol] = []
         self._error: BaseException | None = None
-        self._entering = self._settled = self._last_sent = False
+        self._entering = self._finishing = self._last_sent = False
         self._trained: set[int] = set()  # fragments with rounds of their own, unlike buffers
         self._stepped: float | None = None
         self._clock = time.monotonic
-        self.meeting: Meeting | None = None
+        self.session: Session | None = None
         self.run: Run | None = None
 
     def join(self, contract: Contract, states: Sequence[State], codecs: Sequence[Codec]) -> list[State]:
         self._end_threads()
         probe(self._root)  # first: it says at once what operations that are repeated would wait for
-        self._backend = place_of(str(contract.get("shard", WHOLE)), self._root, self.url, self._manners.strict)
+        self._backend = backend_of_shard(
+            str(contract.get("shard", UNSHARDED)), self._root, self.url, self._options.strict
+        )
         self._store, self._error = Store(self._backend), None
         entered = self._store.run(self.joining(contract, states, codecs), self._lock)
         self._start_threads()
@@ -100,23 +100,25 @@ class Bucket:
 
     def joining(self, contract: Contract, states: Sequence[State], codecs: Sequence[Codec]) -> Task[list[State]]:
         """All of `join` that others may see, as a task."""
-        agreed = contract_of(contract, self._rounds, self._most)
-        offer = Run(secrets.token_hex(8), agreed, (), self._note, created=True)
-        self.run = yield from meet(offer, self._key, states, self._join_only)
-        seal = Seal(self.run.id, self._key)
-        mine = yield from enter_members(seal, self.name, float(secrets.randbits(48)))
+        agreed = contract_of(contract, self._rounds, self._max_work)
+        proposal = Run(secrets.token_hex(8), agreed, (), self._note, created=True)
+        self.run = yield from find_or_create(proposal, self._key, states, self._join_only)
+        envelope = Envelope(self.run.id, self._key)
+        mine = yield from register(envelope, self.name, float(secrets.randbits(48)))
         sync_every = contract.get("sync_every")
         assert isinstance(sync_every, int)
-        meeting = Meeting(seal, mine, self._manners, sync_every, self._rounds, self._most, self._clock)
-        self.meeting = meeting
-        self._courses = [
-            Course(f, len(state.anchor), codec, Shelf(seal, f, state, initial, meeting.reject), meeting)
+        session = Session(envelope, mine, self._options, sync_every, self._rounds, self._max_work, self._clock)
+        self.session = session
+        self._protocols = [
+            FragmentProtocol(
+                f, len(state.anchor), codec, Snapshots(envelope, f, state, initial, session.reject), session
+            )
             for f, (state, codec, initial) in enumerate(zip(states, codecs, self.run.snapshots, strict=True))
         ]
-        entered = yield from together([enter(c, s) for c, s in zip(self._courses, states, strict=True)])
-        meeting.mine = replace(meeting.mine, joining=False)
-        yield from meeting.tick()
-        self._entering, self._settled, self._last_sent = True, False, False
+        entered = yield from together([starting_state(c, s) for c, s in zip(self._protocols, states, strict=True)])
+        session.mine = replace(session.mine, joining=False)
+        yield from session.tick()
+        self._entering, self._finishing, self._last_sent = True, False, False
         return entered
 
     def due(self, fragment: int, index: int, steps: int, slot: bool) -> bool:
@@ -126,45 +128,45 @@ class Bucket:
             self._trained.add(fragment)
             if fragment == 0:
                 self._time_step()
-            return self._courses[fragment].due(steps, slot)
+            return self._protocols[fragment].due(steps, slot)
 
     def send(self, fragment: int, index: int, delta: Callable[[], Delta]) -> None:
         with self._lock:
             self._check()
-            self._last_sent |= self._settled
-            self._courses[fragment].send(index, delta)
+            self._last_sent |= self._finishing
+            self._protocols[fragment].send(index, delta)
             self._wake(fragment)
 
     def take(self, fragment: int, index: int) -> Round | Jump | Dropped | None:
-        course, began = self._courses[fragment], time.monotonic()
+        protocol, began = self._protocols[fragment], time.monotonic()
         with self._lock:
             while True:
                 self._check()
-                outcome = course.take(index)
-                if outcome is not None or not self._must_wait(course):
+                outcome = protocol.take(index)
+                if outcome is not None or not self._must_wait(protocol):
                     self._wake(fragment)  # there is room for the next
                     return outcome
-                if self._settled and time.monotonic() - began > self._manners.ttl + PATIENCE:
-                    course.give_up()
+                if self._finishing and time.monotonic() - began > self._options.ttl + PATIENCE:
+                    protocol.give_up()
                     return Dropped()
                 self._lock.wait(1.0)
 
     def applied(self, fragment: int, state: State) -> None:
         with self._lock:
-            self._courses[fragment].applied(state)
+            self._protocols[fragment].applied(state)
             self._wake(fragment)
 
     def settle(self) -> None:
         with self._lock:
             self._check()
-            self._settled = True
+            self._finishing = True
 
     def leave(self) -> None:
         """Tell the others, unless the store does not answer: then they find out by themselves."""
-        if self.meeting is None or not self._threads:
+        if self.session is None or not self._threads:
             return
         self._end_threads()
-        for operation in self.meeting.leave():
+        for operation in self.session.leave():
             assert isinstance(operation, Write)
             last = threading.Thread(target=self._try, args=(operation,), daemon=True)
             last.start()
@@ -175,7 +177,7 @@ class Bucket:
         """Whether every fragment that is trained has reached the last round of the run."""
         with self._lock:
             self._check()
-            rounds, held = self._rounds, [self._courses[f].held for f in self._trained]
+            rounds, held = self._rounds, [self._protocols[f].held for f in self._trained]
             return rounds is not None and bool(held) and min(held) >= rounds
 
     @property
@@ -183,41 +185,41 @@ class Bucket:
         """All that went through the store since joining, in bytes, and the number of requests."""
         return {"sent": self._store.sent, "received": self._store.received, "requests": self._store.requests}
 
-    def tell(self, **values: float) -> None:
+    def publish(self, **values: float) -> None:
         """Numbers for those who watch: loss, steps, … What is inf or nan is not told; others refuse more than 1e30."""
-        if self.meeting is None:
+        if self.session is None:
             return
         with self._lock:
-            told = {**self.meeting.mine.told, **values}
-            told = {k: min(max(float(v), -1e30), 1e30) for k, v in told.items() if math.isfinite(v)}
-            self.meeting.mine = replace(self.meeting.mine, told=told)
+            published = {**self.session.mine.published, **values}
+            published = {k: min(max(float(v), -1e30), 1e30) for k, v in published.items() if math.isfinite(v)}
+            self.session.mine = replace(self.session.mine, published=published)
 
     def events(self) -> list[dict[str, Any]]:
         """What happened since the last call: members, jumps, snapshots, objects that were not used and why."""
-        return self.meeting.drain() if self.meeting else []
+        return self.session.drain() if self.session else []
 
     def ticks(self) -> list[Callable[[], Task[None]]]:
         """What the background does again and again: first for the members, then for each fragment."""
-        assert self.meeting is not None
-        return [self.meeting.tick, *(course.tick for course in self._courses)]
+        assert self.session is not None
+        return [self.session.tick, *(protocol.tick for protocol in self._protocols)]
 
-    def _must_wait(self, course: Course) -> bool:
-        if self._entering and not course.caught_up:
+    def _must_wait(self, protocol: FragmentProtocol) -> bool:
+        if self._entering and not protocol.caught_up:
             return True
-        if not course.offer.under_way or course.given_up:
+        if not protocol.outbox.under_way or protocol.given_up:
             return False
-        if not self._manners.strict:
-            return self._settled
-        return self._last_sent or not self._crosswise(course)
+        if not self._options.strict:
+            return self._finishing
+        return self._last_sent or not self._waited_for_crosswise(protocol)
 
-    def _crosswise(self, course: Course) -> bool:
+    def _waited_for_crosswise(self, protocol: FragmentProtocol) -> bool:
         """Whether others wait for another fragment of ours, while we wait for this one of theirs: it is to be sent at
         the next step. Members that came off phase would else wait for ever; those in phase never call before the round
         that is waited for is closed, so a look since the call finds it closed."""
-        others = [self._courses[f] for f in self._trained if self._courses[f] is not course]
-        called = [other for other in others if other.called_since < course.open_at]
+        others = [self._protocols[f] for f in self._trained if self._protocols[f] is not protocol]
+        called = [other for other in others if other.called_since < protocol.open_at]
         for other in called:
-            other.answers = True
+            other.answer_call = True
         return bool(called)
 
     def _check(self) -> None:
@@ -225,10 +227,10 @@ class Bucket:
             raise self._error
 
     def _time_step(self) -> None:
-        assert self.meeting is not None
+        assert self.session is not None
         now = self._clock()
         if self._stepped is not None:
-            self.meeting.steps.append(now - self._stepped)
+            self.session.steps.append(now - self._stepped)
         self._stepped = now
 
     def _wake(self, fragment: int) -> None:
@@ -236,10 +238,10 @@ class Bucket:
             self._wakes[fragment + 1].set()
 
     def _start_threads(self) -> None:
-        meeting, ticks = self.meeting, self.ticks()
-        assert meeting is not None
+        session, ticks = self.session, self.ticks()
+        assert session is not None
         self._wakes = [threading.Event() for _ in ticks]
-        pauses = [lambda: self._manners.heartbeat, *[lambda: meeting.poll] * (len(ticks) - 1)]
+        pauses = [lambda: self._options.heartbeat, *[lambda: session.poll] * (len(ticks) - 1)]
         # torch keeps the number of threads per thread, but new threads inherit what was set last.
         threads, ready = torch.get_num_threads(), threading.Barrier(len(ticks) + 1)
         self._threads = [
@@ -267,7 +269,7 @@ class Bucket:
                 store.run(tick(), self._lock)
                 with self._lock:
                     self._lock.notify_all()
-                    if self.meeting is not None and self.meeting.members.stranger:
+                    if self.session is not None and self.session.members.stranger:
                         self._wakes[0].set()
                 wake.wait(pause())
                 wake.clear()

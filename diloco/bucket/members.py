@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from diloco.bucket.store.envelope import HEADER, PREFIX, Invalid, Object, Seal, number, whole
+from diloco.bucket.store.envelope import HEADER, PREFIX, Envelope, Invalid, Opened, integer, number
 from diloco.bucket.store.operations import All, List, Read, Task, Write, create
 from diloco.errors import ConfigError, DiLoCoError
 
@@ -29,14 +29,21 @@ class Member:
     joining: bool = True
     left: bool = False
     step_seconds: float = 0.0
-    told: dict[str, float] = field(default_factory=dict)  # loss, steps, …: for those who watch
+    published: dict[str, float] = field(default_factory=dict)  # loss, steps, …: for whoever watches
 
     @property
     def object_name(self) -> str:
         return f"{PREFIX_OF_ALL}{self.name}/{self.incarnation:06d}"
 
-    def seal(self, seal: Seal) -> bytes:
-        return seal.close(self.object_name, "member", {"member": asdict(self)}).body
+    def sealed(self, envelope: Envelope) -> bytes:
+        fields = asdict(self)
+        fields[_PUBLISHED] = fields.pop("published")
+        return envelope.seal(self.object_name, "member", {"member": fields}).body
+
+
+_PUBLISHED = "told"
+"""The key of `published` in the store."""
+_KEYS = {_PUBLISHED, *Member.__dataclass_fields__} - {"published"}
 
 
 def check_name(name: str) -> str:
@@ -45,13 +52,13 @@ def check_name(name: str) -> str:
     return name
 
 
-def read_member(found: Object) -> Member:
+def read_member(found: Opened) -> Member:
     """Raises Invalid."""
     said = found.header.get("member")
-    if not isinstance(said, dict) or set(said) != set(Member.__dataclass_fields__):
+    if not isinstance(said, dict) or set(said) != _KEYS:
         raise Invalid("it does not say what a member says")
-    held, wants, told = said["held"], said["wants"], said["told"]
-    if not isinstance(held, list) or not isinstance(wants, list) or not isinstance(told, dict):
+    held, wants, published = said["held"], said["wants"], said[_PUBLISHED]
+    if not isinstance(held, list) or not isinstance(wants, list) or not isinstance(published, dict):
         raise Invalid("its lists are no lists")
     if any(not isinstance(w, list) or len(w) != 2 for w in wants):
         raise Invalid("what it wants is not a list of pairs")
@@ -59,14 +66,14 @@ def read_member(found: Object) -> Member:
         raise Invalid("joining and left are not true or false")
     member = Member(
         name=str(said["name"]),
-        incarnation=whole(said["incarnation"], "incarnation", 0, 999_999),
-        counter=whole(said["counter"], "counter", 0, 1 << 60),
-        held=tuple(whole(i, "held", 0, 1 << 40) for i in held),
-        wants=tuple((whole(f, "fragment", 0, 1 << 30), whole(i, "index", 0, 1 << 40)) for f, i in wants),
+        incarnation=integer(said["incarnation"], "incarnation", 0, 999_999),
+        counter=integer(said["counter"], "counter", 0, 1 << 60),
+        held=tuple(integer(i, "held", 0, 1 << 40) for i in held),
+        wants=tuple((integer(f, "fragment", 0, 1 << 30), integer(i, "index", 0, 1 << 40)) for f, i in wants),
         joining=said["joining"],
         left=said["left"],
         step_seconds=number(said["step_seconds"], "step_seconds", 0, 1e6),
-        told={str(key): number(value, str(key), -1e30, 1e30) for key, value in told.items()},
+        published={str(key): number(value, str(key), -1e30, 1e30) for key, value in published.items()},
     )
     if found.name != member.object_name:
         raise Invalid("it is not the member that its name says")
@@ -136,7 +143,7 @@ class Members:
         return max((index for number, index in pairs if number == fragment), default=-1)
 
 
-def look(seal: Seal, reject: Callable[[str, Invalid], None]) -> Task[list[Member]]:
+def read_members(envelope: Envelope, reject: Callable[[str, Invalid], None]) -> Task[list[Member]]:
     """The newest life of every member."""
     names = yield List(PREFIX_OF_ALL)
     newest: dict[str, str] = {}
@@ -150,25 +157,25 @@ def look(seal: Seal, reject: Callable[[str, Invalid], None]) -> Task[list[Member
     for path, data in zip(paths, answers, strict=True):
         try:
             if data is not None:
-                members.append(read_member(seal.open(path, "member", data, 0)))
+                members.append(read_member(envelope.open(path, "member", data, 0)))
         except Invalid as reason:
             reject(path, reason)
     return members
 
 
-def enter(seal: Seal, name: str, nonce: float) -> Task[Member]:
+def register(envelope: Envelope, name: str, nonce: float) -> Task[Member]:
     """Begin a new life under a name: the first number that nobody has taken. `nonce` tells one's own from another's."""
     names: dict[str, Any] = yield List(f"{PREFIX_OF_ALL}{name}/")
     taken = [int(path[-6:]) for path in names if re.fullmatch(r"\d{6}", path[-6:])]
     incarnation = max(taken, default=-1) + 1
     while True:
-        mine = Member(name, incarnation, told={"nonce": nonce})
-        body = mine.seal(seal)
+        mine = Member(name, incarnation, published={"nonce": nonce})
+        body = mine.sealed(envelope)
         found = yield from create(mine.object_name, body, PREFIX.size + HEADER)
         if found == body:
             return mine
         incarnation += 1
 
 
-def beat(seal: Seal, mine: Member) -> Task[None]:
-    yield Write(mine.object_name, mine.seal(seal))
+def write_member(envelope: Envelope, mine: Member) -> Task[None]:
+    yield Write(mine.object_name, mine.sealed(envelope))

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from diloco.bucket.round_store import Ledger
+from diloco.bucket.round_store import RoundStore
 from diloco.bucket.rounds import Contribution
 from diloco.bucket.store.envelope import Sealed
 from diloco.bucket.store.operations import Task, Work
@@ -16,7 +16,7 @@ class _Outgoing:
     delta: Callable[[], Delta]
 
 
-class Offer:
+class Outbox:
     def __init__(self) -> None:
         self._outgoing: _Outgoing | None = None
         self._putting = False
@@ -35,12 +35,12 @@ class Offer:
     def under_way(self) -> bool:
         return self._outgoing is not None or self._putting or self.sent is not None
 
-    def due(self, steps: int, slot: bool, sync_every: int, called: bool) -> bool:
+    def due(self, steps: int, scheduled: bool, sync_every: int, called: bool) -> bool:
         """`steps`: own, since the last send; they count from the last round if that went without us."""
         if self._steps_from is None:
             self._steps_from = steps
         own = steps - self._steps_from
-        full = slot if self._never_sent else own >= sync_every
+        full = scheduled if self._never_sent else own >= sync_every
         if self.under_way:  # what was acknowledged stands; what was not is replaced by what has been trained since
             return full and self.sent is None
         return full or (own >= 1 and called)
@@ -57,15 +57,15 @@ class Offer:
         if not counted:
             self._steps_from = None
 
-    def encode(self, ledger: Ledger) -> Task[tuple[int, Sealed, Contribution] | bool]:
+    def encode(self, round_store: RoundStore) -> Task[tuple[int, Sealed, Contribution] | bool]:
         """(index, object, what others will read). False: it holds inf or nan. True: it was replaced or given up."""
         outgoing = self._outgoing
         assert outgoing is not None
         delta: Delta = yield Work(outgoing.delta)
         if delta.weight and not self._agreed:  # without work in it, it has no unit
-            yield from ledger.meeting.agree("tokens" if delta.tokens else "steps")
+            yield from round_store.session.agree("tokens" if delta.tokens else "steps")
             self._agreed = True
-        encoded = None if delta.fault is not None else (yield from ledger.encode(outgoing.index, delta))
+        encoded = None if delta.fault is not None else (yield from round_store.encode(outgoing.index, delta))
         if self._outgoing is not outgoing:
             return True
         self._outgoing = None
@@ -74,10 +74,10 @@ class Offer:
         self.own[encoded[0].digest] = 0
         return outgoing.index, *encoded
 
-    def put(self, ledger: Ledger, sealed: Sealed, mine: Contribution) -> Task[bool]:
+    def put(self, round_store: RoundStore, sealed: Sealed, mine: Contribution) -> Task[bool]:
         """True once it is there and still of use."""
         self._putting = True
-        there = yield from ledger.put(sealed, lambda: self._outgoing is not None)
+        there = yield from round_store.put(sealed, lambda: self._outgoing is not None)
         self._putting = False
         if not there or sealed.digest not in self.own:
             return False

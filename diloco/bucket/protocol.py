@@ -1,4 +1,4 @@
-"""The course of one fragment: its rounds, one after another, as one member takes part in them.
+"""The protocol of one fragment: its rounds, one after another, as one member takes part in them.
 
 Two sides share it under one lock. The training thread asks (`due`, `send`, `take`, `applied`) and never waits; the
 background drives `tick`, which offers the own delta, closes rounds and follows the closed ones. `frontier` is the last
@@ -9,21 +9,21 @@ from collections import deque
 from collections.abc import Callable
 from math import inf
 
-from diloco.bucket.outbox import Offer
-from diloco.bucket.round_store import Ledger
+from diloco.bucket.outbox import Outbox
+from diloco.bucket.round_store import RoundStore
 from diloco.bucket.rounds import (
     NORMS,
     Contribution,
     Followed,
     Record,
-    choose,
     delta_name,
     entries_of,
     may_close,
     member_of,
+    one_per_member,
 )
-from diloco.bucket.session import Meeting
-from diloco.bucket.snapshots import Shelf
+from diloco.bucket.session import Session
+from diloco.bucket.snapshots import Snapshots
 from diloco.bucket.store.operations import Task
 from diloco.codec import Codec
 from diloco.errors import Diverged
@@ -37,19 +37,19 @@ AHEAD = 2
 """Means that are kept ready for the core, 4 bytes a value each."""
 
 
-class Course:
-    def __init__(self, number: int, n: int, codec: Codec, shelf: Shelf, meeting: Meeting) -> None:
-        self.number, self.shelf, self.meeting = number, shelf, meeting
-        self.ledger = Ledger(number, n, codec, meeting)
+class FragmentProtocol:
+    def __init__(self, number: int, n: int, codec: Codec, snapshots: Snapshots, session: Session) -> None:
+        self.number, self.snapshots, self.session = number, snapshots, session
+        self.round_store = RoundStore(number, n, codec, session)
         self.held = self.frontier = 0
         self.fingerprint = 0  # of the state held
         self.previous = ""  # digest of the record of the frontier
-        self.offer = Offer()  # for the round after the one held
+        self.outbox = Outbox()  # for the round after the one held
         self._deltas: dict[str, Contribution] = {}  # of the round after the frontier, by name
         self._unusable: set[str] = set()
         self._first_seen: float | None = None
         self.open_at = -inf  # when the round after the frontier was last seen to be open
-        self.answers = False  # a call, in strict pace: where members would wait for each other crosswise
+        self.answer_call = False  # a call, in strict pace: where members would wait for each other crosswise
         self._ready: deque[Followed | Jump | Dropped] = deque()
         self._jump: int | None = None  # the least index that a snapshot must have, to jump to it
         self._late = False  # more than BEHIND: when all is followed, local work is given up
@@ -61,46 +61,46 @@ class Course:
         self._patient_until: float | None = None
         self.given_up = False
 
-    def stand(self, state: State, previous: str) -> None:
+    def start_from(self, state: State, previous: str) -> None:
         """Begin from a state that is the run's. `previous`: digest of the record that led to it."""
         self.held = self.frontier = state.index
         self.fingerprint, self.previous = state.fingerprint(), previous
-        self.meeting.holds(self.number, self.held)
+        self.session.holds(self.number, self.held)
 
     # What the training thread asks.
 
-    def due(self, steps: int, slot: bool) -> bool:
+    def due(self, steps: int, scheduled: bool) -> bool:
         """Whether to send. `steps`: own, since the last send."""
-        called = self._called() and (self.answers or not self.meeting.manners.strict)
-        due = self.offer.due(steps, slot, self.meeting.sync_every, called)
+        called = self._called() and (self.answer_call or not self.session.options.strict)
+        due = self.outbox.due(steps, scheduled, self.session.sync_every, called)
         return due and not self._ready and not self._ended(self.held + 1)
 
     def _called(self) -> bool:
         """Another member has sent for the next round: two that are out of phase would else close all rounds alone."""
         if self.held != self.frontier:
             return False
-        return any(d.fingerprint == self.fingerprint and d.member != self.meeting.me for d in self._deltas.values())
+        return any(d.fingerprint == self.fingerprint and d.member != self.session.me for d in self._deltas.values())
 
     @property
     def called_since(self) -> float:
         """When a call came that was not answered yet; inf if none."""
-        if self._first_seen is None or self.offer.under_way or self._ready or not self._called():
+        if self._first_seen is None or self.outbox.under_way or self._ready or not self._called():
             return inf
         return self._first_seen
 
     def _ended(self, index: int) -> bool:
-        return self.meeting.rounds is not None and index > self.meeting.rounds
+        return self.session.rounds is not None and index > self.session.rounds
 
     def send(self, index: int, delta: Callable[[], Delta]) -> None:
         if self._ended(index):
             self._ready.append(Dropped())
             return
-        self.answers = False
-        self.offer.begin(index, delta, self.meeting.clock())
+        self.answer_call = False
+        self.outbox.begin(index, delta, self.session.clock())
 
     def take(self, index: int) -> Round | Jump | Dropped | None:
         """What happened, in order. Not before the own delta is encoded: whether it counts is told by its digest."""
-        if self.offer.to_encode or not self._ready:
+        if self.outbox.to_encode or not self._ready:
             return None
         outcome = self._ready[0]
         if isinstance(outcome, Followed) and outcome.record.fingerprint != self.fingerprint:
@@ -112,21 +112,21 @@ class Course:
                 if self._differs is not None:  # the record after the next is the first to judge what is computed here
                     self._differs = max(self._differs, state.index + 2)
                 self.held, self.fingerprint = state.index, state.fingerprint()
-                self.meeting.holds(self.number, self.held)
-                self.offer.end(counted=False)
+                self.session.holds(self.number, self.held)
+                self.outbox.end(counted=False)
             case Dropped():
-                self.offer.end(counted=False)
+                self.outbox.end(counted=False)
             case Followed(record, mean, received):
                 assert record.index == index
                 if self._differs is not None and index >= self._differs:
                     self._differs = None
-                own = self.offer.own
+                own = self.outbox.own
                 counted, sent = any(e.digest in own for e in record.entries), sum(own.values())
-                seconds = self.meeting.clock() - self.offer.began if own else 0.0
+                seconds = self.session.clock() - self.outbox.began if own else 0.0
                 self._missed = 0 if counted else self._missed + bool(own)
                 if own and self._missed == MISSED:
-                    self.meeting.event("not counted", fragment=self.number, index=index, rounds=MISSED)
-                self.offer.end(counted)
+                    self.session.event("not counted", fragment=self.number, index=index, rounds=MISSED)
+                self.outbox.end(counted)
                 self._closer = record.by
                 return Round(index, mean, record.members, counted, sent=sent, received=received, seconds=seconds)
         return outcome
@@ -134,11 +134,11 @@ class Course:
     def give_up(self) -> None:
         """The last round is not waited for any longer."""
         self.given_up = True
-        self.offer.end(counted=False)
+        self.outbox.end(counted=False)
 
     def _diverged(self, record: Record) -> None:
         """The run goes on from other bits than those held here."""
-        self.meeting.event("diverged", fragment=self.number, index=record.index)
+        self.session.event("diverged", fragment=self.number, index=record.index)
         if self._differs is not None:
             raise Diverged(
                 f"fragment {self.number}: anchor or outer state after round {record.index - 1} are not those of the "
@@ -151,44 +151,46 @@ class Course:
 
     def applied(self, state: State) -> None:
         self.held, self.fingerprint = state.index, state.fingerprint()
-        self.meeting.holds(self.number, self.held)
+        self.session.holds(self.number, self.held)
         if self.held != self.frontier:
             return  # catching up: the digest that a snapshot needs is no longer the one at hand
-        wanted = self.meeting.members.wanted(self.number, self.meeting.clock())
-        first = self._closer == self.meeting.me
-        self.shelf.consider(state, self.previous, wanted, first, self.meeting.clock(), self.meeting.grace(self.held))
+        wanted = self.session.members.wanted(self.number, self.session.clock())
+        first = self._closer == self.session.me
+        self.snapshots.consider(
+            state, self.previous, wanted, first, self.session.clock(), self.session.grace(self.held)
+        )
 
     # What the background does.
 
     def tick(self) -> Task[None]:
         if self._jump is not None:
             yield from self._load()
-        if self.offer.to_encode:
-            yield from self._offer()
+        if self.outbox.to_encode:
+            yield from self._send_delta()
         while (yield from self._follow()):
             pass
-        yield from self.shelf.tick()
+        yield from self.snapshots.tick()
 
-    def _offer(self) -> Task[None]:
+    def _send_delta(self) -> Task[None]:
         """Encode the own delta and put it."""
-        encoded = yield from self.offer.encode(self.ledger)
+        encoded = yield from self.outbox.encode(self.round_store)
         if encoded is True:
             return
         if encoded is False:
-            self.meeting.event("not finite", fragment=self.number, index=self.held + 1)
+            self.session.event("not finite", fragment=self.number, index=self.held + 1)
             self._ready.append(Dropped(reset=True))
             return
         index, sealed, mine = encoded
         if index != self.frontier + 1:
             return  # closed already; whether with this very delta, sent in an earlier life, the record tells
-        if (yield from self.offer.put(self.ledger, sealed, mine)):
+        if (yield from self.outbox.put(self.round_store, sealed, mine)):
             self._saw(sealed.name, mine)
 
     def _saw(self, name: str, delta: Contribution) -> None:
         if self._first_seen is None:
-            self._first_seen = self.meeting.clock()
+            self._first_seen = self.session.clock()
         self._deltas[name] = delta
-        self.meeting.members.delivered(delta.member)
+        self.session.members.delivered(delta.member)
 
     def _follow(self) -> Task[bool]:
         """One look at the round after the frontier. True: it is closed, look at the next one."""
@@ -198,25 +200,25 @@ class Course:
             return False
         if self._jump is not None or len(self._ready) >= AHEAD:
             return False
-        looked = self.meeting.clock()
-        names = yield from self.ledger.names(index)
-        record, slot = yield from self.ledger.record(index, self.previous, names)
+        looked = self.session.clock()
+        names = yield from self.round_store.names(index)
+        record, slot = yield from self.round_store.record(index, self.previous, names)
         if record is None:
             yield from self._gather(index, names)
             self.caught_up, self.open_at = True, looked
             if self._late:
                 self._late = False
                 self._ready.append(Dropped(reset=True))
-            offer = self._compose(index)
-            if offer is None:
+            proposal = self._compose(index)
+            if proposal is None:
                 return False
-            record = yield from self.ledger.close(offer, slot)
-        return (yield from self._settle(record))
+            record = yield from self.round_store.close(proposal, slot)
+        return (yield from self._complete(record))
 
     def _gather(self, index: int, names: dict[str, int]) -> Task[None]:
         """Fetch the deltas that are new."""
         new = [n for n in sorted(names) if member_of(n) and n not in self._deltas and n not in self._unusable]
-        for name, delta in zip(new, (yield from self.ledger.fetch(new, index)), strict=True):
+        for name, delta in zip(new, (yield from self.round_store.fetch(new, index)), strict=True):
             if isinstance(delta, Contribution):
                 self._saw(name, delta)
             elif delta is not None:
@@ -224,35 +226,35 @@ class Course:
 
     def _compose(self, index: int) -> Record | None:
         """The record that may close the round now, if it may be closed."""
-        sent = self.offer.sent
+        sent = self.outbox.sent
         if sent is None or self.held != self.frontier or self._first_seen is None:
             return None
-        deltas = choose(self._deltas.values(), self.fingerprint, sent.digest)
-        meeting, waited = self.meeting, self.meeting.clock() - self._first_seen
+        deltas = one_per_member(self._deltas.values(), self.fingerprint, sent.digest)
+        session, waited = self.session, self.session.clock() - self._first_seen
         present = {delta.member for delta in deltas}
-        if not may_close(present, meeting.awaited(index), waited, meeting.grace(index), meeting.manners.quorum):
+        if not may_close(present, session.awaited(index), waited, session.grace(index), session.options.quorum):
             return None
-        entries = entries_of(deltas, self._norms, meeting.most)
-        return Record(self.number, index, self.previous, self.fingerprint, meeting.me, entries)
+        entries = entries_of(deltas, self._norms, session.max_work)
+        return Record(self.number, index, self.previous, self.fingerprint, session.me, entries)
 
-    def _settle(self, record: Record) -> Task[bool]:
+    def _complete(self, record: Record) -> Task[bool]:
         """Fetch what the record names, and compute the mean."""
         names = [delta_name(self.number, record.index, e.member, e.digest) for e in record.entries]
         missing = [name for name in names if name not in self._deltas]
-        fetched = dict(zip(missing, (yield from self.ledger.fetch(missing, record.index)), strict=True))
+        fetched = dict(zip(missing, (yield from self.round_store.fetch(missing, record.index)), strict=True))
         found = [self._deltas.get(name) or fetched.get(name) for name in names]
         deltas = {delta.digest: delta for delta in found if isinstance(delta, Contribution)}
         if set(deltas) != {e.digest for e in record.entries}:
-            self.meeting.event("gone", fragment=self.number, index=record.index)
+            self.session.event("gone", fragment=self.number, index=record.index)
             self._jump = self.frontier + 1
             return False
-        mean = yield from self.ledger.mean(record, {digest: delta.payload for digest, delta in deltas.items()})
+        mean = yield from self.round_store.mean(record, {digest: delta.payload for digest, delta in deltas.items()})
         if self._jump is not None:
             return False  # the core has found that it holds other bits
-        received = sum(delta.nbytes for delta in deltas.values() if delta.member != self.meeting.me)
+        received = sum(delta.nbytes for delta in deltas.values() if delta.member != self.session.me)
         self._ready.append(Followed(record, mean, received))
         self._norms.append([e.norm for e in record.entries])
-        self.meeting.members.closed(record.members)
+        self.session.members.closed(record.members)
         self._pass(record.index, record.digest)
         if self.frontier - self._reached > 1 and not self._late:
             yield from self._look_far()
@@ -273,21 +275,21 @@ class Course:
     def _look_far(self) -> Task[None]:
         """Behind by more than a few rounds: jump to a snapshot, if there is one ahead or somebody who can make one. If
         none comes, follow all rounds and then give up what was trained, which is against an anchor of long ago."""
-        self._late = yield from self.ledger.reaches(self._reached + BEHIND + 1)
+        self._late = yield from self.round_store.reaches(self._reached + BEHIND + 1)
         if self._late:
-            yield from self.shelf.refresh()
-            living = self.meeting.members.alive(self.meeting.clock())
-            if self.shelf.newest > self.frontier or living:
+            yield from self.snapshots.refresh()
+            living = self.session.members.alive(self.session.clock())
+            if self.snapshots.newest > self.frontier or living:
                 self._jump = self.frontier + 1
-                self._patient_until = self.meeting.clock() + self.meeting.patience()
+                self._patient_until = self.session.clock() + self.session.patience()
 
     def _load(self) -> Task[None]:
         """Jump to the newest snapshot; if there is none yet, ask the others for one."""
         assert self._jump is not None
-        loaded = yield from self.shelf.load(self._jump)
+        loaded = yield from self.snapshots.load(self._jump)
         if loaded is None:
-            self.meeting.want(self.number, self._jump)
-            if self._patient_until is not None and self.meeting.clock() > self._patient_until:
+            self.session.want(self.number, self._jump)
+            if self._patient_until is not None and self.session.clock() > self._patient_until:
                 self._jump = self._patient_until = None
             return
         state, record = loaded
@@ -295,4 +297,4 @@ class Course:
         self._ready.append(Jump(state))
         self._jump, self._patient_until, self._late = None, None, False
         self._pass(state.index, record)
-        self.meeting.event("jump", fragment=self.number, index=state.index)
+        self.session.event("jump", fragment=self.number, index=state.index)

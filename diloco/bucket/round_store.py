@@ -1,5 +1,5 @@
 """The rounds of one fragment as they stand in the store: deltas that are fetched and put, records that are found and
-created. Knows nothing of when; that is the course's."""
+created. Knows nothing of when; that is the protocol's."""
 
 from collections.abc import Callable
 
@@ -18,7 +18,7 @@ from diloco.bucket.rounds import (
     read_record,
     record_name,
 )
-from diloco.bucket.session import Meeting
+from diloco.bucket.session import Session
 from diloco.bucket.store.envelope import HEADER, PREFIX, Invalid, Sealed, attempt, get, put
 from diloco.bucket.store.operations import List, Oversized, Read, Size, Task, Work, create, together
 from diloco.codec import Codec, pack
@@ -27,9 +27,9 @@ from diloco.reduce import Delta
 RECORD = PREFIX.size + HEADER
 
 
-class Ledger:
-    def __init__(self, number: int, n: int, codec: Codec, meeting: Meeting) -> None:
-        self.number, self.n, self.codec, self.meeting = number, n, codec, meeting
+class RoundStore:
+    def __init__(self, number: int, n: int, codec: Codec, session: Session) -> None:
+        self.number, self.n, self.codec, self.session = number, n, codec, session
 
     def names(self, index: int) -> Task[dict[str, int]]:
         return (yield List(folder(self.number, index)))
@@ -52,7 +52,7 @@ class Ledger:
         the round's record, which another member may have written."""
         while True:
             name = record_name(self.number, record.index, slot)
-            body = self.meeting.seal.close(name, "record", record.fields()).body
+            body = self.session.envelope.seal(name, "record", record.fields()).body
             yield from create(name, body, RECORD)
             found = yield from self._slot(record.index, slot, record.previous)
             if isinstance(found, Record):
@@ -69,11 +69,11 @@ class Ledger:
             if data is None:
                 return None
             try:
-                found = self.meeting.seal.open(name, "record", data, 0)
+                found = self.session.envelope.open(name, "record", data, 0)
                 return read_record(found, self.number, index, previous)
             except Invalid as reason:
                 if data == before:
-                    self.meeting.reject(name, reason)
+                    self.session.reject(name, reason)
                     return reason
                 before = data
 
@@ -87,15 +87,15 @@ class Ledger:
 
     def _fetch(self, name: str, index: int) -> Task[Contribution | Invalid | None]:
         try:
-            found = yield from get(self.meeting.seal, name, "delta", self.codec.nbytes(self.n))
+            found = yield from get(self.session.envelope, name, "delta", self.codec.nbytes(self.n))
         except Invalid as reason:
-            self.meeting.reject(name, reason)
+            self.session.reject(name, reason)
             return reason
         if found is None:
             return None
         delta = yield Work(lambda: attempt(lambda: read_delta(found, self.number, index, self.codec, self.n)))
         if isinstance(delta, Invalid):
-            self.meeting.reject(name, delta)
+            self.session.reject(name, delta)
         return delta
 
     def encode(self, index: int, delta: Delta) -> Task[tuple[Sealed, Contribution]]:
@@ -103,10 +103,10 @@ class Ledger:
 
         def encode() -> tuple[Sealed, Contribution]:
             payload = pack(self.codec, delta.values) if self.n else torch.empty(0, dtype=torch.uint8)
-            me = self.meeting.me
+            me = self.session.me
             fields = delta_fields(self.number, index, me, delta.fingerprint, delta.weight)
             name = delta_name(self.number, index, me)
-            sealed = self.meeting.seal.close(name, "delta", fields, payload.numpy().tobytes())
+            sealed = self.session.envelope.seal(name, "delta", fields, payload.numpy().tobytes())
             norm = norm_of(self.codec, payload, self.n)
             return sealed, Contribution(
                 me, sealed.digest, delta.fingerprint, delta.weight, norm, payload, sealed.nbytes
@@ -116,9 +116,9 @@ class Ledger:
 
     def put(self, sealed: Sealed, stale: Callable[[], bool]) -> Task[bool]:
         """Timed even if its round was closed meanwhile: that is where the others' grace was too short."""
-        began = self.meeting.clock()
+        began = self.session.clock()
         there = yield from put(sealed, stale)
-        self.meeting.uploaded(self.number, self.meeting.clock() - began)
+        self.session.uploaded(self.number, self.session.clock() - began)
         return there
 
     def mean(self, record: Record, payloads: dict[str, Tensor]) -> Task[Tensor]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diloco.bucket.store.envelope import DIGEST, Invalid, Object, number, text, whole
+from diloco.bucket.store.envelope import DIGEST, Invalid, Opened, integer, number, text
 from diloco.codec import Codec, chunks
 from diloco.reduce.mean import weighted
 
@@ -57,14 +57,14 @@ def delta_fields(fragment: int, index: int, member: str, fingerprint: int, token
     return {"fragment": fragment, "index": index, "member": member, "fingerprint": fingerprint, "tokens": tokens}
 
 
-def read_delta(found: Object, fragment: int, index: int, codec: Codec, n: int) -> Contribution:
+def read_delta(found: Opened, fragment: int, index: int, codec: Codec, n: int) -> Contribution:
     """Raises Invalid. The payload's size and checksum have been checked; now place, and that all values are finite."""
     if (found.header.get("fragment"), found.header.get("index")) != (fragment, index):
         raise Invalid("it is of another round")
     member = found.text("member")
     if member != member_of(found.name):
         raise Invalid("it is not of the member that its name says")
-    fingerprint, tokens = found.whole("fingerprint", 0, FINGERPRINTS), found.number("tokens", 0, 1e18)
+    fingerprint, tokens = found.integer("fingerprint", 0, FINGERPRINTS), found.number("tokens", 0, 1e18)
     payload = torch.frombuffer(bytearray(found.payload), dtype=torch.uint8) if n else torch.empty(0, dtype=torch.uint8)
     norm = norm_of(codec, payload, n)
     if not norm < float("inf"):
@@ -120,7 +120,7 @@ class Followed:
     received: int
 
 
-def read_record(found: Object, fragment: int, index: int, previous: str) -> Record:
+def read_record(found: Opened, fragment: int, index: int, previous: str) -> Record:
     """Raises Invalid. A function of the bytes, the run, the key and the previous record only: all members agree."""
     if (found.header.get("fragment"), found.header.get("index")) != (fragment, index):
         raise Invalid("it is of another round")
@@ -142,7 +142,7 @@ def read_record(found: Object, fragment: int, index: int, previous: str) -> Reco
     total = sum(e.share for e in entries)
     if abs(total - 1) > 1e-6 and total != 0:
         raise Invalid(f"its shares sum to {total:g}")
-    fingerprint = whole(found.header.get("fingerprint"), "fingerprint", 0, FINGERPRINTS)
+    fingerprint = integer(found.header.get("fingerprint"), "fingerprint", 0, FINGERPRINTS)
     return Record(fragment, index, previous, fingerprint, found.text("by"), tuple(entries), found.digest)
 
 
@@ -151,7 +151,7 @@ def may_close(present: set[str], awaited: Iterable[str], waited: float, grace: f
     return len(present) >= quorum and (present.issuperset(awaited) or waited >= grace)
 
 
-def choose(deltas: Iterable[Contribution], fingerprint: int, mine: str) -> list[Contribution]:
+def one_per_member(deltas: Iterable[Contribution], fingerprint: int, mine: str) -> list[Contribution]:
     """At most one delta of each member, against the state held, in order of names. Of several of one member, one's own
     last, or the one with the most work in it."""
     best: dict[str, Contribution] = {}
@@ -164,9 +164,9 @@ def choose(deltas: Iterable[Contribution], fingerprint: int, mine: str) -> list[
     return [best[name] for name in sorted(best)]
 
 
-def entries_of(deltas: Sequence[Contribution], norms: Sequence[Sequence[float]], most: float) -> tuple[Entry, ...]:
-    """Shares by work done, at most `most` of it; what is far larger than what was closed before is clipped."""
-    works = [min(delta.tokens, most) for delta in deltas]
+def entries_of(deltas: Sequence[Contribution], norms: Sequence[Sequence[float]], max_work: float) -> tuple[Entry, ...]:
+    """Shares by work done, at most `max_work` of it; what is far larger than what was closed before is clipped."""
+    works = [min(delta.tokens, max_work) for delta in deltas]
     total = sum(works)
     limit = CLIP * statistics.median(x for each in norms for x in each) if len(norms) >= FEWEST_NORMS else float("inf")
     return tuple(

@@ -1,19 +1,25 @@
 """Beginning: the run that the bucket holds, or a new one, and where in it this member stands."""
 
+import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from diloco.bucket.protocol import BEHIND, Course
+from diloco.bucket.protocol import BEHIND, FragmentProtocol
 from diloco.bucket.snapshots import index_of, seal_snapshot
-from diloco.bucket.store.envelope import HEADER, PART, PREFIX, Invalid, Seal, get, put
-from diloco.bucket.store.operations import Task, Work, create, together
-from diloco.errors import ConfigError, DiLoCoError
+from diloco.bucket.store.envelope import HEADER, PART, PREFIX, Envelope, Invalid, get, put
+from diloco.bucket.store.operations import Size, Task, Work, create, together
+from diloco.bucket.store.store import Backend, Failure, Store, open_store
+from diloco.errors import ConfigError, DiLoCoError, Mismatch
 from diloco.reduce import Contract, State
 from diloco.reduce.contract import compare
 
 NAME = "run.json"
+UNSHARDED = "shard 0 of 1"
+SHARD = "shard-{}"
+"""Where the ranks of replicas that are sharded meet: each with those that hold the same shard. Its rounds are its own,
+as those of a fragment are, so ranks of one replica need not agree on anything."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +34,7 @@ class Run:
 def read_run(key: bytes | None) -> Task[Run | None]:
     """The run in the bucket. Raises ConfigError if what is there cannot be used."""
     try:
-        found = yield from get(Seal("", key), NAME, "run", None)
+        found = yield from get(Envelope("", key), NAME, "run", None)
         if found is None:
             return None
         if found.header.get("signed") is not (key is not None):
@@ -42,56 +48,56 @@ def read_run(key: bytes | None) -> Task[Run | None]:
         raise ConfigError(f"{NAME} in the bucket cannot be used: {reason}") from None
 
 
-def meet(offer: Run, key: bytes | None, states: Sequence[State], join_only: bool) -> Task[Run]:
+def find_or_create(proposal: Run, key: bytes | None, states: Sequence[State], join_only: bool) -> Task[Run]:
     """Find the run, or found the one that is offered. The contract must be the run's."""
     run = yield from read_run(key)
     if run is None:
         if join_only:
             raise ConfigError("there is no run in the bucket: check the address, or leave --join-only out to begin one")
-        run = yield from _found(offer, key, states)
-    compare([run.contract, json.loads(json.dumps(offer.contract))], ("the run", "this member"))
+        run = yield from _create_run(proposal, key, states)
+    compare([run.contract, json.loads(json.dumps(proposal.contract))], ("the run", "this member"))
     return run
 
 
-def _found(offer: Run, key: bytes | None, states: Sequence[State]) -> Task[Run]:
+def _create_run(proposal: Run, key: bytes | None, states: Sequence[State]) -> Task[Run]:
     """Put what everybody starts from, then create run.json, which names it. If several do so at once, one wins, and all
     take what its run.json names: equal seeds do not give equal bits on different machines."""
-    seal = Seal(offer.id, key)
-    sealed = yield Work(lambda: [seal_snapshot(seal, f, state, "") for f, state in enumerate(states)])
+    envelope = Envelope(proposal.id, key)
+    sealed = yield Work(lambda: [seal_snapshot(envelope, f, state, "") for f, state in enumerate(states)])
     yield from together([put(each) for each in sealed])
-    value = {"contract": offer.contract, "snapshots": [each.name for each in sealed], "note": offer.note}
+    value = {"contract": proposal.contract, "snapshots": [each.name for each in sealed], "note": proposal.note}
     payload = json.dumps(value, sort_keys=True).encode()
-    body = seal.close(NAME, "run", {"signed": key is not None}, payload).body
+    body = envelope.seal(NAME, "run", {"signed": key is not None}, payload).body
     yield from create(NAME, body, PREFIX.size + HEADER + PART)
     run = yield from read_run(key)
     if run is None:
         raise DiLoCoError(f"{NAME} was there and is gone: somebody deletes what is in the bucket")
-    return replace(run, created=run.id == offer.id)
+    return replace(run, created=run.id == proposal.id)
 
 
-def enter(course: Course, state: State) -> Task[State]:
+def starting_state(protocol: FragmentProtocol, state: State) -> Task[State]:
     """Where this member begins: with the state it brings, if that is the run's and recent, else with the newest
     snapshot. What was closed since is followed from there."""
-    previous = yield from _previous(course, state)
+    previous = yield from _previous(protocol, state)
     if previous is not None:
-        yield from course.shelf.refresh()
-        course.stand(state, previous)
+        yield from protocol.snapshots.refresh()
+        protocol.start_from(state, previous)
         return state
-    loaded = yield from course.shelf.load()
+    loaded = yield from protocol.snapshots.load()
     if loaded is None:
-        raise DiLoCoError(f"the bucket has no usable snapshot of fragment {course.number}: somebody has deleted them")
-    course.stand(*loaded)
+        raise DiLoCoError(f"the bucket has no usable snapshot of fragment {protocol.number}: somebody has deleted them")
+    protocol.start_from(*loaded)
     return loaded[0]
 
 
-def _previous(course: Course, state: State) -> Task[str | None]:
+def _previous(protocol: FragmentProtocol, state: State) -> Task[str | None]:
     """The digest of the record that led to a state; None if the state is not the run's, or of long ago."""
-    ledger, mine = course.ledger, state.fingerprint()
-    if (yield from ledger.reaches(state.index + BEHIND + 1)):
+    round_store, mine = protocol.round_store, state.fingerprint()
+    if (yield from round_store.reaches(state.index + BEHIND + 1)):
         return None
-    for name in (yield from course.shelf.list()):
+    for name in (yield from protocol.snapshots.list()):
         base: Any = index_of(name)
-        head = (yield from course.shelf.peek(name)) if base <= state.index else None
+        head = (yield from protocol.snapshots.peek(name)) if base <= state.index else None
         if head is not None:
             break
     else:
@@ -100,14 +106,45 @@ def _previous(course: Course, state: State) -> Task[str | None]:
         return None
     previous = head.header["record"]
     for index in range(base + 1, state.index + 1):
-        record, _ = yield from ledger.record(index, previous)
+        record, _ = yield from round_store.record(index, previous)
         if record is None:
             return None  # the run has not come so far: the state is of another one
         previous = record.digest
-    following, _ = yield from ledger.record(state.index + 1, previous)
+    following, _ = yield from round_store.record(state.index + 1, previous)
     return None if following is not None and following.fingerprint != mine else previous
 
 
-def contract_of(contract: Contract, rounds: int | None, most: float) -> dict[str, Any]:
+def contract_of(contract: Contract, rounds: int | None, max_work: float) -> dict[str, Any]:
     """What members of a bucket agree on, beyond what all replicas do."""
-    return {**contract, "rounds": rounds, "most tokens of a delta": most if most < float("inf") else None}
+    return {**contract, "rounds": rounds, "most tokens of a delta": max_work if max_work < float("inf") else None}
+
+
+def find_run(url: str, key: bytes | None = None, *, create: bool = False) -> Run | None:
+    """The run in a bucket, if there is one. `create`: a folder that is not there is made."""
+    backend = open_store(url, create=create)
+    try:
+        backend.attempt(Size(NAME))
+    except Failure as failure:  # before training there is nothing to go on with meanwhile
+        raise DiLoCoError(f"{url}: the store does not answer: {failure}; check the address, AWS_ENDPOINT_URL or its "
+                          "like, and the network") from None  # fmt: skip
+    return Store(backend).run(read_run(key), contextlib.nullcontext())
+
+
+def below(url: str, shard: int) -> str:
+    """The bucket of one shard of a run."""
+    return f"{url.rstrip('/')}/{SHARD.format(shard)}"
+
+
+def backend_of_shard(shard: str, root: Backend, url: str, strict: bool) -> Backend:
+    """The run's place, or that of this rank's shard. All members must have as many shards: the contract says how many,
+    and here is found who has none."""
+    other = f"{SHARD.format(0)}/{NAME}" if shard == UNSHARDED else NAME
+    if Store(root).perform(Size(other)) is not None:
+        has = "are sharded" if shard == UNSHARDED else "have one rank"
+        raise Mismatch(f"{url} holds a run whose members {has}, this one is {shard}: give all as many ranks")
+    if shard == UNSHARDED:
+        return root
+    if strict:
+        raise ConfigError("pace='strict' with several ranks: two members would wait for each other crosswise, one rank "
+                          "for a round, the other for its neighbour; give 'decoupled'")  # fmt: skip
+    return open_store(below(url, int(shard.split()[1])))

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from diloco.bucket.members import Member, Members, Superseded, beat, look
-from diloco.bucket.store.envelope import HEADER, PREFIX, Invalid, Seal
+from diloco.bucket.members import Member, Members, Superseded, read_members, write_member
+from diloco.bucket.store.envelope import HEADER, PREFIX, Envelope, Invalid
 from diloco.bucket.store.operations import Task, create
 from diloco.errors import Mismatch
 
@@ -27,7 +27,7 @@ def poll_of(step_seconds: float) -> float:
 
 
 @dataclass(frozen=True)
-class Manners:
+class MemberOptions:
     """How this member takes part. Members may differ in it."""
 
     pace: Pace = "decoupled"
@@ -46,13 +46,13 @@ class Manners:
 
 
 @dataclass
-class Meeting:
-    seal: Seal
+class Session:
+    envelope: Envelope
     mine: Member
-    manners: Manners
+    options: MemberOptions
     sync_every: int
     rounds: int | None  # the last index of every fragment
-    most: float  # work that may count of one delta
+    max_work: float  # work that may count of one delta
     clock: Callable[[], float] = time.monotonic
     members: Members = field(init=False)
     steps: deque[float] = field(default_factory=lambda: deque(maxlen=32))  # seconds
@@ -60,7 +60,7 @@ class Meeting:
     rejected: int = 0
 
     def __post_init__(self) -> None:
-        self.members = Members(self.mine.name, self.manners.ttl)
+        self.members = Members(self.mine.name, self.options.ttl)
         self._named: set[tuple[str, str]] = set()
         self._held: dict[int, int] = {}
         self._uploads: dict[int, deque[float]] = {}  # seconds of the last ones of each fragment
@@ -77,45 +77,45 @@ class Meeting:
 
     @property
     def poll(self) -> float:
-        return self.manners.poll or poll_of(self.step_seconds)
+        return self.options.poll or poll_of(self.step_seconds)
 
     def uploaded(self, fragment: int, seconds: float) -> None:
         """The own delta took so long, from its first put until the store had all of it. The others must know: a delta
         counts only if they wait for as long."""
         self._uploads.setdefault(fragment, deque(maxlen=8)).append(seconds)
         longest = max(statistics.median(each) for each in self._uploads.values())
-        self.mine = replace(self.mine, told={**self.mine.told, UPLOAD: longest, POLL: self.poll})
+        self.mine = replace(self.mine, published={**self.mine.published, UPLOAD: longest, POLL: self.poll})
 
     def awaited(self, index: int) -> dict[str, Member]:
         """Whom a round waits for. Now and then for all that live: else one that was late once, and always comes a
         little after the others, would find every round closed by members that no longer wait for it."""
-        return self.members.awaited(self.clock(), self.manners.strict or index % ALL_EVERY == 0)
+        return self.members.awaited(self.clock(), self.options.strict or index % ALL_EVERY == 0)
 
     def grace(self, index: int) -> float:
         """How long a round waits after its first delta: enough that the slowest it waits for, which has to notice it,
         end its step and upload its own, is in."""
-        if self.manners.strict:
+        if self.options.strict:
             return float("inf")
-        if self.manners.grace is not None:
-            return self.manners.grace
+        if self.options.grace is not None:
+            return self.options.grace
         others = self.awaited(index).values()
         step = max([self.step_seconds, *(m.step_seconds for m in others)])
-        poll = max([self.poll, *(m.told.get(POLL, poll_of(m.step_seconds)) for m in others)])
-        upload = max([self.mine.told.get(UPLOAD, 0.0), *(m.told.get(UPLOAD, 0.0) for m in others)])
+        poll = max([self.poll, *(m.published.get(POLL, poll_of(m.step_seconds)) for m in others)])
+        upload = max([self.mine.published.get(UPLOAD, 0.0), *(m.published.get(UPLOAD, 0.0) for m in others)])
         return min(2 * step + poll + upload, LONGEST_GRACE)
 
     def patience(self) -> float:
         """How long to wait for a snapshot that another member is asked for: it puts one after its next round."""
         steps = [m.step_seconds for m in self.members.alive(self.clock()).values()]
-        return min(2 * self.sync_every * max(steps, default=0.0) + 4 * self.manners.heartbeat, 300.0)
+        return min(2 * self.sync_every * max(steps, default=0.0) + 4 * self.options.heartbeat, 300.0)
 
     def agree(self, unit: str) -> Task[None]:
         """What all deltas of the run weigh by: what the first one does, for ever. An object of its own, found before a
         delta is put, so that nobody has to judge the deltas and records of others by it. Raises Mismatch."""
-        body = self.seal.close(UNIT, "unit", {"unit": unit}).body
+        body = self.envelope.seal(UNIT, "unit", {"unit": unit}).body
         data = yield from create(UNIT, body, PREFIX.size + HEADER)
         try:
-            run = self.seal.open(UNIT, "unit", data, 0).text("unit")
+            run = self.envelope.open(UNIT, "unit", data, 0).text("unit")
         except Invalid as reason:  # not written by a member: then there is nothing to compare with
             return self.reject(UNIT, reason)
         if run != unit:
@@ -150,8 +150,8 @@ class Meeting:
     def tick(self) -> Task[None]:
         """Say that one is alive, and look who is."""
         self._bring_up_to_date()
-        yield from beat(self.seal, self.mine)
-        found = yield from look(self.seal, self.reject)
+        yield from write_member(self.envelope, self.mine)
+        found = yield from read_members(self.envelope, self.reject)
         for other in found:
             if other.name == self.me and other.incarnation > self.mine.incarnation:
                 raise Superseded(
@@ -163,7 +163,7 @@ class Meeting:
     def leave(self) -> Task[None]:
         self._bring_up_to_date()
         self.mine = replace(self.mine, left=True, joining=False)
-        yield from beat(self.seal, self.mine)
+        yield from write_member(self.envelope, self.mine)
 
     def _bring_up_to_date(self) -> None:
         self.mine = replace(

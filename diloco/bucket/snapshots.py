@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from diloco.bucket.rounds import FINGERPRINTS, member_of
-from diloco.bucket.store.envelope import DIGEST, HEADER, PREFIX, Invalid, Object, Seal, Sealed, attempt, get, put
+from diloco.bucket.store.envelope import DIGEST, HEADER, PREFIX, Envelope, Invalid, Opened, Sealed, attempt, get, put
 from diloco.bucket.store.operations import All, Delete, List, Read, Task, Work
 from diloco.reduce import State
 
@@ -18,39 +18,39 @@ Reject = Callable[[str, Invalid], None]
 _NAME = re.compile(r"anchors/\d{4}/(\d{8})-[0-9a-f]{64}")
 
 
-def snapshots(fragment: int) -> str:
+def snapshot_folder(fragment: int) -> str:
     return f"anchors/{fragment:04d}/"
 
 
-def seal_snapshot(seal: Seal, fragment: int, state: State, record: str) -> Sealed:
+def seal_snapshot(envelope: Envelope, fragment: int, state: State, record: str) -> Sealed:
     """`record`: digest of the record that led to the state. Nothing of the writer: equal states have equal names. Outer
     state that is all zero, as at the start, is left out."""
     zero = not torch.count_nonzero(state.outer)
     outer = b"" if zero else _bytes(state.outer)
     fields = {"fragment": fragment, "index": state.index, "record": record, "fingerprint": state.fingerprint(),
               "anchor": len(state.anchor), "outer": len(state.outer), "zero": zero}  # fmt: skip
-    name = f"{snapshots(fragment)}{state.index:08d}-{DIGEST}"
-    return seal.close(name, "snapshot", fields, _bytes(state.anchor) + outer)
+    name = f"{snapshot_folder(fragment)}{state.index:08d}-{DIGEST}"
+    return envelope.seal(name, "snapshot", fields, _bytes(state.anchor) + outer)
 
 
-def read_snapshot(found: Object, fragment: int, anchor: int, outer: int) -> State:
+def read_snapshot(found: Opened, fragment: int, anchor: int, outer: int) -> State:
     """Raises Invalid."""
-    place(found, fragment, anchor, outer)
+    check_header(found, fragment, anchor, outer)
     values = torch.frombuffer(bytearray(found.payload) or bytearray(4), dtype=torch.float32)
     zeros = torch.zeros(outer, dtype=torch.float32, device="cpu")
     rest = values[anchor : anchor + outer].clone() if not found.header["zero"] else zeros
     state = State(found.header["index"], values[:anchor].clone(), rest)
-    if state.fingerprint() != found.whole("fingerprint", 0, FINGERPRINTS):
+    if state.fingerprint() != found.integer("fingerprint", 0, FINGERPRINTS):
         raise Invalid("its fingerprint is not that of its values")
     if not (torch.isfinite(state.anchor).all() and torch.isfinite(state.outer).all()):
         raise Invalid("it holds inf or nan")
     return state
 
 
-def place(found: Object, fragment: int, anchor: int, outer: int) -> int:
+def check_header(found: Opened, fragment: int, anchor: int, outer: int) -> int:
     """The index of a snapshot, from its header alone. Raises Invalid."""
     match = _NAME.fullmatch(found.name)
-    index = found.whole("index", 0, 1 << 40)
+    index = found.integer("index", 0, 1 << 40)
     if match is None or int(match[1]) != index or found.header.get("fragment") != fragment:
         raise Invalid("it is not of the place that its name says")
     if (found.header.get("anchor"), found.header.get("outer")) != (anchor, outer):
@@ -67,12 +67,12 @@ def index_of(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
-class Shelf:
+class Snapshots:
     """The snapshots of one fragment."""
 
-    def __init__(self, seal: Seal, fragment: int, state: State, initial: str, reject: Reject) -> None:
+    def __init__(self, envelope: Envelope, fragment: int, state: State, initial: str, reject: Reject) -> None:
         """`state`: of the shape that all have. `initial`: the name of the snapshot that the run began with."""
-        self.seal, self.fragment, self._initial, self.reject = seal, fragment, initial, reject
+        self.envelope, self.fragment, self._initial, self.reject = envelope, fragment, initial, reject
         self.anchor, self.outer = len(state.anchor), len(state.outer)
         self.newest = -1  # index, as far as known
         self._due_since: float | None = None
@@ -99,7 +99,7 @@ class Shelf:
 
     def list(self) -> Task[list[str]]:
         """Names, newest first. At the beginning several may have put one; the run's is that which run.json names."""
-        names = yield List(snapshots(self.fragment))
+        names = yield List(snapshot_folder(self.fragment))
         return sorted((name for name in names if index_of(name) or name == self._initial), reverse=True)
 
     def refresh(self) -> Task[None]:
@@ -108,14 +108,14 @@ class Shelf:
                 self.newest = max(self.newest, index_of(name) or 0)
                 return
 
-    def peek(self, name: str) -> Task[Object | None]:
+    def peek(self, name: str) -> Task[Opened | None]:
         """The header, if it is a snapshot of this run that is all there."""
         data = yield Read(name, 0, first=PREFIX.size + HEADER)
         if data is None:
             return None
         try:
-            found = self.seal.open(name, "snapshot", data, None, head=True)
-            place(found, self.fragment, self.anchor, self.outer)
+            found = self.envelope.open(name, "snapshot", data, None, head=True)
+            check_header(found, self.fragment, self.anchor, self.outer)
             return found
         except Invalid as reason:
             self.reject(name, reason)
@@ -130,7 +130,7 @@ class Shelf:
             if head is None:
                 continue
             try:
-                found = yield from get(self.seal, name, "snapshot", head.header["size"])
+                found = yield from get(self.envelope, name, "snapshot", head.header["size"])
                 if found is None:
                     continue
                 state = yield Work(
@@ -147,7 +147,7 @@ class Shelf:
 
     def store(self, state: State, record: str) -> Task[None]:
         """Put a snapshot, look that it is there, then delete what it makes superfluous."""
-        sealed = yield Work(lambda: seal_snapshot(self.seal, self.fragment, state, record))
+        sealed = yield Work(lambda: seal_snapshot(self.envelope, self.fragment, state, record))
         yield from put(sealed)
         if (yield from self.peek(sealed.name)) is not None:
             self.newest = max(self.newest, state.index)
@@ -167,7 +167,7 @@ class Shelf:
             return
         floor = whole[1]
         found = yield List(f"rounds/{self.fragment:04d}/")
-        older = yield List(snapshots(self.fragment))
+        older = yield List(snapshot_folder(self.fragment))
         yield All([Delete(name) for name in superfluous([*found, *older], floor)])
 
 

@@ -58,8 +58,8 @@ class Watch:
     LAST = 5
 
     def __init__(self, url: str, key: bytes | None) -> None:
-        from diloco.bucket.place import below, find_run
-        from diloco.bucket.store.envelope import Seal
+        from diloco.bucket.run import below, find_run
+        from diloco.bucket.store.envelope import Envelope
         from diloco.bucket.store.store import Store, open_store
 
         run = find_run(url, key)
@@ -68,23 +68,24 @@ class Watch:
         if run is None:
             raise ConfigError(f"{url} holds no run: check the address")
         self.url, self.run = url, run
-        self._seal, self._store = Seal(run.id, key), Store(open_store(url, create=False))
+        self._envelope, self._store = Envelope(run.id, key), Store(open_store(url, create=False))
         self._seen: dict[str, _Seen] = {}
         self._rejected = 0
 
     def look(self) -> RenderableType:
-        from diloco.bucket.members import look
+        from diloco.bucket.members import read_members
 
-        members = self._store.run(look(self._seal, self._reject), nullcontext())
+        members = self._store.run(read_members(self._envelope, self._reject), nullcontext())
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
         for name in ("member", "state", "round", "step", "loss", "anchors", "tokens/s", "step time"):
             table.add_column(name, justify="left" if name in ("member", "state") else "right")
         for member in members:
-            told = member.told
+            values = member.published
             table.add_row(
                 member.name, self._state(member), f"{min(member.held, default=0)}–{max(member.held, default=0)}",
-                _shown(told, "step", "{:.0f}"), _shown(told, "loss", "{:.3f}"), _shown(told, "anchor_loss", "{:.3f}"),
-                units.amount(told.get("tokens_per_second", 0.0)), units.duration(member.step_seconds),
+                _shown(values, "step", "{:.0f}"), _shown(values, "loss", "{:.3f}"),
+                _shown(values, "anchor_loss", "{:.3f}"),
+                units.amount(values.get("tokens_per_second", 0.0)), units.duration(member.step_seconds),
             )  # fmt: skip
         head = f"run {self.run.id} in {self.url}, {len(self.run.snapshots)} fragments"
         rejected = f"; {self._rejected} objects are not usable" if self._rejected else ""
@@ -115,7 +116,7 @@ class Watch:
                 data = self._store.perform(Read(name, 1 << 20))
                 try:
                     if data is not None:
-                        found = self._seal.open(name, "record", data, 0)
+                        found = self._envelope.open(name, "record", data, 0)
                         record = read_record(found, fragment, index, found.text("previous"))
                         yield index, record.members, sum(sizes.values())
                         break
@@ -136,5 +137,5 @@ class Watch:
         self._rejected += 1
 
 
-def _shown(told: dict[str, float], key: str, form: str) -> str:
-    return form.format(told[key]) if key in told else "–"
+def _shown(published: dict[str, float], key: str, form: str) -> str:
+    return form.format(published[key]) if key in published else "–"

@@ -68,7 +68,7 @@ class Elastic:
         self.reduce = Bucket(
             config.bucket, member_name(config), key=_key(config), join_only=config.join_only, pace=config.pace,
             quorum=config.quorum, grace=config.grace, rounds=self.rounds,
-            most=float(CARRIES * config.sync_every * per_step), note=settled,
+            max_work=float(CARRIES * config.sync_every * per_step), note=settled,
         )  # fmt: skip
         self._position = self._joined_at = self._index = self._order = 0
         self._warm = self.over = False  # over: the run had ended when this member joined
@@ -98,9 +98,9 @@ class Elastic:
     def _order_of(self, known: Path, resumed: bool) -> int:
         """The life of this member whose order of windows is gone through. One that resumes goes on with the order that
         its checkpoint has a position in; any other takes a new one, for it would else begin with the same windows."""
-        assert self.reduce.meeting is not None
+        assert self.reduce.session is not None
         if not (resumed and known.exists()):
-            known.write_text(str(self.reduce.meeting.mine.incarnation))
+            known.write_text(str(self.reduce.session.mine.incarnation))
         return int(known.read_text())
 
     def data(self, corpus: Corpus, sequences: int) -> Batches:
@@ -119,7 +119,7 @@ class Elastic:
 
     def after(self, step: int, metrics: Metrics, **told: float) -> bool:
         """Tell those who watch, log what happened; whether the run has ended."""
-        self.reduce.tell(step=step, **told)
+        self.reduce.publish(step=step, **told)
         for event in self.reduce.events():
             metrics.event(event.pop("event"), step, **event)
         self._index, ended = self._agree()

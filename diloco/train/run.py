@@ -121,7 +121,7 @@ def train(config: TrainConfig, world: World, folder: Path) -> dict[str, Any]:
         values = {"eval/loss": loss, "eval/bits_per_byte": bits, "eval/replica_loss": replica_loss}
         metrics.log(step, {"tokens": step * per_step, **values})
         if elastic:
-            elastic.reduce.tell(anchor_loss=loss)
+            elastic.reduce.publish(anchor_loss=loss)
         return values
 
     if world.rank == 0:

@@ -22,9 +22,9 @@ from typing import Any
 
 from benchmarks.record import Target, write
 from diloco.bucket import find_run
-from diloco.bucket.members import look
+from diloco.bucket.members import read_members
 from diloco.bucket.rounds import Record, member_of, read_record
-from diloco.bucket.store.envelope import HEADER, PREFIX, Seal
+from diloco.bucket.store.envelope import HEADER, PREFIX, Envelope
 from diloco.bucket.store.operations import List, Read
 from diloco.bucket.store.store import Store, open_store
 
@@ -92,13 +92,17 @@ class Witness:
         self.changed = 0
         self.tokens: dict[str, float] = {}  # delta: tokens
         self.moved = time.monotonic()
-        self._seal: Seal | None = None
+        self._envelope: Envelope | None = None
 
     def look(self) -> None:
-        if self._seal is None:
+        if self._envelope is None:
             if not Path(self.url, "run.json").exists() or (run := find_run(self.url)) is None:
                 return
-            self._seal, self._store, self.fragments = Seal(run.id), Store(open_store(self.url)), len(run.snapshots)
+            self._envelope, self._store, self.fragments = (
+                Envelope(run.id),
+                Store(open_store(self.url)),
+                len(run.snapshots),
+            )
         for fragment in range(self.fragments):
             names = self._store.perform(List(f"rounds/{fragment:04d}/"))
             for name in names:
@@ -113,14 +117,14 @@ class Witness:
 
     def _delta(self, fragment: int, name: str) -> None:
         data = self._store.perform(Read(name, 0, first=PREFIX.size + HEADER))
-        if data is not None and self._seal is not None:
-            header = self._seal.open(name, "delta", data, None, head=True).header
+        if data is not None and self._envelope is not None:
+            header = self._envelope.open(name, "delta", data, None, head=True).header
             self.tokens[name] = header["tokens"]
             self.fingerprints.setdefault((fragment, header["index"] - 1), set()).add(header["fingerprint"])
 
     def _record(self, fragment: int, index: int, name: str, previous: str) -> Record:
-        assert self._seal is not None
-        record = read_record(self._seal.open(name, "record", self._store.perform(Read(name, 1 << 20)), 0),
+        assert self._envelope is not None
+        record = read_record(self._envelope.open(name, "record", self._store.perform(Read(name, 1 << 20)), 0),
                              fragment, index, previous)  # fmt: skip
         if (fragment, index) not in self.records:
             self.records[fragment, index] = record
@@ -134,8 +138,8 @@ class Witness:
         return sum(tokens for name, tokens in self.tokens.items() if name.rpartition("-")[2] in wanted)
 
     def members(self) -> dict[str, Any]:
-        assert self._seal is not None
-        return {m.name: m for m in self._store.run(look(self._seal, lambda *_: None), nullcontext())}
+        assert self._envelope is not None
+        return {m.name: m for m in self._store.run(read_members(self._envelope, lambda *_: None), nullcontext())}
 
 
 def chaos(

@@ -18,13 +18,13 @@ class Member(threading.Thread):
     """One member: a model, a loop, a reducer, in a thread."""
 
     def __init__(
-        self, url, name, count, *, seed=0, pause=0.005, saved=None, die_at=None, backend=None, gate=None, **manners
+        self, url, name, count, *, seed=0, pause=0.005, saved=None, die_at=None, backend=None, gate=None, **options
     ):
         super().__init__(daemon=True)
         self.model = Tiny(seed)
         self.optimizer = adamw(self.model)
-        manners = {"heartbeat": 0.5, "poll": 0.02} | manners
-        self.reduce = Bucket(str(url), name, backend=backend, **manners)
+        options = {"heartbeat": 0.5, "poll": 0.02} | options
+        self.reduce = Bucket(str(url), name, backend=backend, **options)
         self.diloco = DiLoCo(self.model, self.optimizer, sync_every=10, overlap=2, fragments=Balanced(3),
                              reduce=self.reduce)  # fmt: skip
         if saved:

@@ -12,16 +12,16 @@ from diloco.bucket.members import Member, read_member
 from diloco.bucket.rounds import (
     Contribution,
     Entry,
-    choose,
     clip_of,
     delta_fields,
     delta_name,
     entries_of,
+    one_per_member,
     read_delta,
     read_record,
     record_name,
 )
-from diloco.bucket.store.envelope import HEADER, PART, PREFIX, Invalid, Seal, get, put
+from diloco.bucket.store.envelope import HEADER, PART, PREFIX, Envelope, Invalid, get, put
 from diloco.bucket.store.operations import Oversized
 from diloco.errors import ConfigError, Mismatch
 from tests.support.players import Player, World
@@ -34,7 +34,7 @@ def delta_of(world, index=1, *, run=None, key=KEY, payload=None, **changes):
     fingerprint = world.states[0, index - 1]
     fields = delta_fields(0, index, "x", fingerprint, 8.0) | changes
     payload = np.array([-5.0], np.float32).tobytes() if payload is None else payload
-    return Seal(run or world.run, key).close(delta_name(0, index, "x"), "delta", fields, payload)
+    return Envelope(run or world.run, key).seal(delta_name(0, index, "x"), "delta", fields, payload)
 
 
 def renamed(sealed, name):
@@ -49,7 +49,7 @@ def wrong_protocol(world):
     sealed = delta_of(world)
     header = sealed.body[PREFIX.size : -4].replace(b'"protocol":1', b'"protocol":9')
     name = delta_name(0, 1, "x", hashlib.sha256(header).hexdigest())
-    signature = Seal(world.run, KEY)._sign(world.run, name, header)
+    signature = Envelope(world.run, KEY)._sign(world.run, name, header)
     return name, PREFIX.pack(b"DLCO", len(header), signature) + header + sealed.body[-4:]
 
 
@@ -91,7 +91,9 @@ def until_closed(player, index):
 
 def entries(world, index):
     previous = world.records.get((0, index - 1), "")
-    found = Seal(world.run, KEY).open(record_name(0, index, 0), "record", world.objects[record_name(0, index, 0)], 0)
+    found = Envelope(world.run, KEY).open(
+        record_name(0, index, 0), "record", world.objects[record_name(0, index, 0)], 0
+    )
     return read_record(found, 0, index, previous).entries
 
 
@@ -104,7 +106,7 @@ def test_a_good_delta_of_a_stranger_is_counted():
     world.objects[sealed.name] = sealed.body
     until_closed(a, 1)
     assert [e.member for e in entries(world, 1)] == ["a", "x"]
-    assert a.reduce.meeting.rejected == 0
+    assert a.reduce.session.rejected == 0
 
 
 @pytest.mark.parametrize("kind", BAD)
@@ -119,7 +121,7 @@ def test_a_bad_delta_is_ignored_counted_and_named_and_the_round_closes_without_i
     assert [e.member for e in entries(world, 1)] == ["a"]
     named = [e for e in a.reduce.events() if e["event"] == "invalid"]
     assert [e["object"] for e in named] == [name] and named[0]["reason"]
-    assert a.reduce.meeting.rejected == 1
+    assert a.reduce.session.rejected == 1
 
 
 def test_a_delta_of_an_earlier_round_is_not_taken_for_one_of_this():
@@ -168,8 +170,8 @@ GOOD = [["a", "0" * 64, 0.25, 1.0, 3.0], ["b", "1" * 64, 0.75, 0.5, 3.0]]
 
 
 def record(**changes):
-    sealed = Seal("r").close(record_name(0, 1, 0), "record", RECORD | {"entries": GOOD} | changes)
-    return read_record(Seal("r").open(sealed.name, "record", sealed.body, 0), 0, 1, "p")
+    sealed = Envelope("r").seal(record_name(0, 1, 0), "record", RECORD | {"entries": GOOD} | changes)
+    return read_record(Envelope("r").open(sealed.name, "record", sealed.body, 0), 0, 1, "p")
 
 
 def test_a_good_record_is_read_as_it_was_written():
@@ -214,30 +216,30 @@ def run(task, world):
 
 
 def test_a_large_payload_lies_in_parts_which_are_put_first_and_each_is_checked():
-    world, seal, payload = World(), Seal("r"), bytes(range(256)) * (2 * PART // 256) + b"end"
-    sealed = seal.close("anchors/x-{digest}", "snapshot", {}, payload)
+    world, envelope, payload = World(), Envelope("r"), bytes(range(256)) * (2 * PART // 256) + b"end"
+    sealed = envelope.seal("anchors/x-{digest}", "snapshot", {}, payload)
     assert [len(part) for part in sealed.parts] == [PART, PART, 3] and len(sealed.body) < 1000
     run(put(sealed), world)
     assert list(world.objects) == [f"{sealed.name}.p{k}" for k in range(3)] + [sealed.name]
-    found = run(get(seal, sealed.name, "snapshot", len(payload)), world)
+    found = run(get(envelope, sealed.name, "snapshot", len(payload)), world)
     assert found.payload == payload
     world.objects[f"{sealed.name}.p1"] = flip(world.objects[f"{sealed.name}.p1"], 77)
     with pytest.raises(Invalid, match="part 1"):
-        run(get(seal, sealed.name, "snapshot", len(payload)), world)
+        run(get(envelope, sealed.name, "snapshot", len(payload)), world)
     del world.objects[f"{sealed.name}.p1"]
-    assert run(get(seal, sealed.name, "snapshot", len(payload)), world) is None
+    assert run(get(envelope, sealed.name, "snapshot", len(payload)), world) is None
 
 
 def test_what_is_too_large_is_not_even_read():
     with pytest.raises(Invalid, match="more than it may have"):
-        Seal("r").open("x", "delta", Oversized(1 << 40), 4)
+        Envelope("r").open("x", "delta", Oversized(1 << 40), 4)
 
 
 @given(st.binary(max_size=400))
 def test_any_bytes_are_read_or_refused(data):
     for body in (data, PREFIX.pack(b"DLCO", len(data), bytes(32)) + data):
         with pytest.raises(Invalid):
-            Seal("r").open("x", "delta", body, 4)
+            Envelope("r").open("x", "delta", body, 4)
 
 
 json_values = st.recursive(
@@ -265,7 +267,7 @@ def test_any_header_is_read_or_refused(changes, kind):
         "member": read_member,
     }[kind]
     try:
-        read(Seal("r").open(name, kind, body, 0))
+        read(Envelope("r").open(name, kind, body, 0))
     except Invalid:
         return
     assert all(changes[key] == head[key] for key in changes)
@@ -278,13 +280,13 @@ def contribution(member, tokens=1.0, digest="d", norm=1.0, fingerprint=7):
 def test_of_several_deltas_of_a_member_one_counts_and_none_against_other_bits():
     several = [contribution("b", 2.0, "p"), contribution("a", 1.0, "q"), contribution("b", 9.0, "r"),
                contribution("c", 5.0, "s", fingerprint=8), contribution("a", 7.0, "t")]  # fmt: skip
-    assert [d.digest for d in choose(several, 7, mine="q")] == ["q", "r"]
+    assert [d.digest for d in one_per_member(several, 7, mine="q")] == ["q", "r"]
 
 
 def test_shares_follow_work_up_to_the_most_that_may_count():
-    found = entries_of([contribution("a", 10.0), contribution("b", 1e9)], [], most=30.0)
+    found = entries_of([contribution("a", 10.0), contribution("b", 1e9)], [], max_work=30.0)
     assert [e.share for e in found] == [0.25, 0.75]
-    assert [e.share for e in entries_of([contribution("a", 0.0)], [], most=30.0)] == [0.0]
+    assert [e.share for e in entries_of([contribution("a", 0.0)], [], max_work=30.0)] == [0.0]
 
 
 def test_a_delta_far_larger_than_what_was_closed_before_is_clipped_once_enough_was_closed():
@@ -300,13 +302,13 @@ def test_what_is_told_is_finite_and_others_take_it():
     a, b = Player(world, "a"), Player(world, "b")
     for player in (a, b):
         player.turn()
-    a.reduce.tell(loss=1.0, step=2)
-    a.reduce.tell(loss=float("nan"), far=-1e35, never=float("inf"))
+    a.reduce.publish(loss=1.0, step=2)
+    a.reduce.publish(loss=float("nan"), far=-1e35, never=float("inf"))
     for player in (a, b):
         player.turn()
-    told = b.reduce.meeting.members.alive(world.now)["a"].told
-    assert told["step"] == 2 and told["far"] == -1e30 and not {"loss", "never"} & set(told)
-    assert b.reduce.meeting.rejected == 0
+    published = b.reduce.session.members.alive(world.now)["a"].published
+    assert published["step"] == 2 and published["far"] == -1e30 and not {"loss", "never"} & set(published)
+    assert b.reduce.session.rejected == 0
 
 
 def counting(world, name, tokens):

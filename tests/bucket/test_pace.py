@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from diloco.bucket import session as meeting
+from diloco.bucket import session
 from diloco.bucket.store.operations import All, Create
 from diloco.reduce import Round
 from tests.bucket.test_bucket import Member, agree, until
@@ -16,9 +16,9 @@ TICK = 0.05
 class Paced:
     """A player whose steps take a while, and whose deltas are on their way for a while."""
 
-    def __init__(self, world, name, step, upload, begins=0.0, **manners):
+    def __init__(self, world, name, step, upload, begins=0.0, **options):
         settings = SETTINGS | {"sync_every": 20}
-        self.player = Player(world, name, settings=settings, **manners)
+        self.player = Player(world, name, settings=settings, **options)
         self.world, self.step, self.upload = world, step, upload
         self.next_step = self.begins = begins
         self.next_beat = self.next_poll = 0.0
@@ -93,10 +93,10 @@ def test_the_grace_is_capped_whatever_another_says():
     world = World(1)
     a, b = Paced(world, "a", 0.1, 0.0), Paced(world, "b", 0.1, 0.0)
     live(world, (a, b), 3.0)
-    b.player.reduce.meeting.uploaded(0, 1e9)
+    b.player.reduce.session.uploaded(0, 1e9)
     for member in (b, a):
         member.player.finish_tick(0)
-    assert a.player.reduce.meeting.grace(4) == meeting.LONGEST_GRACE
+    assert a.player.reduce.session.grace(4) == session.LONGEST_GRACE
 
 
 @pytest.mark.parametrize("late", [3, 6, 9])

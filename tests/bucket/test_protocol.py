@@ -7,10 +7,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from diloco.bucket import protocol as course
-from diloco.bucket import round_store as ledger
+from diloco.bucket import protocol, round_store, run
 from diloco.bucket import rounds as round_
-from diloco.bucket import run
 from diloco.bucket import snapshots as snapshot
 from diloco.bucket.rounds import folder, record_name
 from diloco.bucket.store.operations import All, Create, List
@@ -28,7 +26,7 @@ def few_rounds(monkeypatch):
 
 def shorten(set_):
     set_(snapshot, "EVERY", 3)
-    set_(course, "BEHIND", 2)
+    set_(protocol, "BEHIND", 2)
     set_(run, "BEHIND", 2)
 
 
@@ -216,7 +214,7 @@ def test_a_delta_of_an_earlier_life_stands_in_nobodys_way_because_names_hold_dig
 
 
 def test_were_the_digest_not_in_the_name_others_would_be_stuck(monkeypatch):
-    for module in (round_, ledger, course):
+    for module in (round_, round_store, protocol):
         monkeypatch.setattr(module, "delta_name", lambda f, i, member, digest="": f"{folder(f, i)}d-{member}-0")
     monkeypatch.setattr(round_, "_DELTA", re.compile("d-([a-z0-9][a-z0-9_-]*)-([0-9a-f]+)"))
     with pytest.raises(Violation, match="stuck"):
@@ -238,7 +236,7 @@ def test_a_bad_closing_record_is_passed_over_because_records_have_slots():
 
 def test_without_slots_a_bad_closing_record_would_squat_the_round_for_ever(monkeypatch):
     bad = World()
-    for module in (round_, ledger):
+    for module in (round_, round_store):
         monkeypatch.setattr(module, "record_name", lambda f, i, slot: f"{folder(f, i)}closed.0")
     bad.check = lambda: None  # it, too, would look for the next slot for ever
     for fragment in range(FRAGMENTS):

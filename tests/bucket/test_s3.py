@@ -116,7 +116,7 @@ def test_errors_and_replies_that_are_cut_off_are_tried_again(proxy, mode):
     a.end(100)
     assert proxy.harmed > 3
     assert min(a.held) >= 2
-    assert a.reduce.meeting.rejected == 0  # a reply that is cut off is no bad object
+    assert a.reduce.session.rejected == 0  # a reply that is cut off is no bad object
 
 
 def test_while_the_server_is_gone_training_goes_on_and_rounds_catch_up(proxy):

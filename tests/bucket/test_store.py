@@ -11,7 +11,7 @@ from torch import nn
 from diloco import Balanced, DiLoCo, Float32
 from diloco.bucket import Bucket
 from diloco.bucket.store import store
-from diloco.bucket.store.limit import LARGE, MOST, STEADY, Lanes
+from diloco.bucket.store.limit import LARGE, MAX_TRANSFERS, STEADY, TransferLimit
 from diloco.bucket.store.operations import All, Create, Work, Write
 from diloco.bucket.store.store import Closed, Failure, Store
 
@@ -50,31 +50,31 @@ def test_over_a_slow_link_as_many_large_bodies_travel_as_it_carries_and_small_on
     assert time.monotonic() - began < 1.0
     sending.join(20)
     assert len(link.stored) == 9
-    assert client._lanes.width < MOST and link.moved < 4 * 8 * size
+    assert client._transfers.allowed < MAX_TRANSFERS and link.moved < 4 * 8 * size
 
 
 def test_lanes_are_halved_once_for_all_that_time_out_together_and_come_back_when_transfers_are_quick():
-    lanes, never = Lanes(lambda: 60.0), threading.Event()
-    with lanes.lane(never) as first, lanes.lane(never) as second:
+    transfers, never = TransferLimit(lambda: 60.0), threading.Event()
+    with transfers.transfer(never) as first, transfers.transfer(never) as second:
         for halved in (first, second):
-            lanes.failed(60.0, halved)
-    assert lanes.width == 4
-    lanes.failed(0.1, 1)  # refused, not slow
-    assert lanes.width == 4
+            transfers.failed(60.0, halved)
+    assert transfers.allowed == 4
+    transfers.failed(0.1, 1)  # refused, not slow
+    assert transfers.allowed == 4
     for halved in range(1, 9):
-        lanes.failed(60.0, halved)
-    assert lanes.width == 1
+        transfers.failed(60.0, halved)
+    assert transfers.allowed == 1
     for _ in range(100):
-        lanes.succeeded(43.0)  # two would not make it
-    assert lanes.width == 1
-    for _ in range(STEADY * (MOST - 1)):
-        lanes.succeeded(1.0)
-    assert lanes.width == MOST
+        transfers.succeeded(43.0)  # two would not make it
+    assert transfers.allowed == 1
+    for _ in range(STEADY * (MAX_TRANSFERS - 1)):
+        transfers.succeeded(1.0)
+    assert transfers.allowed == MAX_TRANSFERS
 
 
 def test_who_waits_for_a_lane_is_let_go_when_the_store_is_closed_and_sends_nothing_stale():
     client = Store(Link(1e12))
-    client._lanes.width = 0
+    client._transfers.allowed = 0
     errors = []
 
     def send():

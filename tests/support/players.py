@@ -14,7 +14,7 @@ from torch import nn
 from diloco import SGD, Balanced, DiLoCo, Float32
 from diloco.bucket import Bucket
 from diloco.bucket.rounds import read_record, record_name
-from diloco.bucket.store.envelope import Invalid, Seal
+from diloco.bucket.store.envelope import Envelope, Invalid
 from diloco.bucket.store.operations import All, Create, Delete, List, Oversized, Pause, Read, Size, Work, Write
 from diloco.reduce import Jump, Round
 
@@ -89,7 +89,9 @@ class World:
         while (data := self.objects.get(record_name(fragment, index, slot))) is not None:
             name = record_name(fragment, index, slot)
             try:
-                return read_record(Seal(self.run, self.key).open(name, "record", data, 0), fragment, index, previous)
+                return read_record(
+                    Envelope(self.run, self.key).open(name, "record", data, 0), fragment, index, previous
+                )
             except Invalid:
                 slot += 1
         return None
@@ -107,8 +109,8 @@ class World:
 class Driven(Bucket):
     """The reducer, joined by hand."""
 
-    def __init__(self, world, name, **manners):
-        super().__init__("", name, backend=world, heartbeat=2.0, poll=0.5, **manners)
+    def __init__(self, world, name, **options):
+        super().__init__("", name, backend=world, heartbeat=2.0, poll=0.5, **options)
         self._clock = lambda: world.now
         self.world, self.indices = world, {}
         self.outcomes = []
@@ -139,13 +141,13 @@ class Driven(Bucket):
 
 
 class Player:
-    def __init__(self, world, name, checkpoint=None, start=0.0, rate=1.0, model=None, settings=SETTINGS, **manners):
+    def __init__(self, world, name, checkpoint=None, start=0.0, rate=1.0, model=None, settings=SETTINGS, **options):
         self.world, self.name, self.rate = world, name, rate
         self.model = model
         if model is None:
             self.model = nn.Linear(1, world.fragments, bias=False)
             nn.init.constant_(self.model.weight, start)
-        self.reduce = Driven(world, name, **manners)
+        self.reduce = Driven(world, name, **options)
         self.diloco = DiLoCo(self.model, reduce=self.reduce, fragments=Balanced(world.fragments), **settings)
         if checkpoint is not None:
             self.model.load_state_dict(checkpoint["model"])

@@ -29,7 +29,7 @@ class Invalid(Exception):
 
 
 @dataclass(frozen=True)
-class Object:
+class Opened:
     name: str
     digest: str  # of the header, and by it of all
     header: Mapping[str, Any]
@@ -39,8 +39,8 @@ class Object:
     def number(self, key: str, low: float, high: float) -> float:
         return number(self.header.get(key), key, low, high)
 
-    def whole(self, key: str, low: int, high: int) -> int:
-        return whole(self.header.get(key), key, low, high)
+    def integer(self, key: str, low: int, high: int) -> int:
+        return integer(self.header.get(key), key, low, high)
 
     def text(self, key: str) -> str:
         return text(self.header.get(key), key)
@@ -61,13 +61,13 @@ class Sealed:
 
 
 @dataclass(frozen=True)
-class Seal:
+class Envelope:
     """How the objects of one run are made and recognised. With a key, what is not signed by it is invalid."""
 
     run: str
     key: bytes | None = None
 
-    def close(self, name: str, kind: str, fields: Mapping[str, Any], payload: bytes = b"") -> Sealed:
+    def seal(self, name: str, kind: str, fields: Mapping[str, Any], payload: bytes = b"") -> Sealed:
         pieces = [payload[at : at + PART] for at in range(0, len(payload), PART)]
         sums = [hashlib.sha256(piece).hexdigest() for piece in pieces]
         head = {"protocol": PROTOCOL, "run": self.run, "kind": kind, "size": len(payload), "sha256": sums, **fields}
@@ -80,7 +80,7 @@ class Seal:
         body = PREFIX.pack(MAGIC, len(header), self._sign(self.run, name, header)) + header
         return Sealed(name, digest, body + payload if inline else body, () if inline else tuple(pieces))
 
-    def open(self, name: str, kind: str, data: bytes | Oversized, size: int | None, *, head: bool = False) -> Object:
+    def open(self, name: str, kind: str, data: bytes | Oversized, size: int | None, *, head: bool = False) -> Opened:
         """Check everything but parts. `size`: of the payload, exactly; None: at most one part. `head`: the data may
         end after the header. Raises Invalid."""
         if isinstance(data, Oversized):
@@ -106,7 +106,7 @@ class Seal:
         digest = hashlib.sha256(raw).hexdigest()
         if (named := name.rpartition("-")[2]) != name and len(named) == 64 and named != digest:
             raise Invalid("its header is not the one that its name says")
-        nbytes = whole(header.get("size"), "size", 0, PART if size is None and not head else 1 << 40)
+        nbytes = integer(header.get("size"), "size", 0, PART if size is None and not head else 1 << 40)
         if size is not None and nbytes != size:
             raise Invalid(f"its payload has {nbytes} bytes instead of {size}")
         sums = header.get("sha256")
@@ -114,19 +114,19 @@ class Seal:
             raise Invalid("its checksums are missing")
         payload = data[PREFIX.size + length :]
         if len(sums) > 1 or head:
-            return Object(name, digest, header, b"", len(data))
+            return Opened(name, digest, header, b"", len(data))
         if len(payload) != nbytes:
             raise Invalid(f"its payload is {len(payload)} bytes long instead of {nbytes}")
         if sums and hashlib.sha256(payload).hexdigest() != sums[0]:
             raise Invalid("its checksum is wrong")
-        return Object(name, digest, header, payload, len(data))
+        return Opened(name, digest, header, payload, len(data))
 
     def _sign(self, run: str, name: str, header: bytes) -> bytes:
         """The header stands for the payload, whose checksums it holds."""
         if self.key is None:
             return bytes(32)
-        told = b"|".join(str(len(part)).encode() + b":" + part for part in (run.encode(), name.encode(), header))
-        return hmac.new(self.key, told, "sha256").digest()
+        signed = b"|".join(str(len(part)).encode() + b":" + part for part in (run.encode(), name.encode(), header))
+        return hmac.new(self.key, signed, "sha256").digest()
 
 
 def put(sealed: Sealed, stale: Any = None) -> Task[bool]:
@@ -147,13 +147,13 @@ def put(sealed: Sealed, stale: Any = None) -> Task[bool]:
     return True
 
 
-def get(seal: Seal, name: str, kind: str, size: int | None) -> Task[Object | None]:
+def get(envelope: Envelope, name: str, kind: str, size: int | None) -> Task[Opened | None]:
     """Read and check an object with all its parts; None if it, or a part, is not there. Raises Invalid."""
     inline = PART if size is None else size if size <= PART else 0
     data = yield Read(name, PREFIX.size + HEADER + inline)
     if data is None:
         return None
-    found = yield Work(lambda: attempt(lambda: seal.open(name, kind, data, size)))
+    found = yield Work(lambda: attempt(lambda: envelope.open(name, kind, data, size)))
     if isinstance(found, Invalid):
         raise found
     sums = found.header["sha256"]
@@ -165,7 +165,7 @@ def get(seal: Seal, name: str, kind: str, size: int | None) -> Task[Object | Non
     payload = yield Work(lambda: attempt(lambda: _joined(parts, sums, found.header["size"])))
     if isinstance(payload, Invalid):
         raise payload
-    return Object(name, found.digest, found.header, payload, found.nbytes + len(payload))
+    return Opened(name, found.digest, found.header, payload, found.nbytes + len(payload))
 
 
 def attempt(function: Any) -> Any:
@@ -205,7 +205,7 @@ def number(value: object, key: str, low: float, high: float) -> float:
     return float(value)
 
 
-def whole(value: object, key: str, low: int, high: int) -> int:
+def integer(value: object, key: str, low: int, high: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         raise Invalid(f"{key} is not a whole number from {low} to {high}")
     return value

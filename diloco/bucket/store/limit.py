@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from diloco.bucket.store.operations import Create, Operation, Read, Write
 
 LARGE = 1 << 20
-MOST = 8
+MAX_TRANSFERS = 8
 STEADY = 4
 """Quick transfers running before one more may travel."""
 
@@ -22,20 +22,20 @@ def large(operation: Operation) -> bool:
     return False
 
 
-class Lanes:
+class TransferLimit:
     """Halved when a transfer times out, down to one; one more when several have been quick."""
 
     def __init__(self, timeout: Callable[[], float]) -> None:
-        self.width = MOST
+        self.allowed = MAX_TRANSFERS
         self._timeout = timeout
         self._busy = self._quick = self._halved = 0
         self._changed = threading.Condition()
 
     @contextmanager
-    def lane(self, closing: threading.Event) -> Iterator[int]:
+    def transfer(self, closing: threading.Event) -> Iterator[int]:
         """Wait for one, unless the store is closed. Yields how often they were halved before."""
         with self._changed:
-            self._changed.wait_for(lambda: self._busy < self.width or closing.is_set())
+            self._changed.wait_for(lambda: self._busy < self.allowed or closing.is_set())
             self._busy += 1
             halved = self._halved
         try:
@@ -50,15 +50,15 @@ class Lanes:
         link."""
         with self._changed:
             if seconds >= self._timeout() / 2 and halved == self._halved:
-                self.width, self._quick, self._halved = max(self.width // 2, 1), 0, halved + 1
+                self.allowed, self._quick, self._halved = max(self.allowed // 2, 1), 0, halved + 1
 
     def succeeded(self, seconds: float) -> None:
         """Quick is what would take less than half of the timeout with one more beside it."""
         with self._changed:
-            quick = seconds * (self.width + 1) / self.width < self._timeout() / 2
+            quick = seconds * (self.allowed + 1) / self.allowed < self._timeout() / 2
             self._quick = self._quick + 1 if quick else 0
-            if self._quick >= STEADY and self.width < MOST:
-                self.width, self._quick = self.width + 1, 0
+            if self._quick >= STEADY and self.allowed < MAX_TRANSFERS:
+                self.allowed, self._quick = self.allowed + 1, 0
                 self._changed.notify_all()
 
     def wake(self) -> None:

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from diloco.bucket.store.limit import Lanes, large
+from diloco.bucket.store.limit import TransferLimit, large
 from diloco.bucket.store.operations import (
     All,
     Create,
@@ -28,7 +28,8 @@ from diloco.bucket.store.operations import (
 from diloco.errors import ConfigError, DiLoCoError
 
 TIMEOUT = 60.0
-"""Seconds of one request. A part of 16 MB needs 2.2 Mbit/s if it travels alone, as it does on a slow link (Lanes)."""
+"""Seconds of one request. A part of 16 MB needs 2.2 Mbit/s if it travels alone, as `TransferLimit` makes it on a slow
+link."""
 LONGEST_PAUSE = 10.0
 """Between two tries of an operation, where no other operation succeeds meanwhile."""
 SCHEMES = "a folder, file://, s3://, gs://, az:// or memory://"
@@ -64,7 +65,7 @@ class Store:
         self.sent = self.received = self.requests = 0
         self._down = threading.Event()
         self._news = threading.Condition()  # the store answers again, or is closed
-        self._lanes = Lanes(lambda: TIMEOUT)
+        self._transfers = TransferLimit(lambda: TIMEOUT)
 
     def perform(self, operation: Operation) -> Any:
         match operation:
@@ -80,7 +81,7 @@ class Store:
             if self.closing.is_set():
                 raise Closed
             try:
-                answer = self._travel(operation) if large(operation) else self._backend.attempt(operation)
+                answer = self._transfer(operation) if large(operation) else self._backend.attempt(operation)
             except Failure as failure:
                 if _stale(operation):
                     return None
@@ -95,13 +96,13 @@ class Store:
             if self._down.is_set():
                 self._down.clear()
                 log.warning("the store answers again")
-                self._tell()
+                self._wake_waiting()
             self._count(operation, answer)
             return answer
 
-    def _travel(self, operation: Operation) -> Any:
+    def _transfer(self, operation: Operation) -> Any:
         """One try of an operation that moves much."""
-        with self._lanes.lane(self.closing) as halved:
+        with self._transfers.transfer(self.closing) as halved:
             if self.closing.is_set():
                 raise Closed
             if _stale(operation):
@@ -110,9 +111,9 @@ class Store:
             try:
                 answer = self._backend.attempt(operation)
             except Failure:
-                self._lanes.failed(time.monotonic() - began, halved)
+                self._transfers.failed(time.monotonic() - began, halved)
                 raise
-            self._lanes.succeeded(time.monotonic() - began)
+            self._transfers.succeeded(time.monotonic() - began)
             return answer
 
     def _at_once(self, operations: Sequence[Operation]) -> list[Any]:
@@ -164,10 +165,10 @@ class Store:
 
     def close(self) -> None:
         self.closing.set()
-        self._lanes.wake()
-        self._tell()
+        self._transfers.wake()
+        self._wake_waiting()
 
-    def _tell(self) -> None:
+    def _wake_waiting(self) -> None:
         with self._news:
             self._news.notify_all()
 
