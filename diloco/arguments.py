@@ -1,7 +1,7 @@
 """What DiLoCo is given: whether it can be used, and what stands in for what is not given."""
 
 from diloco.errors import ConfigError
-from diloco.flat import WHOLE
+from diloco.flat import WHOLE, ShardId
 from diloco.reduce import Reduce
 
 
@@ -15,10 +15,10 @@ def check_kinds(fragments: object, codec: object, outer: object) -> None:
             raise ConfigError(f"{name}={value!r}: give an object, as in {examples}")
 
 
-def default_reduce(sharding: str) -> Reduce:
+def default_reduce(shard: ShardId) -> Reduce:
     from diloco.reduce.collective import Collective
 
-    if sharding != WHOLE:
+    if shard != WHOLE:
         raise ConfigError(
             "the parameters are sharded, so only ranks that hold the same shard may talk: make a mesh with a dimension "
             'for the replicas, mesh = init_device_mesh(device, (replicas, shards), mesh_dim_names=("replica", '

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from diloco.arguments import check_kinds, default_reduce
 from diloco.codec import E3M0, Codec, Float32
 from diloco.errors import ConfigError, DiLoCoError, Mismatch, NotFinite
-from diloco.flat import checksum, forget_not_finite, reshard, sharding
+from diloco.flat import checksum, forget_not_finite, reshard, shard_id
 from diloco.fragment import Fragmenter, Piece, Strided
 from diloco.hook import Optimizers, as_list, attach
 from diloco.module import find_layers, frozen, trainable, trained_buffers, unwrap
@@ -24,7 +24,7 @@ from diloco.outer import SGD, Nesterov, Outer
 from diloco.reduce import Dropped, Jump, Reduce, Round
 from diloco.schedule import Schedule, check_overlap
 from diloco.stats import Stats
-from diloco.sync import Part
+from diloco.sync import FragmentSync
 
 
 class DiLoCo:
@@ -67,14 +67,14 @@ class DiLoCo:
         pieces = fragments.split(shapes, find_layers(model, parameters))
         self.schedule = Schedule(sync_every, len(pieces))
         self.overlap, self.keep_local = overlap, keep_local
-        self._sharding = sharding(parameters.values())
-        self.reduce = default_reduce(self._sharding) if reduce is None else reduce
+        self._shard = shard_id(parameters.values())
+        self.reduce = default_reduce(self._shard) if reduce is None else reduce
         self._shapes = shapes
-        self._parts = [Part(i, piece, parameters, outer, codec) for i, piece in enumerate(pieces)]
+        self._fragments = [FragmentSync(i, piece, parameters, outer, codec) for i, piece in enumerate(pieces)]
         # Buffers stay local, and finish() averages those that training changes, exactly: a fragment without a slot.
         buffers = trained_buffers(model)
         rest = tuple(Piece(name, 0, len(b) if b.dim() else 1) for name, b in buffers.items())
-        self._buffers = [Part(len(pieces), rest, buffers, SGD(lr=1.0), Float32())] if rest else []
+        self._buffers = [FragmentSync(len(pieces), rest, buffers, SGD(lr=1.0), Float32())] if rest else []
         self.step_count = 0
         self.stats = Stats()
         self._work, self._tokens = 0.0, False
@@ -86,49 +86,50 @@ class DiLoCo:
     def step(self) -> None:
         """What happens after an inner step. Called by the optimizer's hook; call it yourself only without one."""
         if not self._joined:
-            self._meet(self._all_parts())  # the step is done: what was there at construction is the start
+            self._meet(self._all_fragments())  # the step is done: what was there at construction is the start
         if self._showing_anchors:
             raise DiLoCoError("optimizer.step() inside anchors(): the model holds the anchors there; leave it first")
         self.step_count += 1
         if not self._tokens:
             self._work += 1
         try:
-            for part in self._parts:
-                self._apply(part)
+            for fragment in self._fragments:
+                self._apply(fragment)
         finally:  # also after a lost peer: what is sent now is saved, and sent again when all resume
-            for part in self._parts:
-                slot = self.schedule.sends_at(part.number, self.step_count)
-                if self.reduce.due(part.number, part.state.index + 1, self.step_count - part.sent_step, slot):
-                    self._send(part)
+            for fragment in self._fragments:
+                slot = self.schedule.sends_at(fragment.number, self.step_count)
+                since = self.step_count - fragment.sent_step
+                if self.reduce.due(fragment.number, fragment.state.index + 1, since, slot):
+                    self._send(fragment)
         if self.overlap == 0:
-            for part in self._parts:
-                self._apply(part)
+            for fragment in self._fragments:
+                self._apply(fragment)
 
-    def _send(self, part: Part) -> None:
-        flight = part.depart(self.step_count, self._work)
-        self.reduce.send(part.number, flight.index, part.offer(flight, self._tokens))
+    def _send(self, fragment: FragmentSync) -> None:
+        sent = fragment.take_delta(self.step_count, self._work)
+        self.reduce.send(fragment.number, sent.index, fragment.delta_later(sent, self._tokens))
 
-    def _apply(self, part: Part) -> None:
+    def _apply(self, fragment: FragmentSync) -> None:
         """Apply what has arrived: `overlap` steps after the send, or at once if nothing is under way."""
-        while part.flight is None or self.step_count >= part.flight.step + self.overlap or self._finished:
+        while (sent := fragment.in_flight) is None or self.step_count >= sent.step + self.overlap or self._finished:
             began = time.perf_counter()
-            outcome = self.reduce.take(part.number, part.state.index + 1)
+            outcome = self.reduce.take(fragment.number, fragment.state.index + 1)
             exposed = time.perf_counter() - began
             match outcome:
                 case None:
                     return
                 case Dropped(reset):
-                    part.flight = None
+                    fragment.in_flight = None
                     if reset:
                         self._recover()
                 case Jump(state):
-                    part.jump(state, self._work)
+                    fragment.jump(state, self._work)
                 case Round():
-                    statistics = part.statistics(outcome, self.step_count, exposed)
-                    part.apply(outcome, self.keep_local)
+                    statistics = fragment.statistics(outcome, self.step_count, exposed)
+                    fragment.apply(outcome, self.keep_local)
                     self._spoiled = None if outcome.counted else self._spoiled
                     self.stats.add(statistics)
-                    self.reduce.applied(part.number, part.state)
+                    self.reduce.applied(fragment.number, fragment.state)
 
     def _recover(self) -> None:
         """A delta was not finite. What made it so is in every fragment by now, and in the optimizers' moments."""
@@ -136,8 +137,8 @@ class DiLoCo:
             raise NotFinite(f"step {self.step_count}: inf or nan again, after going back to the anchors at step "
                             f"{self._spoiled}. A lower learning rate or gradient clipping may prevent it.")  # fmt: skip
         self._spoiled = self._spoiled or self.step_count
-        for part in self._parts:
-            part.go_back(self._work)
+        for fragment in self._fragments:
+            fragment.go_back(self._work)
         reshard(self._model)
         for optimizer in self._optimizers:
             forget_not_finite(optimizer)
@@ -150,30 +151,30 @@ class DiLoCo:
         """
         if self._joined:
             return
-        parts = self._all_parts()
+        fragments = self._all_fragments()
         self._find_buffers()
-        if self.step_count == 0 and not any(part.state.index for part in parts):
-            for part in parts:  # weights may have been loaded since construction; they are the start, not progress
-                part.shard.read(part.state.anchor)
-        self._meet(parts)
-        for part in parts:
-            if part.flight is None:
-                self._apply(part)  # rounds that others finished before this replica came
+        if self.step_count == 0 and not any(fragment.state.index for fragment in fragments):
+            for fragment in fragments:  # weights loaded since construction are the start, not progress
+                fragment.view.read(fragment.state.anchor)
+        self._meet(fragments)
+        for fragment in fragments:
+            if fragment.in_flight is None:
+                self._apply(fragment)  # rounds that others finished before this replica came
 
-    def _meet(self, parts: list[Part]) -> None:
+    def _meet(self, fragments: list[FragmentSync]) -> None:
         if self._closed:
             raise DiLoCoError("this DiLoCo has finished or left the other replicas: make a new one to go on")
         reshard(self._model)
-        states = self.reduce.join(self._contract(), [p.state for p in parts], [p.codec for p in parts])
+        states = self.reduce.join(self._contract(), [f.state for f in fragments], [f.codec for f in fragments])
         self._joined = True
-        for part, state in zip(parts, states, strict=True):
-            if state is not part.state:
-                part.jump(state, self._work)
+        for fragment, state in zip(fragments, states, strict=True):
+            if state is not fragment.state:
+                fragment.jump(state, self._work)
         reshard(self._model)
         # What was under way when the state was saved is sent again, in the same order: equal deltas, equal mean.
-        again = [(part.flight.step, part.number, part, part.flight) for part in parts if part.flight is not None]
-        for _, number, part, flight in sorted(again, key=lambda each: each[:2]):
-            self.reduce.send(number, flight.index, part.offer(flight, self._tokens))
+        again = [(fragment, sent) for fragment in fragments if (sent := fragment.in_flight) is not None]
+        for fragment, sent in sorted(again, key=lambda each: (each[1].step, each[0].number)):
+            self.reduce.send(fragment.number, sent.index, fragment.delta_later(sent, self._tokens))
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -184,15 +185,15 @@ class DiLoCo:
         self._detach()
         self.reduce.settle()
         self._finished = True
-        parts = self._all_parts()
+        fragments = self._all_fragments()
         self._find_buffers()
-        for part in parts:
-            self._apply(part)
-        for part in parts:
-            self._send(part)
-        for part in parts:
-            self._apply(part)
-            part.shard.write(part.state.anchor)
+        for fragment in fragments:
+            self._apply(fragment)
+        for fragment in fragments:
+            self._send(fragment)
+        for fragment in fragments:
+            self._apply(fragment)
+            fragment.view.write(fragment.state.anchor)
         reshard(self._model)
         self._leave()
 
@@ -219,11 +220,11 @@ class DiLoCo:
     @contextlib.contextmanager
     def anchors(self) -> Iterator[None]:
         """Put the agreed weights into the model, to evaluate or export them, and take them out again."""
-        saved = [(part, torch.empty_like(part.state.anchor)) for part in self._parts]
+        saved = [(fragment, torch.empty_like(fragment.state.anchor)) for fragment in self._fragments]
         with torch.no_grad():
-            for part, values in saved:
-                part.shard.read(values)
-                part.shard.write(part.state.anchor)
+            for fragment, values in saved:
+                fragment.view.read(values)
+                fragment.view.write(fragment.state.anchor)
         reshard(self._model)
         self._showing_anchors = True
         try:
@@ -231,8 +232,8 @@ class DiLoCo:
         finally:
             self._showing_anchors = False
             with torch.no_grad():
-                for part, values in saved:
-                    part.shard.write(values)
+                for fragment, values in saved:
+                    fragment.view.write(values)
             reshard(self._model)
 
     def state_dict(self) -> dict[str, Any]:
@@ -241,56 +242,57 @@ class DiLoCo:
         Resuming is exact if all replicas have the same overlap; else who merges later takes what others have at once.
         Not the model and not the optimizer: save these as always. The tensors are the live ones, not copies.
         """
-        parts = {str(part.number): part.state_dict() for part in self._all_parts()}
+        parts = {str(fragment.number): fragment.state_dict() for fragment in self._all_fragments()}
         # One entry per shard: torch.distributed.checkpoint takes equal names on several ranks for equal values.
-        return {self._sharding: {"step": self.step_count, "work": self._work, "tokens": self._tokens, "parts": parts}}
+        return {str(self._shard): {"step": self.step_count, "work": self._work, "tokens": self._tokens, "parts": parts}}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a saved state: on every replica, before the next step. Load model and optimizer too."""
-        if self._sharding not in state_dict:
-            raise Mismatch(f"the saved state is of {', '.join(state_dict)}, this process is {self._sharding}")
-        saved, parts = state_dict[self._sharding], self._all_parts()
-        if len(saved["parts"]) != len(parts):
+        if str(self._shard) not in state_dict:
+            raise Mismatch(f"the saved state is of {', '.join(state_dict)}, this process is {self._shard}")
+        saved, fragments = state_dict[str(self._shard)], self._all_fragments()
+        parts = saved["parts"]
+        if len(parts) != len(fragments):
             raise Mismatch(
-                f"the saved state has {len(saved['parts'])} fragments, this model {len(parts)}: use the model and the "
+                f"the saved state has {len(parts)} fragments, this model {len(fragments)}: use the model and the "
                 "fragments of the run that was saved"
             )
         if self._closed:
             raise DiLoCoError("load a state before finish(), into a new DiLoCo")
-        for part in parts:
-            part.load_state_dict(saved["parts"][str(part.number)])
+        for fragment in fragments:
+            fragment.load_state_dict(parts[str(fragment.number)])
         self.step_count, self._work, self._tokens = saved["step"], saved["work"], saved["tokens"]
         self._joined = False
 
     @property
     def indices(self) -> list[int]:
         """The round that this replica holds of each fragment."""
-        return [part.state.index for part in self._parts]
+        return [fragment.state.index for fragment in self._fragments]
 
     @property
     def in_flight(self) -> int:
         """Rounds that were sent and are not applied yet."""
-        return sum(part.flight is not None for part in self._all_parts())
+        return sum(fragment.in_flight is not None for fragment in self._all_fragments())
 
     def _find_buffers(self) -> None:
         """Modules may have put other tensors in the place of those that were there."""
-        for part in self._buffers:
-            part.find(trained_buffers(self._model))
+        for fragment in self._buffers:
+            fragment.find(trained_buffers(self._model))
 
-    def _all_parts(self) -> list[Part]:
-        return self._parts + self._buffers
+    def _all_fragments(self) -> list[FragmentSync]:
+        return self._fragments + self._buffers
 
     def _contract(self) -> dict[str, object]:
-        parts = self._all_parts()
+        fragments = self._all_fragments()
         return {
             "sync_every": self.schedule.sync_every,
-            "codec": repr(self._parts[0].codec),
-            "outer": repr(self._parts[0].outer),
+            "codec": repr(self._fragments[0].codec),
+            "outer": repr(self._fragments[0].outer),
             "parameters": {name: list(shape) for name, shape in self._shapes.items()},
             "frozen parameters": {name: checksum(p) for name, p in frozen(self._model).items()},
-            "shard": self._sharding,
-            "fragments": {str(p.number): [[q.name, q.start, q.stop] for q in p.fragment] for p in parts},
+            "shard": str(self._shard),
+            "fragments": {str(p.number): [[q.name, q.start, q.stop] for q in p.pieces] for p in fragments},
         }
 
     def _leave(self) -> None:

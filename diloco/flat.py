@@ -39,18 +39,30 @@ def checksum(tensor: Tensor) -> int:
     return int(part.view(kinds[part.element_size()]).sum(dtype=torch.int64)) if part.numel() else 0
 
 
-WHOLE = "shard 0 of 1"
+@dataclass(frozen=True)
+class ShardId:
+    """Which shard of the model a process holds."""
+
+    index: int
+    count: int
+
+    def __str__(self) -> str:
+        """A key in saved states and in contracts on disk."""
+        return f"shard {self.index} of {self.count}"
 
 
-def sharding(tensors: Iterable[Tensor]) -> str:
-    """Which shard of the model this process holds, as a name: by the mesh with the most ranks, for with tensor
-    parallelism some parameters are split over fewer."""
+WHOLE = ShardId(0, 1)
+
+
+def shard_id(tensors: Iterable[Tensor]) -> ShardId:
+    """The shard that this process holds, by the mesh with the most ranks: with tensor parallelism some parameters are
+    split over fewer."""
     meshes = [tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)]
     widest = max(meshes, key=DeviceMesh.size, default=None)
     if widest is None or widest.size() == 1:
         return WHOLE
     ranks = widest.mesh.flatten().tolist()
-    return f"shard {ranks.index(widest.get_rank())} of {len(ranks)}"
+    return ShardId(ranks.index(widest.get_rank()), len(ranks))
 
 
 def forget_not_finite(optimizer: torch.optim.Optimizer) -> None:
@@ -88,7 +100,7 @@ class Span:
         return flat[self.position : self.position + rows.numel()].view(rows.shape)
 
 
-class Shard:
+class FlatView:
     """A fragment's values in this process, in the fragment's order."""
 
     def __init__(self, fragment: Fragment, tensors: Mapping[str, Tensor]) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from diloco.codec import Codec
 from diloco.errors import Mismatch, NotFinite
-from diloco.flat import Shard
+from diloco.flat import FlatView
 from diloco.fragment import Fragment
 from diloco.outer import Outer, host
 from diloco.reduce import Delta, Round, State
@@ -20,7 +20,7 @@ from diloco.stats import RoundStats
 
 
 @dataclass(frozen=True)
-class Flight:
+class InFlight:
     """A delta that was sent and whose round is not applied yet."""
 
     index: int
@@ -32,72 +32,72 @@ class Flight:
     sent_at: float
 
 
-class Part:
-    def __init__(self, number: int, fragment: Fragment, tensors: dict[str, Tensor], outer: Outer, codec: Codec) -> None:
-        self.number, self.fragment, self.outer, self.codec = number, fragment, outer, codec
-        self.shard = Shard(fragment, tensors)
-        self.state = State(0, host(self.shard.size), outer.state(self.shard.size))
+class FragmentSync:
+    def __init__(self, number: int, pieces: Fragment, tensors: dict[str, Tensor], outer: Outer, codec: Codec) -> None:
+        self.number, self.pieces, self.outer, self.codec = number, pieces, outer, codec
+        self.view = FlatView(pieces, tensors)
+        self.state = State(0, host(self.view.size), outer.state(self.view.size))
         self.pinned = self.state.anchor.is_pinned()
-        self.shard.read(self.state.anchor)
-        self.flight: Flight | None = None
+        self.view.read(self.state.anchor)
+        self.in_flight: InFlight | None = None
         self.sent_step = 0
         self.counted = 0.0  # work that is in the anchor
 
-    def depart(self, step: int, work: float) -> Flight:
+    def take_delta(self, step: int, work: float) -> InFlight:
         """Take the delta against the anchor, never against the merged local value."""
-        values = self._buffer(self.shard.size)
-        ready = self.shard.subtract(self.state.anchor, values)
+        values = self._buffer(self.view.size)
+        ready = self.view.subtract(self.state.anchor, values)
         self.sent_step = step
-        self.flight = Flight(self.state.index + 1, step, work, work - self.counted, values, ready, time.time())
-        return self.flight
+        self.in_flight = InFlight(self.state.index + 1, step, work, work - self.counted, values, ready, time.time())
+        return self.in_flight
 
-    def offer(self, flight: Flight, tokens: bool) -> Callable[[], Delta]:
+    def delta_later(self, sent: InFlight, tokens: bool) -> Callable[[], Delta]:
         """What the reducer calls, off the training thread. The state it is against does not change while it is read:
         rounds that did not count this delta, and jumps, make a new one."""
         state = self.state
 
         def delta() -> Delta:
-            flight.ready()
-            fault = self.shard.find_fault(flight.values)
-            return Delta(flight.values, flight.weight, tokens, state.fingerprint(), fault)
+            sent.ready()
+            fault = self.view.find_fault(sent.values)
+            return Delta(sent.values, sent.weight, tokens, state.fingerprint(), fault)
 
         return delta
 
     def apply(self, round: Round, keep_local: float) -> None:
         """The outer step; then merge if the own delta was counted, else follow the anchor and keep all local work."""
         if round.faults:
-            where = ", ".join(f"{self.fragment[i].name} on replica {m}" for m, i in round.faults.items())
+            where = ", ".join(f"{self.pieces[i].name} on replica {m}" for m, i in round.faults.items())
             raise NotFinite(
                 f"fragment {self.number}, round {round.index}: inf or nan in {where}. Nothing was applied on any "
                 "replica. Go back to a checkpoint; a lower learning rate or gradient clipping may prevent it."
             )
-        assert self.flight is not None or not round.counted
+        assert self.in_flight is not None or not round.counted
         old = self.state
         state = self.state = old if round.counted else self._copy(old)
         if sum(round.members.values()) > 0:  # else nobody has trained since, and momentum alone must not move anything
             self.outer.step(state.anchor, round.mean, state.outer)
         state.index = round.index
-        if self.flight is not None and round.counted:
-            self.shard.merge(state.anchor, keep_local)
-            self.counted = self.flight.work
+        if self.in_flight is not None and round.counted:
+            self.view.merge(state.anchor, keep_local)
+            self.counted = self.in_flight.work
         else:
-            self.shard.carry(state.anchor, old.anchor)
-        self.flight = None
+            self.view.carry(state.anchor, old.anchor)
+        self.in_flight = None
 
     def jump(self, state: State, work: float) -> None:
         """Take a state as it is; local work since the last round is given up."""
         self.state = state if state.anchor is self.state.anchor else self._copy(state)
-        self.flight, self.counted = None, work
-        self.shard.write(self.state.anchor)
+        self.in_flight, self.counted = None, work
+        self.view.write(self.state.anchor)
 
     def go_back(self, work: float) -> None:
         """Give up local values for the anchor; what is under way stays so."""
-        self.shard.write(self.state.anchor)
-        self.counted = work if self.flight is None else self.counted
+        self.view.write(self.state.anchor)
+        self.counted = work if self.in_flight is None else self.counted
 
     def find(self, tensors: Mapping[str, Tensor]) -> None:
         """Read and write these from now on."""
-        self.shard = Shard(self.fragment, {s.name: s.tensor for s in self.shard.spans} | dict(tensors))
+        self.view = FlatView(self.pieces, {s.name: s.tensor for s in self.view.spans} | dict(tensors))
 
     def _buffer(self, n: int) -> Tensor:
         return torch.empty(n, dtype=torch.float32, device="cpu", pin_memory=self.pinned)
@@ -108,13 +108,13 @@ class Part:
 
     def statistics(self, round: Round, step: int, exposed: float) -> RoundStats:
         """Of a round that is about to be applied."""
-        flight = self.flight
+        sent = self.in_flight
         return RoundStats(
             fragment=self.number,
             index=round.index,
-            sent_step=flight.step if flight else None,
+            sent_step=sent.step if sent else None,
             applied_step=step,
-            sent_at=flight.sent_at if flight else time.time(),
+            sent_at=sent.sent_at if sent else time.time(),
             bytes_sent=round.sent,
             bytes_received=round.received,
             seconds=round.seconds,
@@ -124,13 +124,13 @@ class Part:
         )
 
     def _pieces(self) -> str:
-        return json.dumps([(piece.name, piece.start, piece.stop) for piece in self.fragment])
+        return json.dumps([(piece.name, piece.start, piece.stop) for piece in self.pieces])
 
     def state_dict(self) -> dict[str, Any]:
         flight = bytearray()  # which torch.load(weights_only=True) takes, unlike bytes
-        if self.flight is not None:
-            self.flight.ready()
-            buffer, f = io.BytesIO(), self.flight
+        if self.in_flight is not None:
+            self.in_flight.ready()
+            buffer, f = io.BytesIO(), self.in_flight
             torch.save((f.index, f.step, f.work, f.weight, f.values), buffer)
             flight = bytearray(buffer.getvalue())
         return {
@@ -158,10 +158,10 @@ class Part:
         self.state = State(saved["index"], self.state.anchor, self.state.outer)
         self.state.anchor.copy_(saved["anchor"])
         self.state.outer.copy_(saved["outer"])
-        self.sent_step, self.counted, self.flight = saved["sent_step"], saved["counted"], None
+        self.sent_step, self.counted, self.in_flight = saved["sent_step"], saved["counted"], None
         if saved["flight"]:
             index, step, work, weight, values = torch.load(io.BytesIO(saved["flight"]), weights_only=True)
-            self.flight = Flight(index, step, work, weight, values, _already, time.time())
+            self.in_flight = InFlight(index, step, work, weight, values, _already, time.time())
 
 
 def _already() -> None:

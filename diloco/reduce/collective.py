@@ -28,11 +28,11 @@ class Collective:
         group: the ranks that hold the same part of the model, one per replica; by default all ranks. With FSDP2 inside
             a replica, the group of the mesh's replica dimension: `mesh.get_group("replica")`.
         shards: with FSDP2 inside a replica, its ranks: what ends a round for one of them ends it for all.
-        inner: with DDP inside a replica, its ranks: each of them carries its share of the traffic.
+        ddp_ranks: with DDP inside a replica, its ranks: each of them carries its share of the traffic.
         streams: TCP connections to use at once; on a long link one stream does not fill it.
         timeout: seconds that an exchange may take, waiting for slower replicas included; then a peer counts as lost.
         backend: what carries the deltas. They are on the host: gloo also with GPUs, unless NCCL reaches all replicas.
-        second: the codec of the averaged shares (4 or more replicas); by default that of the deltas.
+        mean_codec: the codec of the averaged shares (4 or more replicas); by default that of the deltas.
     """
 
     def __init__(
@@ -40,11 +40,11 @@ class Collective:
         group: dist.ProcessGroup | None = None,
         *,
         shards: dist.ProcessGroup | None = None,
-        inner: dist.ProcessGroup | None = None,
+        ddp_ranks: dist.ProcessGroup | None = None,
         streams: int = 1,
         timeout: float = 600.0,
         backend: str = "gloo",
-        second: Codec | None = None,
+        mean_codec: Codec | None = None,
     ) -> None:
         if not dist.is_available() or not dist.is_initialized():
             raise ConfigError(
@@ -55,10 +55,10 @@ class Collective:
             raise ConfigError(f"streams={streams}, timeout={timeout}, backend={backend!r}: give at least 1 stream, a "
                               "positive timeout in seconds, and 'gloo' or 'nccl'")  # fmt: skip
         self._ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-        self._inner_ranks = dist.get_process_group_ranks(inner) if inner else [dist.get_rank()]
+        self._ddp_ranks = dist.get_process_group_ranks(ddp_ranks) if ddp_ranks else [dist.get_rank()]
         self._shard_ranks = dist.get_process_group_ranks(shards) if shards else [dist.get_rank()]
         self.replicas, self.replica = len(self._ranks), self._ranks.index(dist.get_rank())
-        self._streams, self._timeout, self._backend, self._second = streams, timeout, backend, second
+        self._streams, self._timeout, self._backend, self._mean_codec = streams, timeout, backend, mean_codec
         self._codecs: Sequence[Codec] = ()
         self._rounds: dict[tuple[int, int], Future[Round | Dropped]] = {}
         self._line: Line | None = None
@@ -103,10 +103,10 @@ class Collective:
 
     def _join(self, line: Line, contract: Contract, states: Sequence[State]) -> list[State]:
         check_round(line.exchange(Header(Kind.JOIN)))
-        own = {"second": repr(self._second), "streams": self._streams, "backend": self._backend,
-               "ranks of a replica": len(self._inner_ranks)}  # fmt: skip
+        own = {"mean_codec": repr(self._mean_codec), "streams": self._streams, "backend": self._backend,
+               "ranks of a replica": len(self._ddp_ranks)}  # fmt: skip
         compare(line.gather_json({**contract, **own}))
-        line.open(self._streams, self._backend, self._inner_ranks, self._shard_ranks)
+        line.open(self._streams, self._backend, self._ddp_ranks, self._shard_ranks)
         held = line.gather_json([(s.index, s.fingerprint()) for s in states])
         out = list(states)
         for i, source in enumerate(sources([[tuple(h) for h in replica] for replica in held])):
@@ -137,29 +137,29 @@ class Collective:
         if faults or not any(weights):  # nothing will be applied, so nothing need be sent
             return Round(index, delta.values, members, faults=faults)
         before = line.sent
-        share = parts(len(delta.values), len(self._inner_ranks))[self._inner_ranks.index(dist.get_rank())]
+        share = parts(len(delta.values), len(self._ddp_ranks))[self._ddp_ranks.index(dist.get_rank())]
         average = self._mean_by_gather if self.replicas <= GATHER else self._mean_by_parts
         averaged = average(line, self._codecs[fragment], delta.values[share], weights)
-        averaged = line.gather_inner(averaged, len(delta.values))
+        averaged = line.gather_ddp(averaged, len(delta.values))
         sent = line.sent - before + NBYTES * (self.replicas - 1)
         return Round(index, averaged, members, sent=sent, received=sent, seconds=time.perf_counter() - began)
 
     def _mean_by_gather(self, line: Line, codec: Codec, values: Tensor, weights: list[float]) -> Tensor:
         """Everyone gets all deltas, its own too as the others see it, and averages."""
         payload = pack(codec, values)
-        received = line.swap([payload] * self.replicas, [len(payload)] * self.replicas)
+        received = line.all_to_all([payload] * self.replicas, [len(payload)] * self.replicas)
         return mean(codec, received, weights, len(values))
 
     def _mean_by_parts(self, line: Line, codec: Codec, values: Tensor, weights: list[float]) -> Tensor:
         """Everyone averages one part and hands it round; quantised deltas are never summed on their way."""
-        second = self._second or codec
+        mean_codec = self._mean_codec or codec
         cuts = parts(len(values), self.replicas)
         counts = [cut.stop - cut.start for cut in cuts]
         mine = counts[self.replica]
-        received = line.swap([pack(codec, values[cut]) for cut in cuts], [codec.nbytes(mine)] * self.replicas)
-        averaged = pack(second, mean(codec, received, weights, mine))
-        averages = line.swap([averaged] * self.replicas, [second.nbytes(n) for n in counts])
+        received = line.all_to_all([pack(codec, values[cut]) for cut in cuts], [codec.nbytes(mine)] * self.replicas)
+        averaged = pack(mean_codec, mean(codec, received, weights, mine))
+        averages = line.all_to_all([averaged] * self.replicas, [mean_codec.nbytes(n) for n in counts])
         out = torch.empty(len(values), dtype=torch.float32, device="cpu")
         for cut, n, payload in zip(cuts, counts, averages, strict=True):
-            out[cut] = unpack(second, payload, n)
+            out[cut] = unpack(mean_codec, payload, n)
         return out

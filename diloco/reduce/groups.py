@@ -36,9 +36,9 @@ class Line:
         self._stream: Any = None
         self._control: Any = self._group("control", ranks, "gloo")
         self._payload: list[Any] = []
-        self._inner: Any = None
+        self._ddp: Any = None
         self._shards: Any = None
-        self._inner_size = self._shard_count = 1
+        self._ddp_size = self._shard_count = 1
         self._lost: str | None = None
         self._jobs: queue.SimpleQueue[tuple[str, Callable[[Line], Any], Future[Any]] | None] = queue.SimpleQueue()
         self._closing, self._exiting = threading.Lock(), False
@@ -65,7 +65,7 @@ class Line:
         except RuntimeError as error:
             raise PeerLost(f"join: {_explain(str(error), self._timeout)}") from None
 
-    def open(self, streams: int, backend: str, inner: list[int], shards: list[int]) -> None:
+    def open(self, streams: int, backend: str, ddp_ranks: list[int], shards: list[int]) -> None:
         """The other groups, once all are known to want the same."""
         if self._payload:
             return
@@ -75,8 +75,8 @@ class Line:
             torch.cuda.set_device(self._cuda)
             self._stream = torch.cuda.Stream(self._cuda)  # behind that of training payloads would wait for its kernels
         self._payload = [self._group(f"payload {i}", self._ranks, backend) for i in range(streams)]
-        self._inner_size, self._shard_count = len(inner), len(shards)
-        self._inner = self._group("inner", inner, "gloo") if len(inner) > 1 else None
+        self._ddp_size, self._shard_count = len(ddp_ranks), len(shards)
+        self._ddp = self._group("inner", ddp_ranks, "gloo") if len(ddp_ranks) > 1 else None
         self._shards = self._group("shards", shards, "gloo") if len(shards) > 1 else None
 
     def submit(self, what: str, work: Callable[["Line"], Any]) -> Future[Any]:
@@ -122,7 +122,7 @@ class Line:
     def _drop(self) -> None:
         with self._closing:
             if not self._exiting:
-                self._control, self._payload, self._inner, self._shards = None, [], None, None
+                self._control, self._payload, self._ddp, self._shards = None, [], None, None
                 return
         threading.Event().wait()  # for the end of the process
 
@@ -181,7 +181,7 @@ class Line:
         if len(tensor):
             self._wait([self._control.broadcast(tensor, source)])
 
-    def swap(self, payloads: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
+    def all_to_all(self, payloads: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
         """Give each replica the payload for it; take from each what it has for this one, sizes[m] bytes."""
         streams, out = len(self._payload), [torch.empty(size, dtype=torch.uint8) for size in sizes]
         out[self._replica] = payloads[self._replica]
@@ -223,14 +223,14 @@ class Line:
                 target.copy_(values)
         return [work]
 
-    def gather_inner(self, share: Tensor, n: int) -> Tensor:
+    def gather_ddp(self, share: Tensor, n: int) -> Tensor:
         """The whole of n values from the share that each rank of this replica has."""
-        if self._inner is None:
+        if self._ddp is None:
             return share
-        padded = torch.zeros(-(-n // self._inner_size), dtype=torch.float32)
+        padded = torch.zeros(-(-n // self._ddp_size), dtype=torch.float32)
         padded[: len(share)] = share
-        out = torch.empty(len(padded) * self._inner_size, dtype=torch.float32)
-        self._wait([self._inner._allgather_base(out, padded)])
+        out = torch.empty(len(padded) * self._ddp_size, dtype=torch.float32)
+        self._wait([self._ddp._allgather_base(out, padded)])
         return out[:n]
 
 

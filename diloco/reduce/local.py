@@ -15,19 +15,19 @@ from diloco.errors import ConfigError, DiLoCoError, PeerLost
 from diloco.reduce import Contract, Delta, Dropped, Round, State
 from diloco.reduce.contract import compare, sources
 from diloco.reduce.header import Header, Kind, check_round
-from diloco.reduce.mean import GATHER, mean_in_one_place
+from diloco.reduce.mean import GATHER, reference_mean
 
 T = TypeVar("T")
 
 
-def run(replicas: int, loop: Callable[["Local"], T], *, second: Codec | None = None) -> list[T]:
+def run(replicas: int, loop: Callable[["Local"], T], *, mean_codec: Codec | None = None) -> list[T]:
     """Run `loop(reduce)` once for each replica and return their results, in order.
 
     Give each replica `DiLoCo(…, reduce=reduce)`; `reduce.replica` is its number. The first error is raised.
     """
     if not isinstance(replicas, int) or replicas < 1:
         raise ConfigError(f"replicas={replicas}: give a whole number of at least 1, then the loop")
-    board = _Board(replicas, second)
+    board = _Board(replicas, mean_codec)
     results: list[Any] = [None] * replicas
     errors: list[BaseException] = []
 
@@ -54,8 +54,8 @@ def run(replicas: int, loop: Callable[["Local"], T], *, second: Codec | None = N
 class _Board:
     """What the replicas share, and whose turn it is."""
 
-    def __init__(self, replicas: int, second: Codec | None) -> None:
-        self.replicas, self.second = replicas, second
+    def __init__(self, replicas: int, mean_codec: Codec | None) -> None:
+        self.replicas, self.mean_codec = replicas, mean_codec
         self.holder = 0
         self.condition = threading.Condition()
         self.waiting: dict[int, Callable[[], bool]] = {}
@@ -160,7 +160,7 @@ class Local:
             del deltas[self.replica]
             return Dropped()
         if key not in board.outcomes:
-            board.outcomes[key] = _outcome(index, [deltas[m] for m in range(self.replicas)], fragment, board.second,
+            board.outcomes[key] = _outcome(index, [deltas[m] for m in range(self.replicas)], fragment, board.mean_codec,
                                            self._codecs[fragment]), set()  # fmt: skip
         outcome, taken = board.outcomes[key]
         taken.add(self.replica)
@@ -194,7 +194,9 @@ class Local:
             raise PeerLost(f"{what}: {reason}, so this one would wait for ever")
 
 
-def _outcome(index: int, deltas: list[Delta], fragment: int, second: Codec | None, codec: Codec) -> Round | DiLoCoError:
+def _outcome(
+    index: int, deltas: list[Delta], fragment: int, mean_codec: Codec | None, codec: Codec
+) -> Round | DiLoCoError:
     """What the collective would give to all replicas: a round, or the same error."""
     faults = [-1 if d.fault is None else d.fault for d in deltas]
     headers = [
@@ -209,7 +211,7 @@ def _outcome(index: int, deltas: list[Delta], fragment: int, second: Codec | Non
     named = {str(m): fault for m, fault in enumerate(faults) if fault >= 0}
     if named or not any(d.weight for d in deltas):
         return Round(index, deltas[0].values, members, faults=named)
-    mean = mean_in_one_place(codec, second or codec, [d.values for d in deltas], [d.weight for d in deltas])
+    mean = reference_mean(codec, mean_codec or codec, [d.values for d in deltas], [d.weight for d in deltas])
     replicas, n = len(deltas), len(mean)
     legs = replicas - 1 if replicas <= GATHER else 2 * (replicas - 1) / replicas
     return Round(index, mean, members, sent=round(legs * codec.nbytes(n)))

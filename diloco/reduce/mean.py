@@ -43,7 +43,7 @@ def parts(n: int, replicas: int) -> list[slice]:
     return [slice(min(i * size, n), min((i + 1) * size, n)) for i in range(replicas)]
 
 
-def mean_in_one_place(codec: Codec, second: Codec, deltas: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+def reference_mean(codec: Codec, mean_codec: Codec, deltas: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
     """What the replicas of a collective would agree on, bit for bit."""
     n = len(deltas[0])
     if len(deltas) <= GATHER:
@@ -52,5 +52,5 @@ def mean_in_one_place(codec: Codec, second: Codec, deltas: Sequence[Tensor], wei
     for part in parts(n, len(deltas)):
         size = part.stop - part.start
         averaged = mean(codec, [pack(codec, d[part]) for d in deltas], weights, size)
-        out[part] = unpack(second, pack(second, averaged), size)
+        out[part] = unpack(mean_codec, pack(mean_codec, averaged), size)
     return out

@@ -104,7 +104,7 @@ class _Member:
     def give_up(self) -> None:
         """Put local back to the anchor after rounds that did not count it."""
         diloco = self.player.diloco
-        for part in diloco._parts:
+        for part in diloco._fragments:
             late = [r for r in diloco.stats.last if r.fragment == part.number and r.applied_step == diloco.step_count]
             if late and not late[-1].counted:
                 part.jump(part.state, diloco._work)

@@ -46,7 +46,7 @@ def _run(net: Network) -> Record:
 
 
 def exchange(line: Line, mine: torch.Tensor) -> None:
-    line.submit("swap", lambda at: at.swap([mine] * 2, [NBYTES] * 2)).result()
+    line.submit("swap", lambda at: at.all_to_all([mine] * 2, [NBYTES] * 2)).result()
 
 
 def main() -> None:

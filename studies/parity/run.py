@@ -41,7 +41,7 @@ def train(cell: Cell) -> dict[str, Any]:
     cosines, codec = Cosines(cell.replicas), _codec(cell)
     found = local.run(
         max(cell.replicas, 1), lambda reduce: run(_Loop(cell, text, reduce.replica), reduce, codec, cosines),
-        second=CODECS[cell.second] if cell.second else None,
+        mean_codec=CODECS[cell.second] if cell.second else None,
     )  # fmt: skip
     mean = torch.stack([each.pop("weights") for each in found]).mean(0)
     average = _Loop(cell, text, 0)

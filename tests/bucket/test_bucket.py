@@ -39,7 +39,7 @@ class Member(threading.Thread):
     def run(self):
         try:
             self.diloco.join()
-            self.begun = [part.state.index for part in self.diloco._parts]
+            self.begun = [part.state.index for part in self.diloco._fragments]
             if self.gate:
                 self.gate.wait(30)
                 time.sleep(2 * 0.5)  # two heartbeats: all know each other
@@ -47,13 +47,13 @@ class Member(threading.Thread):
             for step in steps(self.model, self.optimizer, self.number, 1, self.count):
                 self.seconds.append(time.perf_counter() - began)
                 self.done = step
-                self.states |= {(p.number, p.state.index): p.state.fingerprint() for p in self.diloco._parts}
+                self.states |= {(p.number, p.state.index): p.state.fingerprint() for p in self.diloco._fragments}
                 if step == self.die_at:
                     return self.vanish()
                 time.sleep(self.pause)
                 began = time.perf_counter()
             self.diloco.finish()
-            self.states |= {(p.number, p.state.index): p.state.fingerprint() for p in self.diloco._parts}
+            self.states |= {(p.number, p.state.index): p.state.fingerprint() for p in self.diloco._fragments}
         except BaseException as error:
             self.error = error
 
@@ -82,7 +82,7 @@ class Member(threading.Thread):
 
     @property
     def held(self):
-        return [part.state.index for part in self.diloco._parts]
+        return [part.state.index for part in self.diloco._fragments]
 
 
 def agree(*members):

@@ -66,7 +66,7 @@ def test_one_wrong_bit_costs_one_jump_and_a_later_one_another(monkeypatch):
     outer = Wrong(1.0, times=1)
     world, good, bad = two(outer)
     go_on(world, (good, bad), 40)
-    object.__setattr__(bad.diloco._parts[0].outer, "times", 1)
+    object.__setattr__(bad.diloco._fragments[0].outer, "times", 1)
     go_on(world, (good, bad), 40)
     assert Counter(event["event"] for event in bad.reduce.events())["diverged"] == 2
     assert bad.held[0] >= good.held[0] - 1 and len(jumps(bad)) == 2

@@ -103,7 +103,7 @@ def _unequal(rank, counts):
     with DiLoCo(model, optimizer, sync_every=6, overlap=3, fragments=Balanced(4)) as diloco:
         for _ in steps(model, optimizer, rank, 1, counts[rank]):
             pass
-    return flat(model), diloco.stats.rounds, [p.state.index for p in diloco._parts]
+    return flat(model), diloco.stats.rounds, [p.state.index for p in diloco._fragments]
 
 
 @pytest.mark.parametrize("counts", [[20, 31], [7, 40, 23], [0, 13], [5, 5, 5, 90]])
@@ -118,7 +118,7 @@ def test_replicas_with_unequal_step_counts_all_finish_and_are_equal(counts):
         with DiLoCo(model, optimizer, sync_every=6, overlap=3, fragments=Balanced(4), reduce=reduce) as diloco:
             for _ in steps(model, optimizer, reduce.replica, 1, counts[reduce.replica]):
                 pass
-        return flat(model), diloco.stats.rounds, [p.state.index for p in diloco._parts]
+        return flat(model), diloco.stats.rounds, [p.state.index for p in diloco._fragments]
 
     together = local.run(len(counts), loop)
     assert torch.equal(together[0][0], apart[0][0])
@@ -187,7 +187,7 @@ def _corrupt(rank):
         with DiLoCo(model, optimizer, sync_every=5, overlap=1) as diloco:
             for step in steps(model, optimizer, rank, 1, 30):
                 if step == 8 and rank == 1:
-                    diloco._parts[0].state.outer.view(torch.int32)[3] ^= 1  # one bit
+                    diloco._fragments[0].state.outer.view(torch.int32)[3] ^= 1  # one bit
     except Diverged as error:
         return str(error), diloco.step_count
     return None

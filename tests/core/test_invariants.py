@@ -39,7 +39,7 @@ def _train_with_own_overlap(rank, count, overlaps):
     seen = {}
     with DiLoCo(model, optimizer, sync_every=10, overlap=overlaps[rank], fragments=Balanced(3)) as diloco:
         for _ in steps(model, optimizer, rank, 1, count):
-            seen |= {(p.number, p.state.index): p.state.fingerprint() for p in diloco._parts}
+            seen |= {(p.number, p.state.index): p.state.fingerprint() for p in diloco._fragments}
     return seen
 
 
@@ -111,7 +111,7 @@ def _layers_over_time(rank):
     diloco = DiLoCo(model, optimizer, sync_every=6, overlap=2, fragments=Strided(3), codec=E3M0())
     seen, before = [], [0, 0]
     for _ in steps(model, optimizer, rank, 1, 40):
-        now = [part.state.index for part in diloco._parts[:2]]
+        now = [part.state.index for part in diloco._fragments[:2]]
         applied = [a != b for a, b in zip(before, now, strict=True)]
         seen.append((applied, [model.layers[i].weight.detach().clone() for i in (0, 1)]))
         before = now
@@ -174,7 +174,7 @@ def _states(rank):
     with DiLoCo(model, optimizer, sync_every=4, overlap=1, fragments=Strided(3)) as diloco:
         for _ in steps(model, optimizer, rank, 1, 12):
             pass
-        momenta = [p.state.outer.clone() for p in diloco._parts]
+        momenta = [p.state.outer.clone() for p in diloco._fragments]
         count = {s["step"].item() for s in optimizer.state.values()}
         moment = optimizer.state[model.head.weight]["exp_avg"].clone()
     return momenta, count, moment
@@ -210,7 +210,7 @@ def _anchors_and_local(rank):
             pass
         before = flat(model)
         with diloco.anchors():
-            inside = [span.rows().flatten() for p in diloco._parts for span in p.shard.spans]
+            inside = [span.rows().flatten() for p in diloco._fragments for span in p.view.spans]
             shown = torch.equal(torch.cat(inside), anchors(diloco))
             shared = flat(model)
         restored = torch.equal(flat(model), before)

@@ -23,7 +23,7 @@ def _compiled(rank):
             optimizer.step()
             optimizer.zero_grad()
     frames = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    return flat(model), [p.name for f in diloco._parts for p in f.fragment], frames
+    return flat(model), [p.name for f in diloco._fragments for p in f.fragment], frames
 
 
 def test_a_compiled_model_is_synced_without_recompiling_and_has_the_same_names():
@@ -40,7 +40,7 @@ def _plain_names(rank):
     with DiLoCo(model, optimizer, sync_every=5) as diloco:
         for _ in steps(model, optimizer, rank, 1, 20):
             pass
-    return flat(model), [p.name for f in diloco._parts for p in f.fragment]
+    return flat(model), [p.name for f in diloco._fragments for p in f.fragment]
 
 
 def _accumulated(rank):
@@ -92,9 +92,9 @@ def _bf16(rank):
     with DiLoCo(model, optimizer, sync_every=5, overlap=1) as diloco:
         for _ in steps(model, optimizer, rank, 1, 20):
             pass
-        kinds = {p.state.anchor.dtype for p in diloco._parts} | {p.state.outer.dtype for p in diloco._parts}
-    exact = torch.cat([span.of(p.state.anchor).flatten() for p in diloco._parts for span in p.shard.spans])
-    local = torch.cat([span.rows().flatten() for p in diloco._parts for span in p.shard.spans])
+        kinds = {p.state.anchor.dtype for p in diloco._fragments} | {p.state.outer.dtype for p in diloco._fragments}
+    exact = torch.cat([span.of(p.state.anchor).flatten() for p in diloco._fragments for span in p.view.spans])
+    local = torch.cat([span.rows().flatten() for p in diloco._fragments for span in p.view.spans])
     return kinds, exact, local
 
 
@@ -229,8 +229,8 @@ def test_ordinary_oddities_of_models_are_handled():
                 optimizer.step()
                 optimizer.zero_grad()
             model.mean = model.mean + 1 + reduce.replica  # another tensor than was there at the start
-            names = {p.name for f in diloco._parts for p in f.fragment}
-        return model, names, len(diloco._parts), [p.name for p in diloco._buffers[0].fragment]
+            names = {p.name for f in diloco._fragments for p in f.pieces}
+        return model, names, len(diloco._fragments), [p.name for p in diloco._buffers[0].fragment]
 
     (one, names, fragments, buffers), (two, *_) = local.run(2, loop)
     assert names == {name for name, _ in Masked().named_parameters()}  # `weight` and `module.weight` are two

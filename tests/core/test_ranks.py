@@ -25,7 +25,7 @@ def _ddp(rank):
     model = Tiny()
     wrapped = DistributedDataParallel(model, process_group=within[rank // 2])
     optimizer = adamw(model)
-    reduce = Collective(across[rank % 2], inner=within[rank // 2])
+    reduce = Collective(across[rank % 2], ddp_ranks=within[rank // 2])
     with DiLoCo(wrapped, optimizer, sync_every=5, codec=Float32(), reduce=reduce) as diloco:
         for step in range(1, 21):
             loss_of(wrapped, rank, step).backward()
@@ -79,7 +79,7 @@ def _unsharded(rank, codec):
     with DiLoCo(model, optimizer, sync_every=5, overlap=2, codec=codec) as diloco:
         for _ in steps(model, optimizer, rank, 1, 30):
             pass
-    return flat(model), [len(p.state.anchor) for p in diloco._parts]
+    return flat(model), [len(p.state.anchor) for p in diloco._fragments]
 
 
 def test_fsdp2_inside_a_replica_gives_the_anchors_of_unsharded_replicas():
@@ -99,13 +99,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from diloco.flat import sharding
+from diloco.flat import shard_id
 dist.init_process_group("fake", rank=int(sys.argv[1]), world_size=8, store=FakeStore())
 mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("replica", "dp", "tp"))
 model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
 parallelize_module(model[1], mesh["tp"], ColwiseParallel())
 fully_shard(model, mesh=mesh["dp"])
-print(sharding(model.parameters()))
+print(shard_id(model.parameters()))
 """
     names = [subprocess.run([sys.executable, "-c", code, str(rank)], capture_output=True, text=True, check=True).stdout
              for rank in (0, 1, 5)]  # fmt: skip
@@ -129,7 +129,7 @@ def _tiny_shards(rank):
             model(torch.full((2, 1), float(step + rank // 2))).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-    return anchors(d), [p.shard.size for p in d._parts]
+    return anchors(d), [p.view.size for p in d._fragments]
 
 
 def test_empty_shards_take_part():
@@ -201,7 +201,7 @@ def _fault_in_one_shard(rank):
                 optimizer.step()
                 optimizer.zero_grad()
     except NotFinite as error:
-        return str(error), diloco._parts[0].state.index
+        return str(error), diloco._fragments[0].state.index
     return None
 
 
@@ -225,7 +225,7 @@ def _members(rank, url):
     states = {}
     with DiLoCo(model, optimizer, sync_every=5, overlap=2, codec=Float32(), reduce=reduce) as diloco:
         for _ in steps(model, optimizer, rank // 2, 1, 90):
-            states |= {(part.number, part.state.index): part.state.fingerprint() for part in diloco._parts}
+            states |= {(part.number, part.state.index): part.state.fingerprint() for part in diloco._fragments}
             time.sleep(0.02)
     return states, diloco.stats.last
 

@@ -99,7 +99,7 @@ def test_a_jump_takes_anchor_outer_state_and_index_and_overwrites_local():
     assert (fragment, index, delta.values.item(), delta.weight) == (0, 8, -3.0, 3.0)
     # v = 1 + 0.5·0.5 = 1.25; θ = 100 − (1 + 0.5·1.25): the state that came with the jump was used
     assert [step() for _ in range(2)] == [104, 98.375]
-    assert diloco._parts[0].state.index == 8
+    assert diloco._fragments[0].state.index == 8
 
 
 def test_a_result_that_is_late_is_applied_at_the_first_step_at_which_it_is_there():
@@ -130,10 +130,10 @@ def test_a_replica_sends_when_it_is_called_and_is_asked_with_its_own_steps():
 def test_a_round_in_which_nobody_trained_moves_nothing_not_even_by_momentum():
     script = Script({(0, 1): [(1, mean(1, 0.0, counted=False, weight=0.0))]})
     diloco, step = start(script, outer=Nesterov(lr=1.0, momentum=0.5))
-    diloco._parts[0].state.outer.fill_(8.0)
+    diloco._fragments[0].state.outer.fill_(8.0)
     assert step() == 1
-    assert diloco._parts[0].state.anchor.item() == 0
-    assert diloco._parts[0].state.index == 1
+    assert diloco._fragments[0].state.anchor.item() == 0
+    assert diloco._fragments[0].state.index == 1
 
 
 def test_finish_is_a_last_round_for_every_fragment_then_leaves_once():
@@ -144,8 +144,8 @@ def test_finish_is_a_last_round_for_every_fragment_then_leaves_once():
     assert [step() for _ in range(3)] == [1, 2, 3]
     diloco.finish()
     diloco.finish()
-    assert diloco._parts[0].state.anchor.item() == 2.5
-    assert diloco._parts[0].shard.spans[0].rows().item() == 2.5  # keep_local is 0 here
+    assert diloco._fragments[0].state.anchor.item() == 2.5
+    assert diloco._fragments[0].view.spans[0].rows().item() == 2.5  # keep_local is 0 here
     assert script.left == 1
 
 
@@ -162,10 +162,10 @@ def test_an_uncounted_round_leaves_the_state_that_a_sent_delta_is_against_as_it_
     diloco, step = start(script)
     for _ in range(5):
         step()
-    against = diloco._parts[0].state
+    against = diloco._fragments[0].state
     step()
     assert (against.index, against.anchor.item()) == (0, 0.0)
-    assert (diloco._parts[0].state.index, diloco._parts[0].state.anchor.item()) == (1, 10.0)
+    assert (diloco._fragments[0].state.index, diloco._fragments[0].state.anchor.item()) == (1, 10.0)
 
 
 def test_a_lost_peer_does_not_swallow_what_is_due_in_the_same_step():

@@ -107,13 +107,13 @@ def _behind(replica, saves, reduce, last):
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
     diloco.load_state_dict(state["diloco"])
-    before = [p.state.index for p in diloco._parts]
+    before = [p.state.index for p in diloco._fragments]
     history = {}
     with diloco:
-        after = [p.state.index for p in diloco._parts]
-        counted = [p.counted for p in diloco._parts]
+        after = [p.state.index for p in diloco._fragments]
+        counted = [p.counted for p in diloco._fragments]
         for _ in steps(model, optimizer, replica, at + 1, 30):
-            history |= {(p.number, p.state.index): p.state.fingerprint() for p in diloco._parts}
+            history |= {(p.number, p.state.index): p.state.fingerprint() for p in diloco._fragments}
     return before, after, history, flat(model), counted
 
 

@@ -10,7 +10,7 @@ from diloco import E3M0, BFloat16, Collective, Float8, Float32, Int8, Mismatch
 from diloco.codec import pack, unpack
 from diloco.reduce import Delta, State, local
 from diloco.reduce.header import NBYTES, Header, Kind
-from diloco.reduce.mean import mean, mean_in_one_place, parts, shares
+from diloco.reduce.mean import mean, parts, reference_mean, shares
 from tests.support.processes import run
 
 CODECS = [Float32(), BFloat16(), Int8(), Float8(), E3M0()]
@@ -41,13 +41,13 @@ def _as_sent(codec, delta):
     return unpack(codec, pack(codec, delta), len(delta))
 
 
-def _check(results, codec, replicas, weights, second=None):
+def _check(results, codec, replicas, weights, mean_codec=None):
     for f, n in enumerate(SIZES):
         values, members, sent = results[0][f]
         for other in results[1:]:
             assert torch.equal(other[f][0], values)
         assert members == {str(m): weights[m] for m in range(replicas)}
-        expected = mean_in_one_place(codec, second or codec, deltas(n, replicas), weights)
+        expected = reference_mean(codec, mean_codec or codec, deltas(n, replicas), weights)
         assert torch.equal(values, expected)
         # An independent reckoning, up to rounding: the sum in double precision.
         cuts = parts(n, replicas if replicas > 3 else 1)
@@ -55,10 +55,10 @@ def _check(results, codec, replicas, weights, second=None):
             [torch.cat([_as_sent(codec, d[cut]) for cut in cuts]) for d in deltas(n, replicas)]
         ).double()
         exact = (decoded * torch.tensor(weights).double()[:, None]).sum(0) / sum(weights)
-        if replicas <= 3 or second == Float32():
+        if replicas <= 3 or mean_codec == Float32():
             torch.testing.assert_close(values.double(), exact, rtol=1e-5, atol=1e-6)
         bound = 2 * (replicas - 1) / replicas * codec.nbytes(n)
-        if replicas != 3 and n > 100_000 and second is None:
+        if replicas != 3 and n > 100_000 and mean_codec is None:
             assert sent <= 1.01 * bound
     return True
 
@@ -85,7 +85,7 @@ def test_parallel_streams_give_the_same_bits(replicas):
 
 
 def test_the_second_leg_may_be_wider():
-    options = {"second": Float32()}
+    options = {"mean_codec": Float32()}
     results = run(4, _collective, 4, E3M0(), [1.0] * 4, options)
     assert _check(results, E3M0(), 4, [1.0] * 4, Float32())
 
@@ -96,7 +96,7 @@ def _inner(rank, weights):
 
     across = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     within = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    reduce = Collective(across[rank % 2], inner=within[rank // 2])
+    reduce = Collective(across[rank % 2], ddp_ranks=within[rank // 2])
     return _all_rounds(reduce, E3M0(), [140_001, 3, 0], rank // 2, 2, weights)
 
 
@@ -172,7 +172,7 @@ def _disagree(rank, options):
 
 @pytest.mark.parametrize(("options", "text"), [
     ([{}, {"streams": 2}], "streams is 1 on replica 0, 2 on replica 1"),
-    ([{"second": Float32()}, {}], "second is Float32() on replica 0, None on replica 1"),
+    ([{"mean_codec": Float32()}, {}], "mean_codec is Float32() on replica 0, None on replica 1"),
 ])  # fmt: skip
 def test_collectives_that_differ_are_told_so_before_they_wait_for_each_other(options, text):
     for message in run(2, _disagree, options):

@@ -62,7 +62,7 @@ def train(replica: int, count: int, *, seed: int = 0, optimizer: Any = adamw, **
     history = []
     with diloco:
         for _ in steps(model, inner, replica, 1, count):
-            history.append([part.state.fingerprint() for part in diloco._parts])
+            history.append([part.state.fingerprint() for part in diloco._fragments])
     return {"weights": flat(model), "history": history, "stats": diloco.stats, "anchors": anchors(diloco)}
 
 
@@ -71,4 +71,4 @@ def flat(model: nn.Module) -> Tensor:
 
 
 def anchors(diloco: DiLoCo) -> Tensor:
-    return torch.cat([part.state.anchor for part in diloco._parts]).clone()
+    return torch.cat([part.state.anchor for part in diloco._fragments]).clone()

@@ -152,7 +152,7 @@ class Player:
         if checkpoint is not None:
             self.model.load_state_dict(checkpoint["model"])
             self.diloco.load_state_dict(copy.deepcopy(checkpoint["diloco"]))
-        parts = self.diloco._all_parts()
+        parts = self.diloco._all_fragments()
         joining = self.reduce.joining(self.diloco._contract(), [p.state for p in parts], [p.codec for p in parts])
         self.tasks: dict[int, Any] = {-1: joining}  # slot: generator
         self.wanted: dict[int, Any] = {}  # slot: what it waits for
@@ -241,4 +241,4 @@ class Player:
 
     @property
     def held(self):
-        return [part.state.index for part in self.diloco._parts]
+        return [part.state.index for part in self.diloco._fragments]
