@@ -23,7 +23,7 @@ def _compiled(rank):
             optimizer.step()
             optimizer.zero_grad()
     frames = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    return flat(model), [p.name for f in diloco._fragments for p in f.fragment], frames
+    return flat(model), [p.name for f in diloco._fragments for p in f.pieces], frames
 
 
 def test_a_compiled_model_is_synced_without_recompiling_and_has_the_same_names():
@@ -40,7 +40,7 @@ def _plain_names(rank):
     with DiLoCo(model, optimizer, sync_every=5) as diloco:
         for _ in steps(model, optimizer, rank, 1, 20):
             pass
-    return flat(model), [p.name for f in diloco._fragments for p in f.fragment]
+    return flat(model), [p.name for f in diloco._fragments for p in f.pieces]
 
 
 def _accumulated(rank):
@@ -230,7 +230,7 @@ def test_ordinary_oddities_of_models_are_handled():
                 optimizer.zero_grad()
             model.mean = model.mean + 1 + reduce.replica  # another tensor than was there at the start
             names = {p.name for f in diloco._fragments for p in f.pieces}
-        return model, names, len(diloco._fragments), [p.name for p in diloco._buffers[0].fragment]
+        return model, names, len(diloco._fragments), [p.name for p in diloco._buffers[0].pieces]
 
     (one, names, fragments, buffers), (two, *_) = local.run(2, loop)
     assert names == {name for name, _ in Masked().named_parameters()}  # `weight` and `module.weight` are two
