@@ -78,7 +78,8 @@ def of_the_paper(results: Results) -> list[tuple[str, str, str, str]]:
     return [
         ("overlap 0, one fragment, fp32 is DiLoCo; M = 1, outer lr 1, momentum 0 is the inner optimizer", "exact",
          "to rounding (tests/core/test_invariants.py, 3 and 4)", "yes"),
-        ("sync_every 100, two fragments: sends at 100, 150, 200, …", "exact", "exact (tests/core/test_schedule.py)", "yes"),
+        ("sync_every 100, two fragments: sends at 100, 150, 200, …", "exact",
+         "exact (tests/core/test_schedule.py)", "yes"),
         ("keep_local 1: replicas never meet; 0: a fragment is equal on all when it was applied", "exact",
          "bit for bit (tests/core/test_invariants.py, 3)", "yes"),
         ("400 times fewer bits than data-parallel at sync_every 100", "400",

@@ -83,9 +83,9 @@ is {gap("inner lr tuned too", DP)}. In streaming: DiLoCo has {gap(DILOCO, DP)}, 
 that only average have {gap("plain averaging", DILOCO)} against DiLoCo. In the length of a round:
 {gap("sync_every 10", DP)} with sync_every 10, {gap("sync_every 100", DP)} with 100. In the code: replicas that average
 after every step of plain SGD are data-parallel to rounding, and one replica that takes its own mean is plain training
-(tests/core/test_invariants.py, 2 and 3). What remains is that two replicas train apart. The scaling laws, fitted to models
-from 35M parameters on, extrapolate to gaps of this height (below); they give a smaller gap to the larger model, which
-these sizes do not show. Here all sizes train on the same bytes, the published ones on the same number for each
+(tests/core/test_invariants.py, 2 and 3). What remains is that two replicas train apart. The scaling laws, fitted to
+models from 35M parameters on, extrapolate to gaps of this height (below); they give a smaller gap to the larger model,
+which these sizes do not show. Here all sizes train on the same bytes, the published ones on the same number for each
 parameter: width {NARROW} and width {WIDE} differ in more than their size.
 
 **The gap opens late.** {_opening(results)} A comparison that ends in the middle of a run, or whose lr does not decay,
