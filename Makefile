@@ -1,22 +1,39 @@
-# Everything runs in .venv, which is made on first use from Python 3.11+ and pip alone.
+# Everything runs in .venv, which is made on first use. It needs Python 3.11 or newer, with pip.
 PYTHON ?= python3
 BIN := .venv/bin
+JOBS ?= 2
+PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 export PIP_CONSTRAINT := constraints.txt
 
-.PHONY: demo test lint bench netlab bucket chaos parity parity-quick clean
+.PHONY: help demo test test-fast lint format wheel browser bench netlab bucket chaos parity parity-quick clean
+
+help:  ## this list
+	@sed -n 's/^\([a-z-]*\):[^#]*## */\1\t/p' $(MAKEFILE_LIST) | expand -t 16
 
 demo: .venv/ready  ## two replicas train a small model on this machine, two to three minutes
 	$(BIN)/diloco train recipes/demo.toml
 
-test: .venv/ready
-	$(BIN)/python -m pytest -m alone
-	$(BIN)/python -m pytest -m 'not alone' -n 2 --dist worksteal
+test: .venv/ready  ## all tests, in random order, about 6 minutes on two cores
+	$(PYTEST)
 
-lint: .venv/ready
+test-fast: .venv/ready  ## tests that start no further process, at most a minute
+	$(PYTEST) -m 'not slow'
+
+lint: .venv/ready  ## formatting, lint, types, directions of imports
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/pyright
 	$(BIN)/lint-imports
+
+format: .venv/ready  ## repair what ruff can repair
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+wheel: .venv/ready  ## build sdist and wheel into dist/, install the wheel into a clean environment, try it there
+	.ci/wheel
+
+browser:  ## install Chromium, which the report's browser tests need (Debian, Ubuntu; as root or with sudo)
+	.ci/browser
 
 bench: .venv/ready  ## measured figures: benchmarks/results/*.json and the tables in docs/benchmarks.md
 	$(BIN)/python -m benchmarks.codec
@@ -39,7 +56,7 @@ chaos: .venv/ready  ## members of a bucket are killed, stopped and restarted; at
 	$(BIN)/python -m studies.bucket.chaos
 	$(BIN)/python -m benchmarks.table
 
-parity: .venv/ready  ## does it train as well as data-parallel? hours of both cores; goes on where it was interrupted
+parity: .venv/ready  ## does it train as well as data-parallel? hours of both cores; continues after an interruption
 	$(BIN)/python -m studies.parity
 	$(BIN)/python -m studies.parity.page
 
@@ -51,5 +68,5 @@ parity-quick: .venv/ready  ## the same for four comparisons on two seeds, at mos
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
 	touch $@
 
-clean:
+clean:  ## remove the environment and what was built
 	rm -rf .venv build dist *.egg-info

