@@ -1,1 +1,1 @@
-"""Measured figures: each module writes results/<name>.json, and `table` makes docs/benchmarks.md of them."""
+"""Instruments to run before and after a change: each module writes results/<name>.json. `table` writes the page."""

@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 import torch
 
-from benchmarks.record import Record, Target, write
+from benchmarks.record import RESULTS, Record, Target, write
 from diloco.codec import E3M0, BFloat16, Codec, Float8, Float32, Int8, chunks, pack, unpack
 
 CODECS: tuple[Codec, ...] = (E3M0(), Float8(), Int8(), BFloat16(), Float32())
@@ -45,7 +45,7 @@ def main() -> None:
         Target(f"E3M0 {way}, speed relative to a copy", results["E3M0"][f"{way}_ratio"], at_least=0.2)
         for way in ("encode", "decode")
     ]
-    write("codec", {**vars(arguments), "cores_used": 1}, results, targets)
+    write(RESULTS / "codec.json", {**vars(arguments), "cores_used": 1}, results, targets)
 
 
 def measure(codec: Codec, x: torch.Tensor, repetitions: int) -> Record:

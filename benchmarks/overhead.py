@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import nn
 
 from benchmarks import processes
-from benchmarks.record import Record, Target, write
+from benchmarks.record import RESULTS, Record, Target, write
 from diloco import Balanced, DiLoCo
 from diloco.reduce.collective import Collective
 
@@ -64,7 +64,7 @@ def main() -> None:
         Target("memory during rounds, MB", memory["rounds_mb"], at_most=memory["rounds_allowed_mb"]),
     ]
     settings = {"sync_every": SYNC_EVERY, "overlap": OVERLAP, "fragments": FRAGMENTS, "codec": "E3M0", "replicas": 2}
-    write("overhead", {**settings, "pairs": arguments.pairs, "threads": 1}, values, targets)
+    write(RESULTS / "overhead.json", {**settings, "pairs": arguments.pairs, "threads": 1}, values, targets)
 
 
 def run(arguments: argparse.Namespace, worker: str) -> list[Record]:

@@ -1,15 +1,18 @@
-"""What a benchmark leaves behind: results/<name>.json with settings, values, targets and the machine."""
+"""What a benchmark or a study leaves behind: a JSON file with settings, values, targets and the machine."""
 
 import json
 import os
 import platform
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from textwrap import fill as wrap
 from typing import Any
 
 import torch
 
 RESULTS = Path(__file__).parent / "results"
+"""Of the benchmarks; those of a study are in the study's own folder."""
 
 Record = dict[str, Any]
 
@@ -36,17 +39,16 @@ class Target:
         return f"{self.what}: {self.measured:.4g} (target {self.bound}, {'met' if self.met else 'MISSED'})"
 
 
-def write(name: str, settings: Record, values: Record, targets: list[Target], *, quiet: bool = False) -> None:
-    """Save, and print the targets."""
+def write(path: Path, settings: Record, values: Record, targets: list[Target], *, quiet: bool = False) -> None:
+    """Save the record, and print the targets."""
     record = {"settings": settings, "machine": machine(), "values": values, "targets": [asdict(t) for t in targets]}
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"{name}.json").write_text(json.dumps(record, indent=2) + "\n")
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(record, indent=2) + "\n")
     if not quiet:
         print(*targets, sep="\n")
 
 
-def read(name: str) -> Record | None:
-    path = RESULTS / f"{name}.json"
+def read(path: Path) -> Record | None:
     return json.loads(path.read_text()) if path.exists() else None
 
 
@@ -62,3 +64,13 @@ def machine() -> Record:
         "python": platform.python_version(),
         "torch": torch.__version__,
     }
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table in Markdown."""
+    return "\n".join(f"| {' | '.join(row)} |" for row in [columns, ["---"] * len(columns), *rows])
+
+
+def fill(text: str) -> str:
+    """One paragraph, in lines as long as those of the other pages."""
+    return wrap(" ".join(text.split()), width=120, break_long_words=False, break_on_hyphens=False)

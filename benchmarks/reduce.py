@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import processes
-from benchmarks.record import Record, Target, write
+from benchmarks.record import RESULTS, Record, Target, write
 from diloco.codec import E3M0
 from diloco.reduce import Delta, Round, State
 from diloco.reduce.collective import Collective
@@ -65,7 +65,7 @@ def main() -> None:
         targets.append(Target(f"M={m}: with TCP, times the bound", counted["wire"], at_most=1.08))
     targets.append(Target("4-bit mean, times faster than fp32 all_reduce", found["ratio"], at_least=6))
     settings = {key: value for key, value in vars(arguments).items() if key != "worker"}
-    write("reduce", {**settings, "codec": "E3M0", "mtu": 1500, "link": vars(LINK)}, values, targets)
+    write(RESULTS / "reduce.json", {**settings, "codec": "E3M0", "mtu": 1500, "link": vars(LINK)}, values, targets)
 
 
 def run(net: Network, worker: str) -> list[Record]:

@@ -1,38 +1,40 @@
-"""Write docs/benchmarks.md from results/*.json. Run: python -m benchmarks.table
+"""Write docs/benchmarks.md from what was measured. Run: python -m benchmarks.table
 
-A benchmark is one section: a function that turns its record into Markdown, and a line in SECTIONS.
+A benchmark or a study is one section: a function that turns its record into Markdown, and a row in SECTIONS.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.record import Record, Target, read
+from benchmarks.record import RESULTS, Record, Target, read, table
 from studies.bucket.section import chaos
 from studies.bucket.section import section as bucket
 from studies.netlab.plot import draw
 from studies.netlab.section import section as netlab
 
-PAGE = Path(__file__).parent.parent / "docs" / "benchmarks.md"
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "benchmarks.md"
+STUDIES = ROOT / "studies"
 
 HEAD = """# Benchmarks
 
-Every figure here comes from `benchmarks/results/*.json`, which `make bench`, `make netlab`, `make bucket` and
-`make chaos` measure and this page is generated from.
+This page is generated. Its figures come from `benchmarks/results/*.json`, which `make bench` measures, and from
+`studies/*/*.json`, which `make netlab`, `make bucket` and `make chaos` measure.
 Times are compared within one run, in turn, because machines and hours differ; a speed in GB/s or ms is for orientation.
 """
 
 
 def main() -> None:
     text = HEAD
-    for name, (title, section) in SECTIONS.items():
-        record = read(name)
+    for path, title, section in SECTIONS:
+        record = read(path)
         text += f"\n## {title}\n\n"
         if record is None:
-            text += f"Not measured: there is no `benchmarks/results/{name}.json`. Run `python -m benchmarks.{name}`.\n"
+            text += f"Not measured: there is no `{path.relative_to(ROOT)}`.\n"
         else:
             text += f"{section(record).strip()}\n\n{targets(record)}\n{machine(record)}\n"
     PAGE.parent.mkdir(exist_ok=True)
-    if (record := read("netlab")) is not None:
+    if (record := read(NETLAB)) is not None:
         draw(record, PAGE.parent / "netlab.svg")
     PAGE.write_text(text)
     print(f"wrote {PAGE.name}")
@@ -124,15 +126,16 @@ def trainer(record: Record) -> str:
 loop's tokens per second (median over pairs); its logging is in the time."""
 
 
-SECTIONS: dict[str, tuple[str, Callable[[Record], str]]] = {
-    "codec": ("Codecs: speed and loss", codec),
-    "reduce": ("A round: bytes and seconds", reduce),
-    "overhead": ("What training pays", overhead),
-    "trainer": ("The trainer against a bare loop", trainer),
-    "netlab": ("The network lab: utilisation over a slow link", netlab),
-    "bucket": ("The bucket: members come and go", bucket),
-    "chaos": ("Chaos", chaos),
-}
+NETLAB = STUDIES / "netlab/results.json"
+SECTIONS: tuple[tuple[Path, str, Callable[[Record], str]], ...] = (
+    (RESULTS / "codec.json", "Codecs: speed and loss", codec),
+    (RESULTS / "reduce.json", "A round: bytes and seconds", reduce),
+    (RESULTS / "overhead.json", "What training pays", overhead),
+    (RESULTS / "trainer.json", "The trainer against a bare loop", trainer),
+    (NETLAB, "The network lab: utilisation over a slow link", netlab),
+    (STUDIES / "bucket/results.json", "The bucket: members come and go", bucket),
+    (STUDIES / "bucket/chaos.json", "Chaos", chaos),
+)
 
 
 def targets(record: Record) -> str:
@@ -144,10 +147,6 @@ def targets(record: Record) -> str:
 def machine(record: Record) -> str:
     made = record["machine"]
     return f"\n{made['cpu']}, {made['cores']} cores, {made['system']}, Python {made['python']}, torch {made['torch']}."
-
-
-def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    return "\n".join(f"| {' | '.join(row)} |" for row in [columns, ["---"] * len(columns), *rows])
 
 
 if __name__ == "__main__":

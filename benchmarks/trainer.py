@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from benchmarks.record import Target, write
+from benchmarks.record import RESULTS, Target, write
 from diloco.runs.config import TrainConfig
 from diloco.train.data.corpus import prepare
 from diloco.train.model import build
@@ -55,7 +55,12 @@ def main() -> None:
         "ratios": [a / b for a, b in pairs],
         "tokens_per_second": statistics.median(a for a, _ in pairs),
     }
-    write("trainer", settings, values, [Target("tokens per second, trainer ÷ bare loop", ratio, at_least=0.9)])
+    write(
+        RESULTS / "trainer.json",
+        settings,
+        values,
+        [Target("tokens per second, trainer ÷ bare loop", ratio, at_least=0.9)],
+    )
 
 
 def trainer(config: TrainConfig, folder: Path) -> float:

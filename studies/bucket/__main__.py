@@ -8,11 +8,13 @@ import json
 import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from benchmarks.record import Record, Target, read, write
 from studies.bucket import folder, kill, link, loss, outage
 from studies.bucket.worker import COMMON, STEP
 
+RESULTS = Path(__file__).parent / "results.json"
 MEASURES: dict[str, Callable[[str], Record | None]] = {
     "traffic": folder.traffic,
     "utilisation": folder.utilisation,
@@ -31,12 +33,12 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=MEASURES, default=list(MEASURES), metavar="MEASURE",
                         help=", ".join(MEASURES))  # fmt: skip
     arguments = parser.parse_args()
-    values: Record = (read("bucket") or {"values": {}})["values"]
+    values: Record = (read(RESULTS) or {"values": {}})["values"]
     with tempfile.TemporaryDirectory() as place:
         for name in arguments.only:
             if (found := MEASURES[name](f"{place}/{name}")) is not None:
                 values[name] = found
-                write("bucket", {"step": STEP, **COMMON}, values, targets(values), quiet=True)
+                write(RESULTS, {"step": STEP, **COMMON}, values, targets(values), quiet=True)
             print(time.strftime("%H:%M:%S"), name, json.dumps(found), flush=True)
     print(*targets(values), sep="\n")
 

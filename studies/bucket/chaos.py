@@ -28,6 +28,7 @@ from diloco.bucket.store.envelope import HEADER, PREFIX, Envelope
 from diloco.bucket.store.operations import List, Read
 from diloco.bucket.store.store import Store, open_store
 
+RESULTS = Path(__file__).parent / "chaos.json"
 MODEL = ["--model", "tiny", "--batch", "16", "--context", "64", "--sync-every", "10", "--fragments", "balanced:3",
          "--overlap", "2", "--replicas", "4", "--eval-every", "100000", "--save-every", "20",
          "--lr", "0.004"]  # fmt: skip
@@ -256,7 +257,7 @@ def main() -> None:
         Target("states of which members held different bits", found["states with several fingerprints"], at_most=0),
         Target("loss ÷ that of the undisturbed run of equal tokens", loss / undisturbed, at_most=1.02),
     ]  # fmt: skip
-    write("chaos", vars(arguments), values, targets)
+    write(RESULTS, vars(arguments), values, targets)
 
 
 if __name__ == "__main__":

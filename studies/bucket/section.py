@@ -1,13 +1,6 @@
 """The bucket's part of docs/benchmarks.md, and that of the chaos."""
 
-from textwrap import fill as wrap
-
-from benchmarks.record import Record
-from studies.netlab.section import table
-
-
-def fill(text: str) -> str:
-    return wrap(" ".join(text.split()), width=120, break_long_words=False, break_on_hyphens=False)
+from benchmarks.record import Record, fill, table
 
 
 def section(record: Record) -> str:

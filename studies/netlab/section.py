@@ -1,22 +1,18 @@
 """The lab's part of docs/benchmarks.md."""
 
 import statistics
-from collections.abc import Iterable, Sequence
-from functools import partial
-from textwrap import fill as wrap
+from collections.abc import Sequence
 
-from benchmarks.record import Record
+from benchmarks.record import Record, fill, table
 from diloco.plan.traffic import FILLED, TCP
 from studies.netlab.methods import METHODS
 from studies.netlab.summary import CLOSE, LEVELS, OURS, at, of
-
-fill = partial(wrap, width=120, break_long_words=False, break_on_hyphens=False)
 
 
 def section(record: Record) -> str:
     settings, values = record["settings"], record["values"]
     how = HOW.format(**settings, step_ms=1000 * settings["step_seconds"]).strip()
-    how = "\n\n".join(fill(" ".join(paragraph.split())) for paragraph in how.split("\n\n"))
+    how = "\n\n".join(fill(paragraph) for paragraph in how.split("\n\n"))
     head = (how, PICTURE, TABLE, _shares(values["cells"]))
     tail = (METHODS_TABLE, _methods(values), _reading(values), _stall(values), _swap(values), _wan(values))
     return "\n\n".join(text.strip() for text in (*head, *tail))
@@ -201,7 +197,3 @@ def _wan(values: Record) -> str:
         f"({found[OURS]['bound_mbit']:.3g} Mbit/s); streaming, overlap and E3M0. The slowest link decides."
     )
     return f"{text}\n\n{table(columns, rows)}"
-
-
-def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    return "\n".join(f"| {' | '.join(row)} |" for row in [columns, ["---"] * len(columns), *rows])

@@ -9,6 +9,7 @@ from benchmarks.record import Record, Target, read, write
 from studies.netlab.cell import bound_mbit, busy_ns, predict
 from studies.netlab.methods import METHODS, OURS
 
+RESULTS = Path(__file__).parent / "results.json"
 LEVELS = ("half", "most")
 """50 % of the steps; 90 % of those that the method makes on an unlimited link."""
 CLOSE = 1.5
@@ -17,7 +18,7 @@ CLOSE = 1.5
 
 def start(settings: Record, *, fresh: bool = False) -> Record:
     """The record so far, if it was made with the same settings."""
-    found = None if fresh else read("netlab")
+    found = None if fresh else read(RESULTS)
     if found and all(found["settings"].get(key) == value for key, value in settings.items()):
         return found
     return {"settings": {**settings, **kernel()}, "values": {"cells": []}}
@@ -54,7 +55,7 @@ def save(record: Record) -> None:
             for name in METHODS
             if (found := of(values["cells"], name))
         }
-    write("netlab", record["settings"], values, targets(values), quiet=True)
+    write(RESULTS, record["settings"], values, targets(values), quiet=True)
 
 
 def of(cells: Sequence[Record], method: str) -> list[Record]:

@@ -1,7 +1,7 @@
 """Run the study: python -m studies.parity [--quick]. Interrupt it at any point; it goes on where it was.
 
-One run a core. Results are lines of results/quality.jsonl, from which `python -m studies.parity.page` writes
-docs/parity.md.
+One run a core. Results are lines of results.jsonl beside this file, from which
+`python -m studies.parity.page` writes docs/parity.md.
 """
 
 import argparse
@@ -19,14 +19,13 @@ from typing import Any
 
 import torch
 
-from benchmarks.record import RESULTS
 from studies.parity import study
 from studies.parity.cell import Cell
 from studies.parity.paired import FEW, compared
 from studies.parity.rows import ROWS, Row
 from studies.parity.run import corpus, train
 
-PATH = RESULTS / "quality.jsonl"
+PATH = Path(__file__).parent / "results.jsonl"
 TYPICAL = 180.0
 """Seconds of a run, where none was done yet."""
 

@@ -1,11 +1,11 @@
-"""Write docs/parity.md and its plots from results/quality.jsonl. Run: python -m studies.parity.page"""
+"""Write docs/parity.md and its plots from results.jsonl. Run: python -m studies.parity.page"""
 
 import textwrap
 from math import inf
 from pathlib import Path
 from statistics import fmean
 
-from benchmarks.table import table
+from benchmarks.record import table
 from diloco import laws
 from studies.parity import claims, plots, prose
 from studies.parity.__main__ import PATH, load
@@ -45,7 +45,7 @@ def page(results: Results) -> str:
     there = next(iter(results.values()))["on"]
     return f"""# Parity
 
-Does it train as well as data-parallel? This page is generated from `benchmarks/results/quality.jsonl`, which
+Does it train as well as data-parallel? This page is generated from `studies/parity/results.jsonl`, which
 `make parity` measures: {len(results)} runs, {hours:.1f} hours of one core ({there["cpu"]}, Python {there["python"]},
 torch {there["torch"]}).
 `make parity-quick` repeats its core in a few minutes.

@@ -136,7 +136,7 @@ def test_the_readme_has_the_figure_of_the_results():
 
 
 def test_results_of_another_corpus_are_not_added_to(tmp_path):
-    path = tmp_path / "quality.jsonl"
+    path = tmp_path / "results.jsonl"
     path.write_text(json.dumps({"key": "a", "corpus": "that of another Python"}) + "\n")
     with pytest.raises(SystemExit, match="standard library of another Python: move it away"):
         study_run_all(path, ROWS, 1, FEW)
