@@ -38,7 +38,7 @@ def main(config: CompareConfig) -> int:
     from diloco.report import html, terminal
     from diloco.runs.reader import read
 
-    name = config.name or folders.choose(replace(config, name=None, model=f"compare-{config.model}")).name
+    name = config.name or folders.new(config.out, None, f"compare-{config.model}-{config.method}").name
     home = config.out / name
     cells = list(plan(config))
     print(f"{len(cells)} runs in {home}", file=sys.stderr)

@@ -5,7 +5,9 @@ import json
 import logging
 import shutil
 import sys
+from collections.abc import Sequence
 from dataclasses import fields, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,33 @@ from diloco.runs.config import TrainConfig, to_toml
 from diloco.world import World, own_world, started_here
 
 CONFIG = TrainConfig
-complete = folders.resumed
+
+
+def complete(words: Sequence[str]) -> list[str]:
+    """With `--resume`, the flags of that run, then the words given: what is not given stays as it was."""
+    if "--resume" not in words:
+        return list(words)
+    apart = [part for word in words for part in (word.split("=", 1) if word.startswith("--") else [word])]
+    given = {flag: value for flag, value in pairwise(apart) if flag.startswith("--")}
+    if words[0].endswith(".toml"):
+        if "--name" not in given and "--name" not in flags(Path(words[0])):
+            raise ConfigError(f"--resume with {words[0]}: which run? Add --name, or leave the recipe out to continue "
+                              "the newest run with its own settings")  # fmt: skip
+        return list(words)
+    try:
+        stored = flags(folders.existing(Path(given.get("--out", "runs")), given.get("--name")) / "config.toml")
+    except ConfigError:
+        return list(words)  # the same error is raised, with more to say, when the run starts
+    if "--tokens" in given and "--steps" in stored:
+        at = stored.index("--steps")  # the number of steps follows from the tokens
+        del stored[at : at + 2]
+    return [*stored, *words]
+
+
+def _folder(config: TrainConfig) -> Path:
+    if config.resume:
+        return folders.existing(config.out, config.name)
+    return folders.new(config.out, config.name, f"{config.model}-{config.method}")
 
 
 def main(config: TrainConfig) -> int:
@@ -38,7 +66,7 @@ def run_here(config: TrainConfig, *, show: bool = True) -> tuple[int, Path]:
 
     config = replace(config, replicas=config.replicas or 2)
     assert config.replicas is not None
-    folder = folders.choose(config)
+    folder = _folder(config)
     if config.resume:
         _say_what_changed(config, folder)
     with folders.locked(folder) as lock:
@@ -118,7 +146,7 @@ def _be_rank(config: TrainConfig, world: World) -> int:
 def _agree_on_folder(config: TrainConfig, world: World, store: Any) -> Path:
     """The first rank chooses for all, unless `run_here` has done so."""
     if world.rank == 0:
-        chosen = config.out / str(config.name) if started_here() else folders.choose(config)
+        chosen = config.out / str(config.name) if started_here() else _folder(config)
         store.set("folder", chosen.name)
     folder = config.out / store.get("folder").decode()
     (folder / f"replica-{world.replica}").mkdir(parents=True, exist_ok=True)

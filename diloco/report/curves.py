@@ -5,8 +5,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from diloco.runs.reader import Run
-from diloco.runs.schema import Replica, Round, Step
+from diloco.runs.reader import Replica, Run
+from diloco.runs.schema import Round, Step
 
 POINTS = 2000
 """Points of one curve, at most. Beyond, a point stands for several steps."""
@@ -45,7 +45,7 @@ def traffic(run: Run) -> dict[str, Any]:
     bursts: dict[int, float] = defaultdict(float)
     if replica and replica.rounds:
         for round in replica.rounds:
-            bursts[round.sent_step] += round.bytes_sent
+            bursts[_first_step(round)] += round.bytes_sent
     else:
         before = [0, *(step.bytes_sent for step in steps)]
         bursts |= {step.step: step.bytes_sent - sent for step, sent in zip(steps, before, strict=False)}
@@ -103,18 +103,23 @@ def _slowest(run: Run, period: int) -> list[tuple[int, dict[str, Any]]]:
     groups: dict[int, list[Round]] = defaultdict(list)
     for replica in run.replicas:
         for round in replica.rounds:
-            groups[round.sent_step // period].append(round)
+            groups[_first_step(round) // period].append(round)
     waited = {number: sum(round.exposed_seconds for round in rounds) for number, rounds in groups.items()}
     flight = {number: sum(round.flight_seconds for round in rounds) for number, rounds in groups.items()}
     order = sorted(groups, key=lambda number: (-waited[number], -flight[number]))[:SLOWEST]
     return [(number, _window(groups[number], waited[number])) for number in order]
 
 
+def _first_step(round: Round) -> int:
+    """The step after which it was sent; where this replica did not send, the step after which it was applied."""
+    return round.step if round.sent_step is None else round.sent_step
+
+
 def _window(rounds: Sequence[Round], waited: float) -> dict[str, Any]:
     start = min(round.sent_seconds for round in rounds)
     end = max(max(round.seconds, round.sent_seconds + round.flight_seconds) for round in rounds)
     margin = 0.04 * (end - start)
-    steps = (min(round.sent_step for round in rounds), max(round.step for round in rounds))
+    steps = (min(map(_first_step, rounds)), max(round.step for round in rounds))
     return {"start": _number(start - margin), "end": _number(end + margin), "steps": steps, "exposed": _number(waited)}
 
 
@@ -122,7 +127,7 @@ def _lanes(replica: Replica, period: int, chosen: set[int]) -> dict[str, Any]:
     rounds: Iterable[Round] = replica.rounds
     if len(replica.rounds) > ROUNDS:
         every = -(-len(replica.rounds) // ROUNDS)
-        rounds = [r for k, r in enumerate(replica.rounds) if r.sent_step // period in chosen or k % every == 0]
+        rounds = [r for k, r in enumerate(replica.rounds) if _first_step(r) // period in chosen or k % every == 0]
     return {
         "number": replica.number,
         "steps": _blocks(replica.steps),

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from diloco.report import units
-from diloco.runs.schema import Step, parsed, training
+from diloco.runs.schema import Record, Round, Step, from_line
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _HISTORY = 512
@@ -135,16 +135,16 @@ class _Watched:
         self.sent: dict[int, int] = {}  # fragment: step at which its last known round was sent
 
     def read(self) -> None:
-        for line in self.metrics.lines():
-            if step := training(line):
+        for step in self.metrics.records():
+            if isinstance(step, Step):
                 if self.last and step.step <= self.last.step:
                     self.recent.clear()  # resumed: the clock of the earlier lines says nothing about the pace
                 self.last = step
                 self.recent.append(step)
                 self._remember(step.loss)
-        for line in self.events.lines():
-            if line.get("event") == "round" and isinstance(line.get("sent_step"), int):
-                self.sent[line.get("fragment", 0)] = line["sent_step"]
+        for round in self.events.records():
+            if isinstance(round, Round) and round.sent_step is not None:
+                self.sent[round.fragment] = round.sent_step
 
     @property
     def seconds_per_step(self) -> float | None:
@@ -192,7 +192,7 @@ class _Tail:
         self.path = path
         self.offset = 0
 
-    def lines(self) -> list[dict[str, Any]]:
+    def records(self) -> list[Record]:
         try:
             with self.path.open("rb") as file:
                 if file.seek(0, 2) < self.offset:
@@ -203,7 +203,7 @@ class _Tail:
             return []
         whole = new[: new.rfind(b"\n") + 1]
         self.offset += len(whole)
-        return [parsed(line) for line in whole.splitlines()]
+        return list(filter(None, map(from_line, whole.splitlines())))
 
 
 def sparkline(values: list[float], width: int = 20) -> str:

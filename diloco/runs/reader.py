@@ -1,19 +1,29 @@
 """Read a run directory: settings, summary and replicas, as far as they were written.
 
-A run may still be going on or may have died: whatever is missing is None.
+A run may still be going on or may have died: whatever is missing is None. Lines that are cut off are left out, and
+steps that were done twice, because the run was resumed before them, count as they were done last.
 """
 
 import math
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from diloco.errors import ConfigError
-from diloco.runs.schema import Evaluation, Replica, parsed, replica
+from diloco.runs.schema import Evaluation, Event, Record, Round, Step, from_line, parse_object
 
 State = Literal["finished", "stopped", "unfinished"]
+
+
+@dataclass(frozen=True)
+class Replica:
+    number: int
+    steps: tuple[Step, ...]
+    evaluations: tuple[Evaluation, ...]
+    rounds: tuple[Round, ...]
+    events: tuple[Event, ...]
 
 
 @dataclass(frozen=True)
@@ -169,13 +179,49 @@ def read(folder: Path) -> Run:
         folder=folder,
         config=_toml(folder / "config.toml"),
         summary=summary,
-        replicas=tuple(replica(number, numbered[number]) for number in sorted(numbered)),
+        replicas=tuple(_replica(number, numbered[number]) for number in sorted(numbered)),
         samples=tuple(str(text) for text in samples) if isinstance(samples, list) else (),
     )
 
 
+def _replica(number: int, folder: Path) -> Replica:
+    """What one replica wrote so far."""
+    steps: list[Step] = []
+    evaluations: list[Evaluation] = []
+    rounds: list[Round] = []
+    events: list[Event] = []
+    for record in _records(folder / "metrics.jsonl"):
+        if isinstance(record, Step):
+            _rewind(steps, record.step)
+            _rewind(evaluations, record.step)
+            steps.append(record)
+        elif isinstance(record, Evaluation):
+            _rewind(evaluations, record.step)
+            evaluations.append(record)
+    for record in _records(folder / "events.jsonl"):
+        if isinstance(record, Round):
+            rounds.append(record)
+        elif isinstance(record, Event):
+            if record.event == "resume":
+                _rewind(rounds, record.step + 1)
+            events.append(record)
+    return Replica(number, tuple(steps), tuple(evaluations), tuple(rounds), tuple(events))
+
+
+def _rewind(entries: "list[Step] | list[Evaluation] | list[Round]", step: int) -> None:
+    """Forget what was done at this step and later: the run was resumed before it and did it again."""
+    while entries and entries[-1].step >= step:
+        entries.pop()
+
+
+def _records(path: Path) -> Iterator[Record]:
+    if path.is_file():
+        with path.open("rb") as file:
+            yield from filter(None, map(from_line, file))
+
+
 def _object(path: Path) -> dict[str, Any]:
-    return parsed(path.read_bytes()) if path.is_file() else {}
+    return parse_object(path.read_bytes()) if path.is_file() else {}
 
 
 def _toml(path: Path) -> dict[str, Any]:

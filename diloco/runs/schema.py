@@ -1,155 +1,142 @@
-"""The lines that a replica writes, metrics.jsonl and events.jsonl, as far as they can be read.
+"""The lines of a run directory: what each holds, and under which keys it is written and read. No torch.
 
-Lines that are cut off are left out, unknown keys are ignored, and steps that were done twice, because the run was
-resumed before them, count as done last.
+A replica writes steps and evaluations to metrics.jsonl, rounds and events to events.jsonl, one JSON object a line.
+A field is written under its own name, unless its type is annotated with another key.
 """
 
 import json
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, TypeVar
-
-T = TypeVar("T")
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Annotated, Any, TypeAlias, get_type_hints
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One training line of metrics.jsonl. Bytes and seconds of sync are sums since the start."""
+    """One training step. Bytes and seconds of communication are sums since the start of the run."""
 
     step: int
-    tokens: int
     seconds: float
-    loss: float
-    step_seconds: float
-    tokens_per_second: float
-    bytes_sent: int
-    seconds_hidden: float
-    seconds_exposed: float
-    in_flight: int
+    tokens: int
+    loss: Annotated[float, "train/loss"]
+    lr: Annotated[float, "train/lr"]
+    grad_norm: Annotated[float, "train/grad_norm"]
+    step_seconds: Annotated[float, "train/step_seconds"]
+    tokens_per_second: Annotated[float, "train/tokens_per_second"]
+    bytes_sent: Annotated[int, "sync/bytes_sent"]
+    bytes_received: Annotated[int, "sync/bytes_received"]
+    seconds_hidden: Annotated[float, "sync/seconds_hidden"]
+    seconds_exposed: Annotated[float, "sync/seconds_exposed"]
+    in_flight: Annotated[int, "sync/in_flight"]
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """One evaluation line: loss on held-out text of the anchors, and of the replica's own weights."""
+    """Loss on held-out text: of the anchors, and of the replica's own weights."""
 
     step: int
-    tokens: int
     seconds: float
-    loss: float
-    bits_per_byte: float
-    replica_loss: float
+    tokens: int
+    loss: Annotated[float, "eval/loss"]
+    bits_per_byte: Annotated[float, "eval/bits_per_byte"]
+    replica_loss: Annotated[float, "eval/replica_loss"]
 
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One applied exchange of one fragment."""
+    """One applied round of one fragment. `step` and `seconds` are those of applying it."""
 
+    seconds: float
+    step: int
     fragment: int
     index: int
-    sent_step: int
-    step: int
+    sent_step: int | None
+    """None: this replica did not send in this round."""
     sent_seconds: float
     flight_seconds: float
-    seconds: float
     exposed_seconds: float
     bytes_sent: int
+    bytes_received: int
     members: int
+    counted: bool
+    """Whether this replica's delta is in the mean. If not, the replica carries its work on into its next delta."""
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """start, resume, save, finish or stop."""
+    """What happened besides rounds: start, resume, save, finish, stop, and what a bucket reports."""
 
     event: str
-    step: int
     seconds: float
+    step: int
+    details: Mapping[str, Any] = field(default_factory=dict)
+    """Further values, written beside the others."""
 
 
-@dataclass(frozen=True)
-class Replica:
-    number: int
-    steps: tuple[Step, ...]
-    evaluations: tuple[Evaluation, ...]
-    rounds: tuple[Round, ...]
-    events: tuple[Event, ...]
+Record: TypeAlias = Step | Evaluation | Round | Event
 
 
-def parsed(line: bytes) -> dict[str, Any]:
-    """One line of a .jsonl file; empty if it is cut off or no object."""
+def to_line(record: Record) -> dict[str, Any]:
+    """The JSON object that is written for a record."""
+    line = {key: getattr(record, name) for name, key, _ in _FIELDS[type(record)]}
+    if isinstance(record, Event):
+        return line | dict(record.details)
+    return {"event": "round", **line} if isinstance(record, Round) else line
+
+
+def from_line(text: bytes) -> Record | None:
+    """The record of one line; None if the line is cut off, is not a record, or holds a value of another type.
+
+    Unknown keys are ignored. A number that is missing is 0; one that is null is nan.
+    """
+    line = parse_object(text)
+    if line.get("event") == "round":
+        if not {"fragment", "index", "sent_step", "sent_seconds"} <= line.keys():
+            return None
+        # Lines written before the key `counted` existed.
+        return _made(Round, {"counted": line["sent_step"] is not None, **line})
+    if "event" in line:
+        known = {key for _, key, _ in _FIELDS[Event]}
+        return _made(Event, line, details={key: value for key, value in line.items() if key not in known})
+    if "step" not in line:
+        return None
+    return _made(Step, line) if "train/loss" in line else _made(Evaluation, line) if "eval/loss" in line else None
+
+
+def parse_object(text: bytes) -> dict[str, Any]:
+    """A JSON object; empty if the text is cut off or not an object."""
     try:
-        value = json.loads(line)
+        value = json.loads(text)
     except ValueError:
         return {}
     return value if isinstance(value, dict) else {}
 
 
-def training(line: Mapping[str, Any]) -> Step | None:
-    """A training line, if it is one."""
-    return _made(Step, line, {"step", "train/loss"}, _TRAINING)
-
-
-_TRAINING = {
-    "loss": "train/loss",
-    "step_seconds": "train/step_seconds",
-    "tokens_per_second": "train/tokens_per_second",
-    "bytes_sent": "sync/bytes_sent",
-    "seconds_hidden": "sync/seconds_hidden",
-    "seconds_exposed": "sync/seconds_exposed",
-    "in_flight": "sync/in_flight",
-}
-_EVALUATION = {"loss": "eval/loss", "bits_per_byte": "eval/bits_per_byte", "replica_loss": "eval/replica_loss"}
-
-
-def replica(number: int, folder: Path) -> Replica:
-    """What one replica wrote so far."""
-    steps: list[Step] = []
-    evaluations: list[Evaluation] = []
-    for line in _lines(folder / "metrics.jsonl"):
-        if step := training(line):
-            _rewind(steps, step.step)
-            _rewind(evaluations, step.step)
-            steps.append(step)
-        elif evaluation := _made(Evaluation, line, {"step", "eval/loss"}, _EVALUATION):
-            _rewind(evaluations, evaluation.step)
-            evaluations.append(evaluation)
-    rounds: list[Round] = []
-    events: list[Event] = []
-    for line in _lines(folder / "events.jsonl"):
-        if line.get("event") == "round":
-            if round := _made(Round, line, {"fragment", "index", "sent_step", "sent_seconds"}, {}):
-                rounds.append(round)
-        elif event := _made(Event, line, {"event"}, {}):
-            if event.event == "resume":
-                _rewind(rounds, event.step + 1)
-            events.append(event)
-    return Replica(number, tuple(steps), tuple(evaluations), tuple(rounds), tuple(events))
-
-
-def _rewind(entries: "list[Step] | list[Evaluation] | list[Round]", step: int) -> None:
-    """Forget what was done at this step and later: the run was resumed before it and did it again."""
-    while entries and entries[-1].step >= step:
-        entries.pop()
-
-
-def _made(kind: type[T], line: Mapping[str, Any], marks: set[str], keys: Mapping[str, str]) -> T | None:
-    """A line as a dataclass, by the types of its fields; a number that is missing is 0, one that is null is nan."""
-    if not marks <= line.keys():
-        return None
+def _made(kind: Callable[..., Record], line: Mapping[str, Any], **more: Any) -> Record | None:
     try:
-        return kind(
-            **{name: _value(line.get(keys.get(name, name), 0), of) for name, of in kind.__annotations__.items()}
-        )
+        return kind(**{name: read(line.get(key, 0)) for name, key, read in _FIELDS[kind]}, **more)
     except (TypeError, ValueError, OverflowError):
         return None
 
 
-def _value(value: Any, of: type) -> Any:
-    return math.nan if value is None and of is float else of(value)
+def _float(value: Any) -> float:
+    return math.nan if value is None else float(value)
 
 
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    if path.is_file():
-        with path.open("rb") as file:
-            yield from filter(None, map(parsed, file))
+def _optional_int(value: Any) -> int | None:
+    return None if value is None else int(value)
+
+
+_READERS: dict[Any, Any] = {float: _float, int | None: _optional_int}
+
+
+def _field_table(kind: type) -> list[tuple[str, str, Callable[[Any], Any]]]:
+    """(name, key on disk, conversion) of every field that has a key."""
+    types, annotated = get_type_hints(kind), get_type_hints(kind, include_extras=True)
+    named = [(f.name, getattr(annotated[f.name], "__metadata__", (f.name,))[0]) for f in fields(kind)]
+    return [(name, key, _READERS.get(types[name], types[name])) for name, key in named if name != "details"]
+
+
+_FIELDS: dict[Any, list[tuple[str, str, Callable[[Any], Any]]]] = {
+    kind: _field_table(kind) for kind in (Step, Evaluation, Round, Event)
+}

@@ -17,7 +17,8 @@ from diloco.bucket.run import Run
 from diloco.diloco import DiLoCo
 from diloco.errors import ConfigError, Mismatch
 from diloco.runs.config import TrainConfig
-from diloco.runs.writer import Metrics
+from diloco.runs.schema import Event
+from diloco.runs.writer import Writer
 from diloco.train.data.batches import Batches
 from diloco.train.data.corpus import Corpus
 from diloco.train.defaults import lr_at
@@ -117,11 +118,11 @@ class Elastic:
         warmup = min(100, self._config.sync_every)
         return lr if self._warm else lr * min((step - self._joined_at) / warmup, 1.0)
 
-    def after(self, step: int, metrics: Metrics, **told: float) -> bool:
+    def after(self, step: int, writer: Writer, **told: float) -> bool:
         """Tell those who watch, log what happened; whether the run has ended."""
         self.reduce.publish(step=step, **told)
         for event in self.reduce.events():
-            metrics.event(event.pop("event"), step, **event)
+            writer.write(Event(event.pop("event"), writer.seconds(), step, event))
         self._index, ended = self._agree()
         return ended
 

@@ -17,7 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 from diloco.diloco import DiLoCo
 from diloco.errors import ConfigError
 from diloco.runs.config import TrainConfig, to_toml
-from diloco.runs.writer import Metrics, open_sinks
+from diloco.runs.schema import Evaluation, Event, Step
+from diloco.runs.sinks import open_sinks
+from diloco.runs.writer import Writer
 from diloco.stats import Stats
 from diloco.train.checkpoint import Checkpoints
 from diloco.train.data.corpus import Corpus, prepare
@@ -70,7 +72,7 @@ def train(config: TrainConfig, world: World, folder: Path) -> dict[str, Any]:
     optimizer = adamw(model, config)
     home = folder / f"replica-{world.replica}"
     sinks = open_sinks(config.track, f"{folder.name}-{world.replica}", asdict(config), home) if world.shard == 0 else []
-    metrics = Metrics(home if world.shard == 0 else home / f"shard-{world.shard}", sinks)
+    writer = Writer(home if world.shard == 0 else home / f"shard-{world.shard}", sinks)
     inner = mesh.get_group("shard") if mesh else None
     checkpoints = Checkpoints(home / "checkpoints", config.keep, inner, world.shard == 0)
     own, stats = f"rank {world.shard}", Stats()
@@ -79,7 +81,7 @@ def train(config: TrainConfig, world: World, folder: Path) -> dict[str, Any]:
         weights, moments = get_state_dict(model, optimizer)
         sums = {name: getattr(stats, name) for name in SUMS}
         return {"model": weights, "optimizer": moments,
-                own: {"data": data.state_dict(), "metrics": metrics.state_dict(), "sums": sums,
+                own: {"data": data.state_dict(), "metrics": writer.state_dict(), "sums": sums,
                       "random": random_state(device)}}  # fmt: skip
 
     start = checkpoints.newest_common() if config.resume else 0
@@ -92,7 +94,7 @@ def train(config: TrainConfig, world: World, folder: Path) -> dict[str, Any]:
         checkpoints.load(start, saved)
         set_state_dict(model, optimizer, model_state_dict=saved["model"], optim_state_dict=saved["optimizer"])
         data.load_state_dict(saved[own]["data"])
-        metrics.load_state_dict(saved[own]["metrics"])
+        writer.load_state_dict(saved[own]["metrics"])
         set_random_state(device, saved[own]["random"])
     diloco = attach(model, optimizer, config, mesh, elastic.reduce if elastic else None)
     if diloco:
@@ -110,26 +112,26 @@ def train(config: TrainConfig, world: World, folder: Path) -> dict[str, Any]:
 
     def save(step: int) -> None:
         checkpoints.save(step, state() | ({"diloco": diloco} if diloco else {}))
-        metrics.event("save", step)
+        writer.write(Event("save", writer.seconds(), step))
 
-    def evaluate(step: int, replica_loss: float | None = None) -> dict[str, float]:
+    def evaluate(step: int, replica_loss: float | None = None) -> Evaluation:
         """The anchors, and for comparison this replica's own weights."""
         replica_loss = loss_of(bare, windows, device) if replica_loss is None else replica_loss
         with diloco.anchors() if diloco else contextlib.nullcontext():
             loss = loss_of(bare, windows, device) if diloco else replica_loss
         bits = bits_per_byte(loss, corpus.bytes_per_token)
-        values = {"eval/loss": loss, "eval/bits_per_byte": bits, "eval/replica_loss": replica_loss}
-        metrics.log(step, {"tokens": step * per_step, **values})
+        evaluation = Evaluation(step, writer.seconds(), step * per_step, loss, bits, replica_loss)
+        writer.write(evaluation)
         if elastic:
             elastic.reduce.publish(anchor_loss=loss)
-        return values
+        return evaluation
 
     if world.rank == 0:
         (folder / "config.toml").write_text(to_toml(config))
         text = describe(rules, parameters, config, corpus.name, start)
         (folder / "derived.txt").write_text(text + "\n")
         log.info(text)
-    metrics.event("resume" if start else "start", start)
+    writer.write(Event("resume" if start else "start", writer.seconds(), start))
     stop = Stop(dist.distributed_c10d._get_default_store(), world.rank, world.size)
     autocast = torch.autocast(device.type, torch.bfloat16) if device.type != "cpu" else contextlib.nullcontext()
     no_sync = model.no_sync if isinstance(model, DistributedDataParallel) else contextlib.nullcontext
@@ -156,19 +158,18 @@ def train(config: TrainConfig, world: World, folder: Path) -> dict[str, Any]:
         optimizer.zero_grad()
         value, seconds = loss.item(), time.perf_counter() - began
 
-        metrics.log(step, {
-            "tokens": step * per_step, "train/loss": value, "train/lr": lr, "train/grad_norm": float(norm),
-            "train/step_seconds": seconds, "train/tokens_per_second": per_step / seconds,
-            **_traffic(config, world, parameters, step, diloco),
-        })  # fmt: skip
+        writer.write(Step(
+            step, writer.seconds(), step * per_step, loss=value, lr=lr, grad_norm=float(norm), step_seconds=seconds,
+            tokens_per_second=per_step / seconds, **_traffic(config, world, parameters, step, diloco),
+        ))  # fmt: skip
         for finished in stats.since(rounds):
-            metrics.round(finished)
+            writer.round(finished)
         rounds = stats.rounds
-        if world.rank == 0 and metrics.seconds() > said + SAY_EVERY:
-            said = metrics.seconds()
+        if world.rank == 0 and writer.seconds() > said + SAY_EVERY:
+            said = writer.seconds()
             log.info("step %d/%d, loss %.3f, %.0f tokens/s, sent %.3g MB", step, config.steps, value,
                      per_step / seconds, stats.bytes_sent / 1e6)  # fmt: skip
-        if elastic and elastic.after(step, metrics, loss=value, tokens_per_second=per_step / seconds):
+        if elastic and elastic.after(step, writer, loss=value, tokens_per_second=per_step / seconds):
             break
         if step % config.eval_every == 0 and (elastic or step < config.steps):
             evaluate(step)  # on all replicas: one alone would keep the others waiting
@@ -182,26 +183,28 @@ def train(config: TrainConfig, world: World, folder: Path) -> dict[str, Any]:
     if diloco and not stopped:
         diloco.finish()
         for finished in stats.since(rounds):
-            metrics.round(finished)
+            writer.round(finished)
     if step > start or (over and not start):
         save(step)
     if elastic and stopped:
         elastic.reduce.leave()  # the others know at once
-    metrics.event("stop" if stopped else "finish", step)
-    values = evaluate(step, replica_loss)
+    writer.write(Event("stop" if stopped else "finish", writer.seconds(), step))
+    evaluation = evaluate(step, replica_loss)
     with diloco.anchors() if diloco else contextlib.nullcontext():
         text = sample(bare, corpus.tokenizer, "def ", 200, config.context, device)
     if diloco and stopped:
         diloco.reduce.leave()
-    seconds = metrics.seconds()
-    metrics.close()
+    seconds = writer.seconds()
+    writer.close()
     traffic = _traffic(config, world, parameters, step, diloco)
     return {
         "method": config.method, "replicas": world.replicas, "parameters": parameters, "steps": step,
-        "stopped": stopped, "tokens": step * per_step * world.replicas, "seconds": seconds, **values,
-        "unigram_loss": corpus.unigram_loss(), "bytes_sent": traffic["sync/bytes_sent"],
+        "stopped": stopped, "tokens": step * per_step * world.replicas, "seconds": seconds,
+        "eval/loss": evaluation.loss, "eval/bits_per_byte": evaluation.bits_per_byte,
+        "eval/replica_loss": evaluation.replica_loss, "unigram_loss": corpus.unigram_loss(),
+        "bytes_sent": traffic["bytes_sent"],
         "bytes_data_parallel": round(_per_step(planned) * 2 * parameters * step),
-        "largest_burst": stats.largest_round if diloco else round(traffic["sync/bytes_sent"] / max(step, 1)),
+        "largest_burst": stats.largest_round if diloco else round(traffic["bytes_sent"] / max(step, 1)),
         "seconds_hidden": stats.seconds_hidden, "seconds_exposed": stats.seconds_exposed,
         "corpus": {"name": corpus.name, "sha256": corpus.sha256, "bytes": corpus.nbytes}, "samples": [text],
     }  # fmt: skip
@@ -222,13 +225,13 @@ def _per_step(replicas: int) -> float:
     return 2 * (replicas - 1) / replicas
 
 
-def _traffic(config: TrainConfig, world: World, parameters: int, step: int, diloco: DiLoCo | None) -> dict[str, float]:
+def _traffic(config: TrainConfig, world: World, parameters: int, step: int, diloco: DiLoCo | None) -> dict[str, Any]:
     """Sums so far. Data-parallel on fp32 gradients is reckoned, not counted; it hides and exposes inside backward."""
     if diloco is None:
         sent = round(_per_step(world.replicas) * 4 * parameters * step) if config.method == "dp" else 0
-        return {"sync/bytes_sent": sent, "sync/bytes_received": sent, "sync/seconds_hidden": 0.0,
-                "sync/seconds_exposed": 0.0, "sync/in_flight": 0}  # fmt: skip
+        return {"bytes_sent": sent, "bytes_received": sent, "seconds_hidden": 0.0, "seconds_exposed": 0.0,
+                "in_flight": 0}  # fmt: skip
     stats = diloco.stats
-    return {"sync/bytes_sent": stats.bytes_sent, "sync/bytes_received": stats.bytes_received,
-            "sync/seconds_hidden": stats.seconds_hidden, "sync/seconds_exposed": stats.seconds_exposed,
-            "sync/in_flight": diloco.in_flight}  # fmt: skip
+    return {"bytes_sent": stats.bytes_sent, "bytes_received": stats.bytes_received,
+            "seconds_hidden": stats.seconds_hidden, "seconds_exposed": stats.seconds_exposed,
+            "in_flight": diloco.in_flight}  # fmt: skip

@@ -1,45 +1,157 @@
-"""Numbers on disk and in the sinks."""
+"""What is written to a run directory and to the sinks, and what is read back."""
 
 import json
+import math
+import sys
+from dataclasses import fields, replace
+from types import SimpleNamespace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from diloco.errors import ConfigError
-from diloco.runs.writer import Metrics, open_sinks
+from diloco.runs import writer as writers
+from diloco.runs.reader import read
+from diloco.runs.schema import Evaluation, Event, Round, Step, from_line, to_line
+from diloco.runs.sinks import open_sinks
+from diloco.runs.writer import Writer
+from diloco.stats import RoundStats
+
+STEP = Step(3, 1.5, 96, 2.5, 0.01, 0.8, 0.25, 128.0, 1000, 900, 0.5, 0.125, 2)
+EVALUATION = Evaluation(3, 1.75, 96, 2.25, 3.25, 2.375)
+ROUND = Round(4.0, 12, 1, 2, 10, 3.0, 0.75, 0.25, 500, 400, 3, True)
+EVENT = Event("save", 2.0, 6, {"reason": "asked", "rounds": 8})
+STATS = RoundStats(fragment=1, index=2, sent_step=10, applied_step=12, sent_at=1003.0, bytes_sent=500,
+                   bytes_received=400, seconds=0.75, seconds_exposed=0.25, members=3, counted=True)  # fmt: skip
 
 
-def test_after_a_resume_what_came_later_is_gone_and_time_goes_on(tmp_path):
-    metrics = Metrics(tmp_path)
-    metrics.log(1, {"train/loss": 2.0})
-    metrics.event("start", 0)
-    state = metrics.state_dict()
-    metrics.log(2, {"train/loss": 1.0})
-    metrics.event("save", 2)
-    metrics.close()
-    again = Metrics(tmp_path)
-    again.load_state_dict(state | {"seconds": 100.0})
-    again.log(2, {"train/loss": 1.5})
+class Clock:
+    """Time as the writer reads it."""
+
+    def __init__(self, now: float) -> None:
+        self.now = now
+
+    def time(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock(1000.0)
+    monkeypatch.setattr(writers, "time", clock)
+    return clock
+
+
+def written(folder, kind):
+    return [json.loads(line) for line in (folder / f"{kind}.jsonl").read_text().splitlines()]
+
+
+def test_after_a_resume_what_came_later_is_gone_and_time_goes_on(tmp_path, clock):
+    writer = Writer(tmp_path)
+    writer.write(replace(STEP, step=1))
+    writer.write(Event("start", 0.0, 0))
+    clock.now += 7.0
+    state = writer.state_dict()
+    assert state["seconds"] == 7.0
+    writer.write(replace(STEP, step=2))
+    writer.write(Event("save", 1.0, 2))
+    writer.close()
+    clock.now += 500.0
+    again = Writer(tmp_path)
+    again.load_state_dict(state)
+    clock.now += 1.0
+    again.write(replace(STEP, step=2, seconds=again.seconds(), loss=1.5))
     again.close()
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [(line["step"], line["train/loss"]) for line in lines] == [(1, 2.0), (2, 1.5)]
-    assert lines[1]["seconds"] >= 100
-    assert len((tmp_path / "events.jsonl").read_text().splitlines()) == 1
+    lines = written(tmp_path, "metrics")
+    assert [(line["step"], line["train/loss"]) for line in lines] == [(1, 2.5), (2, 1.5)]
+    assert lines[1]["seconds"] == 8.0
+    assert len(written(tmp_path, "events")) == 1
+
+
+def test_the_keys_on_disk_are_those_that_earlier_runs_have(tmp_path, clock):
+    writer = Writer(tmp_path / "replica-0")
+    clock.now += 4.0
+    for record in (STEP, EVALUATION, EVENT):
+        writer.write(record)
+    writer.round(STATS)
+    writer.round(replace(STATS, sent_step=None, counted=False))
+    writer.close()
+    step, evaluation = written(tmp_path / "replica-0", "metrics")
+    event, counted, carried = written(tmp_path / "replica-0", "events")
+    assert step == {
+        "step": 3, "seconds": 1.5, "tokens": 96, "train/loss": 2.5, "train/lr": 0.01, "train/grad_norm": 0.8,
+        "train/step_seconds": 0.25, "train/tokens_per_second": 128.0, "sync/bytes_sent": 1000,
+        "sync/bytes_received": 900, "sync/seconds_hidden": 0.5, "sync/seconds_exposed": 0.125, "sync/in_flight": 2,
+    }  # fmt: skip
+    assert evaluation == {"step": 3, "seconds": 1.75, "tokens": 96, "eval/loss": 2.25, "eval/bits_per_byte": 3.25,
+                          "eval/replica_loss": 2.375}  # fmt: skip
+    assert event == {"event": "save", "seconds": 2.0, "step": 6, "reason": "asked", "rounds": 8}
+    assert counted == {
+        "event": "round", "seconds": 4.0, "step": 12, "fragment": 1, "index": 2, "sent_step": 10, "sent_seconds": 3.0,
+        "flight_seconds": 0.75, "exposed_seconds": 0.25, "bytes_sent": 500, "bytes_received": 400, "members": 3,
+        "counted": True,
+    }  # fmt: skip
+    assert (carried["sent_step"], carried["counted"]) == (None, False)
+    replica = read(tmp_path).replicas[0]
+    assert (replica.steps, replica.evaluations, replica.events) == ((STEP,), (EVALUATION,), (EVENT,))
+    assert replica.rounds == (ROUND, replace(ROUND, sent_step=None, counted=False))
+
+
+@given(st.one_of(st.builds(Step), st.builds(Evaluation), st.builds(Round), st.builds(Event, details=st.just({"x": 1}))))
+def test_every_record_is_read_as_it_was_written(record):
+    if isinstance(record, Event) and record.event == "round":
+        return  # the name of another record
+    expected = {f.name: getattr(record, f.name) for f in fields(record)}
+    back = from_line(json.dumps(to_line(record)).encode())
+    assert type(back) is type(record)
+    for name, value in expected.items():
+        found = getattr(back, name)
+        assert found == value or (math.isnan(value) and math.isnan(found)), name
+
+
+@pytest.mark.parametrize(("sent", "counted"), [(10, True), (None, False)])
+def test_a_round_of_an_earlier_run_counted_if_it_was_sent(sent, counted):
+    line = {key: value for key, value in to_line(ROUND).items() if key != "counted"} | {"sent_step": sent}
+    assert from_line(json.dumps(line).encode()) == replace(ROUND, sent_step=sent, counted=counted)
+
+
+def test_a_number_that_is_missing_is_zero_and_one_that_is_null_is_nan():
+    step = from_line(b'{"step": 6, "train/loss": null}')
+    assert isinstance(step, Step) and math.isnan(step.loss) and (step.step, step.tokens, step.lr) == (6, 0, 0.0)
+    assert from_line(b'{"step": null, "train/loss": 1.0}') is None
+    assert from_line(b'{"event": "round", "fragment": 0, "index": 1, "sent_seconds": 1.0}') is None
+    assert from_line(b'{"train/loss": 1.0}') is from_line(b'{"step": 1}') is from_line(b'{"step": 1') is None
 
 
 def test_tensorboard_gets_every_value(tmp_path):
     reader = pytest.importorskip("tensorboardX.proto.event_pb2")
-    metrics = Metrics(tmp_path, open_sinks(["tensorboard"], "run", {}, tmp_path))
-    metrics.log(3, {"train/loss": 2.5})
-    metrics.close()
+    writer = Writer(tmp_path, open_sinks(["tensorboard"], "run", {}, tmp_path))
+    writer.write(STEP)
+    writer.close()
     (file,) = (tmp_path / "tensorboard").iterdir()
     assert reader and b"train/loss" in file.read_bytes()
 
 
-def test_a_sink_that_is_not_installed_names_the_extra(tmp_path):
-    try:
-        import wandb  # noqa: F401
-    except ImportError:
-        with pytest.raises(ConfigError, match=r"pip install 'diloco\[wandb\]'"):
-            open_sinks(["wandb"], "run", {}, tmp_path)
-    else:
-        pytest.skip("wandb is installed")
+@pytest.mark.parametrize("name", ["wandb", "trackio"])
+def test_wandb_and_trackio_get_what_is_measured_under_the_same_names(tmp_path, monkeypatch, name):
+    calls = []
+    module = SimpleNamespace(
+        init=lambda **given: calls.append(("init", given)),
+        log=lambda values, step: calls.append((step, values)),
+        finish=lambda: calls.append("finish"),
+    )
+    monkeypatch.setitem(sys.modules, name, module)
+    writer = Writer(tmp_path, open_sinks([name], "run-0", {"seed": 3}, tmp_path))
+    for record in (STEP, EVALUATION, EVENT, ROUND):
+        writer.write(record)
+    writer.close()
+    measured = [{k: v for k, v in to_line(r).items() if k not in ("step", "seconds")} for r in (STEP, EVALUATION)]
+    begin = ("init", {"project": "diloco", "name": "run-0", "config": {"seed": 3}})
+    assert calls == [begin, (3, measured[0]), (3, measured[1]), "finish"]
+
+
+def test_a_sink_that_is_not_installed_names_the_extra(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ConfigError, match=r"pip install 'diloco\[wandb\]'"):
+        open_sinks(["wandb"], "run", {}, tmp_path)

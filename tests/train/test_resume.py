@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from diloco.cli.train import complete
 from diloco.errors import ConfigError
-from diloco.runs.folder import resumed
 from tests.support.commands import SMALL, check_anchors, check_same, lines, losses, run, start, train, wait_for, weights
 
 
@@ -86,12 +86,12 @@ def test_resume_takes_the_settings_of_the_run_that_is_named_not_of_the_newest(tm
         (tmp_path / name / "config.toml").write_text(f'name = "{name}"\nsteps = 7\n')
         os.utime(tmp_path / name / "config.toml", (len(name), len(name)))
     given = ["--resume", *spelled, f"--out={tmp_path}"]
-    assert resumed(given) == ["--name", "first", "--steps", "7", *given]
-    assert resumed([*given, "--tokens", "99"]) == ["--name", "first", *given, "--tokens", "99"]
-    assert resumed(["--resume", "--out", str(tmp_path)])[1] == "second"
+    assert complete(given) == ["--name", "first", "--steps", "7", *given]
+    assert complete([*given, "--tokens", "99"]) == ["--name", "first", *given, "--tokens", "99"]
+    assert complete(["--resume", "--out", str(tmp_path)])[1] == "second"
     (tmp_path / "recipe.toml").write_text("steps = 9\n")
     with pytest.raises(ConfigError, match=r"which run\? Add --name"):
-        resumed([str(tmp_path / "recipe.toml"), "--resume"])
+        complete([str(tmp_path / "recipe.toml"), "--resume"])
 
 
 def test_one_dead_process_stops_all_with_its_reason_on_the_last_line(place):
@@ -132,7 +132,7 @@ def test_a_full_disk_ends_the_run_with_the_remedy_and_the_old_checkpoint_survive
 
 def test_a_run_is_not_overwritten_and_not_shared(place, whole):
     code, _, err = train(place, "whole", "--steps", "5")
-    assert code == 2 and "holds a run already: add --resume" in err
+    assert code == 2 and "already holds a run: add --resume" in err
     process = start(place, "train", *SMALL, "--data", "corpus.txt", "--name", "busy", "--steps", "3000")
     wait_for(lambda: (place / "runs/busy/lock").exists(), process)
     code, _, err = train(place, "busy", "--steps", "5")
