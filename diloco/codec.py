@@ -5,14 +5,13 @@ is written for a short tensor and is fast on a long one. Decoding gives the same
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from diloco import formats as sizes
-from diloco.formats import BLOCK
+from diloco.formats import BLOCK, FORMATS, blocks, format_named
 
 CHUNK = 1 << 17
 """Values encoded at once; a multiple of every codec's block, so that the sizes of chunks add up exactly."""
@@ -59,12 +58,32 @@ def unpack(codec: Codec, payload: Tensor, n: int) -> Tensor:
     return out
 
 
-@dataclass(frozen=True)
-class Float32:
-    """Exact; 32 bits a value."""
+class _Shipped:
+    """A codec with a row in `FORMATS`, where the planner counts its bytes too."""
+
+    classes: ClassVar[dict[str, Any]] = {}
+    name: ClassVar[str]
+
+    def __init_subclass__(cls, name: str) -> None:
+        cls.name = name
+        cls.classes[name] = cls
 
     def nbytes(self, n: int) -> int:
-        return sizes.float32(n)
+        return FORMATS[self.name].nbytes(n)
+
+
+def codec_named(name: str) -> Codec:
+    """The codec with this name in flags and recipes.
+
+    >>> codec_named("e3m0")
+    E3M0()
+    """
+    return _Shipped.classes[format_named(name).name]()
+
+
+@dataclass(frozen=True)
+class Float32(_Shipped, name="float32"):
+    """Exact; 32 bits a value."""
 
     def encode(self, x: Tensor) -> Tensor:
         return x.view(torch.uint8)
@@ -74,11 +93,8 @@ class Float32:
 
 
 @dataclass(frozen=True)
-class BFloat16:
+class BFloat16(_Shipped, name="bfloat16"):
     """Round to nearest even; 16 bits a value."""
-
-    def nbytes(self, n: int) -> int:
-        return sizes.bfloat16(n)
 
     def encode(self, x: Tensor) -> Tensor:
         return x.to(torch.bfloat16).view(torch.uint8)
@@ -88,11 +104,8 @@ class BFloat16:
 
 
 @dataclass(frozen=True)
-class Int8:
+class Int8(_Shipped, name="int8"):
     """127 levels each way of the block's largest magnitude; 8.13 bits a value."""
-
-    def nbytes(self, n: int) -> int:
-        return sizes.int8(n)
 
     def encode(self, x: Tensor) -> Tensor:
         rows = _blocks(x)
@@ -103,18 +116,15 @@ class Int8:
         return torch.cat([scale.view(torch.uint8), codes.view(torch.uint8).view(-1)[: len(x)]])
 
     def decode(self, payload: Tensor, n: int) -> Tensor:
-        head = 4 * sizes.blocks(n)
+        head = 4 * blocks(n)
         scale = payload[:head].clone().view(torch.float32)
         values = _blocks(payload[head:].view(torch.int8).to(torch.float32))
         return values.mul_(scale.unsqueeze(1)).view(-1)[:n]
 
 
 @dataclass(frozen=True)
-class Float8:
+class Float8(_Shipped, name="float8"):
     """e4m3 below a power-of-two scale per block; 8.03 bits a value."""
-
-    def nbytes(self, n: int) -> int:
-        return sizes.float8(n)
 
     def encode(self, x: Tensor) -> Tensor:
         rows = _blocks(x)
@@ -127,14 +137,14 @@ class Float8:
         return torch.cat([(exponent + 128).to(torch.uint8), codes.view(-1)[: len(x)]])
 
     def decode(self, payload: Tensor, n: int) -> Tensor:
-        head = sizes.blocks(n)
+        head = blocks(n)
         scale = torch.ldexp(torch.ones(head, dtype=torch.float32, device="cpu"), payload[:head].to(torch.int32) - 136)
         values = _blocks(payload[head:].view(torch.float8_e4m3fn).to(torch.float32))
         return values.mul_(scale.unsqueeze(1)).view(-1)[:n]
 
 
 @dataclass(frozen=True)
-class E3M0:
+class E3M0(_Shipped, name="e3m0"):
     """1 sign bit, 3 exponent bits, no mantissa: 4.03 bits a value (paper, section 2.4).
 
     A block of 256 has a power-of-two scale s, the magnitude of its largest value after rounding. Codes 1..7 mean
@@ -145,11 +155,8 @@ class E3M0:
     units of the exponent's last place, 0x40, carries into the exponent exactly when the mantissa is at least 1.5.
     """
 
-    def nbytes(self, n: int) -> int:
-        return sizes.e3m0(n)
-
     def encode(self, x: Tensor) -> Tensor:
-        n, count = len(x), sizes.blocks(len(x))
+        n, count = len(x), blocks(len(x))
         upper = np.zeros((count, BLOCK), np.int16)
         upper.reshape(-1)[:n] = x.numpy().view(np.int16)[1::2]
         upper += 0x40
@@ -172,7 +179,7 @@ class E3M0:
         return torch.from_numpy(payload)
 
     def decode(self, payload: Tensor, n: int) -> Tensor:
-        count = sizes.blocks(n)
+        count = blocks(n)
         scale = (payload[:count].to(torch.int32) << 23).view(torch.float32)
         pairs = torch.index_select(_E3M0_PAIRS, 0, payload[count:].to(torch.int32))
         values = _blocks(pairs.view(torch.float32))

@@ -1,4 +1,8 @@
-"""Bytes that n values take on the wire, per codec. No torch: the planner uses these too."""
+"""The wire formats: one row for each shipped codec, with its name and the bytes that n values take. No torch."""
+
+from dataclasses import dataclass
+
+from diloco.errors import ConfigError
 
 BLOCK = 256
 """Values that share one scale. E3M0: 4.03 bits a value."""
@@ -8,24 +12,33 @@ def blocks(n: int) -> int:
     return -(-n // BLOCK)
 
 
-def float32(n: int) -> int:
-    return 4 * n
+@dataclass(frozen=True)
+class Format:
+    """`bits` for each value, and `scale` bytes for each block of values."""
+
+    name: str
+    bits: int
+    scale: int = 0
+
+    def nbytes(self, n: int) -> int:
+        """Exactly the bytes of n values. The planner also asks for fractions of a value."""
+        values = n * (self.bits // 8) if self.bits % 8 == 0 else -(-n * self.bits // 8)
+        return values + self.scale * blocks(n)
 
 
-def bfloat16(n: int) -> int:
-    return 2 * n
+FORMATS: dict[str, Format] = {
+    row.name: row
+    for row in (
+        Format("e3m0", bits=4, scale=1),  # the exponent of a power of two
+        Format("float8", bits=8, scale=1),  # the same
+        Format("int8", bits=8, scale=4),  # fp32
+        Format("bfloat16", bits=16),
+        Format("float32", bits=32),
+    )
+}
 
 
-def int8(n: int) -> int:
-    """One byte a value and an fp32 scale a block."""
-    return n + 4 * blocks(n)
-
-
-def float8(n: int) -> int:
-    """One byte a value and the exponent of a power-of-two scale a block."""
-    return n + blocks(n)
-
-
-def e3m0(n: int) -> int:
-    """Half a byte a value and the exponent of a power-of-two scale a block."""
-    return -(-n // 2) + blocks(n)
+def format_named(name: str) -> Format:
+    if name not in FORMATS:
+        raise ConfigError(f"codec={name!r}: give one of {', '.join(FORMATS)}")
+    return FORMATS[name]

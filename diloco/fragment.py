@@ -122,7 +122,8 @@ def _with_rest(shapes: Shapes, groups: Sequence[Sequence[str]]) -> list[Fragment
 
     At 35M parameters the embedding is 46 % of the model: uncut it alone would set the bandwidth.
     """
-    rest = [name for name in shapes if not any(name in group for group in groups)]
+    grouped = {name for group in groups for name in group}
+    rest = [name for name in shapes if name not in grouped]
     limit = max(sum(math.prod(shapes[name]) for name in group) for group in groups)
     whole = [tuple(Piece(name, 0, _rows(shapes[name])[0]) for name in group) for group in groups]
     return whole + _pieces(rest, cut_below([_rows(shapes[name]) for name in rest], limit))
@@ -147,16 +148,27 @@ def sequential(layers: int, per_fragment: int) -> list[list[int]]:
     return [list(range(i, min(i + per_fragment, layers))) for i in range(0, layers, per_fragment)]
 
 
-def parse(text: str) -> tuple[str, int]:
-    """How fragments are named in flags and recipes.
+def fragmenter(text: str) -> Fragmenter:
+    """The fragmenter that a flag or a recipe names. In `named:`, "," separates the patterns of one fragment and ";"
+    the fragments.
 
-    >>> parse("strided:3")
-    ('strided', 3)
+    >>> fragmenter("strided:3"), fragmenter("named:embed*,head*;layers.*")
+    (Strided(layers=3), Named(groups=(('embed*', 'head*'), ('layers.*',))))
     """
-    kind, _, count = text.partition(":")
-    if kind not in ("strided", "sequential", "balanced") or not count.isdigit() or int(count) < 1:
-        raise ConfigError(f"fragments={text!r}: give strided:N, sequential:N or balanced:N with N of at least 1")
-    return kind, int(count)
+    kind, _, rest = text.partition(":")
+    if kind == "named" and rest:
+        groups = tuple(tuple(filter(None, group.split(","))) for group in rest.split(";"))
+        if all(groups):
+            return Named(groups)
+    if kind not in _BY_NUMBER or not rest.isdecimal() or int(rest) < 1:
+        raise ConfigError(
+            f"fragments={text!r}: give strided:N, sequential:N or balanced:N with N of at least 1, or "
+            'named:PATTERN,PATTERN;PATTERN with ";" between fragments'
+        )
+    return _BY_NUMBER[kind](int(rest))
+
+
+_BY_NUMBER = {"strided": Strided, "sequential": Sequential, "balanced": Balanced}
 
 
 def cut(tensors: Sequence[tuple[int, int]], pieces: int) -> list[list[Rows]]:

@@ -5,30 +5,32 @@ or compilation, whose fused multiply-adds round differently from one kind of CPU
 same bits.
 """
 
-from dataclasses import dataclass
-from typing import Protocol
-
-import torch
-from torch import Tensor
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Protocol
 
 from diloco.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 CHUNK = 1 << 16
 """Values per pass: the intermediate results stay in the cache (2.2 ns a value against 3.7 over the whole tensor)."""
 
 
 class Outer(Protocol):
-    def state(self, n: int) -> Tensor:
+    def state(self, n: int) -> "Tensor":
         """Fresh state for a fragment of n values: flat fp32, possibly empty."""
         ...
 
-    def step(self, anchor: Tensor, delta: Tensor, state: Tensor) -> None:
+    def step(self, anchor: "Tensor", delta: "Tensor", state: "Tensor") -> None:
         """Update anchor and state in place. `delta` (anchor − local, averaged) acts as a gradient."""
         ...
 
 
-def host(n: int) -> Tensor:
+def host(n: int) -> "Tensor":
     """Zeroed fp32 memory on the host, pinned where an accelerator copies from it."""
+    import torch  # here, so that a flag can be checked without it
+
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     pin = accelerator is not None and accelerator.type in ("cuda", "xpu")
     return torch.zeros(n, dtype=torch.float32, device="cpu", pin_memory=pin)
@@ -44,10 +46,10 @@ class Nesterov:
     def __post_init__(self) -> None:
         _check(self.lr, self.momentum)
 
-    def state(self, n: int) -> Tensor:
+    def state(self, n: int) -> "Tensor":
         return host(n)
 
-    def step(self, anchor: Tensor, delta: Tensor, state: Tensor) -> None:
+    def step(self, anchor: "Tensor", delta: "Tensor", state: "Tensor") -> None:
         for theta, d, v in zip(anchor.split(CHUNK), delta.split(CHUNK), state.split(CHUNK), strict=True):
             v.mul_(self.momentum).add_(d)
             update = v * self.momentum
@@ -64,12 +66,33 @@ class SGD:
     def __post_init__(self) -> None:
         _check(self.lr, 0.0)
 
-    def state(self, n: int) -> Tensor:
+    def state(self, n: int) -> "Tensor":
         return host(0)
 
-    def step(self, anchor: Tensor, delta: Tensor, state: Tensor) -> None:
+    def step(self, anchor: "Tensor", delta: "Tensor", state: "Tensor") -> None:
         for theta, d in zip(anchor.split(CHUNK), delta.split(CHUNK), strict=True):
             theta.sub_(d * self.lr)
+
+
+OUTERS: dict[str, type[Nesterov] | type[SGD]] = {"nesterov": Nesterov, "sgd": SGD}
+
+
+def outer_named(text: str) -> Outer:
+    """The outer rule that a flag or a recipe names, with its numbers in order; those left out have their defaults.
+
+    >>> outer_named("nesterov:0.6,0.9"), outer_named("sgd:1")
+    (Nesterov(lr=0.6, momentum=0.9), SGD(lr=1.0))
+    """
+    name, _, rest = text.partition(":")
+    rule, words = OUTERS.get(name), rest.split(",") if rest else []
+    try:
+        numbers = [float(word) for word in words]
+    except ValueError:
+        rule, numbers = None, []
+    if rule is None or len(numbers) > len(fields(rule)):
+        allowed = (f"{n}:{','.join(f.name.upper() for f in fields(r))}" for n, r in OUTERS.items())
+        raise ConfigError(f"outer={text!r}: give {' or '.join(allowed)}, as in nesterov:0.6,0.9")
+    return rule(*numbers)
 
 
 def _check(lr: float, momentum: float) -> None:

@@ -7,14 +7,13 @@ model; rounds run one after another on the communication thread.
 
 from collections.abc import Iterable, Sequence
 
-from diloco import formats as sizes
 from diloco.plan.model import size
 from diloco.plan.simulate import Message, Method
-from diloco.plan.traffic import Bytes, Reduce
+from diloco.plan.traffic import CODECS, Bytes, Reduce
 from diloco.schedule import Schedule, check_overlap
 
 
-def data_parallel(pieces: Sequence[float], nbytes: Bytes = sizes.bfloat16) -> Method:
+def data_parallel(pieces: Sequence[float], nbytes: Bytes = CODECS["bfloat16"]) -> Method:
     """Every layer after every step, by a ring all-reduce of gradients."""
     messages = _descending((layer, values) for layer, values in enumerate(pieces) if values)
     return Method(len(pieces), lambda step: messages, nbytes, period=1, reduce="ring")

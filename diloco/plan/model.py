@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from diloco import fragment as rules
 from diloco.errors import ConfigError
+from diloco.fragment import Fragment, Sequential, Strided, fragmenter
 from diloco.plan.simulate import Message
 from diloco.presets import PRESETS, Shape
 
@@ -27,23 +27,29 @@ class Model:
 
     def fragments(self, text: str) -> list[list[Message]]:
         """The fragments that the library makes of "strided:3", "sequential:3" or "balanced:4", as (layer, values)."""
-        kind, count = rules.parse(text)
-        if kind == "balanced":
-            tensors = [*self.rest[:1], *((round(n), 1) for n in self.layers), *self.rest[1:]]
-            before = len(self.rest[:1])
-            return [
-                [(_layer_of(i - before, len(self.layers)), (b - a) * tensors[i][1]) for i, a, b in cut]
-                for cut in rules.cut(tensors, count)
-            ]
-        if count > len(self.layers):
+        cutter = fragmenter(text)
+        if isinstance(cutter, (Strided, Sequential)) and cutter.layers > len(self.layers):
+            kind = text.partition(":")[0]
             raise ConfigError(
                 f"fragments={text!r} with {len(self.layers)} layers: take {kind}:1 to {kind}:{len(self.layers)}"
             )
-        rule = rules.strided if kind == "strided" else rules.sequential
-        groups = [[(layer, self.layers[layer]) for layer in group] for group in rule(len(self.layers), count)]
-        limit = max(size(group) for group in groups)
-        rest = rules.cut_below(self.rest, int(limit)) if self.rest else []
-        return groups + [[(0, sum((b - a) * self.rest[i][1] for i, a, b in cut))] for cut in rest]
+        layers = {f"layers.{i}": (max(round(n), 1), 1) for i, n in enumerate(self.layers)}
+        rest = [(f"rest.{i}", shape) for i, shape in enumerate(self.rest)]
+        split = cutter.split(dict(rest[:1]) | layers | dict(rest[1:]), [[name] for name in layers])
+        return [self._messages(fragment) for fragment in split]
+
+    def _messages(self, fragment: Fragment) -> list[Message]:
+        """The pieces by layer; what is not a layer is one message, at layer 0."""
+        out: list[Message] = []
+        rest = 0
+        for piece in fragment:
+            kind, number = piece.name.split(".")
+            if kind == "layers":
+                n = self.layers[int(number)]
+                out.append((int(number), (piece.stop - piece.start) * n / max(round(n), 1)))
+            else:
+                rest += (piece.stop - piece.start) * self.rest[int(number)][1]
+        return [(0, rest), *out] if rest else out
 
 
 def size(fragment: Sequence[Message]) -> float:
@@ -70,7 +76,7 @@ def named(name: str) -> Model:
 def as_fragments(text: str, layers: int) -> str:
     """ "8" → "strided:3" for 24 layers: a bare number is the number of fragments."""
     if not text.lstrip("-").isdigit():
-        rules.parse(text)
+        fragmenter(text)
         return text
     count = int(text)
     if not 1 <= count <= layers:
@@ -78,7 +84,3 @@ def as_fragments(text: str, layers: int) -> str:
             f"fragments={text!r} with {layers} layers: take 1 to {layers}, or balanced:N, which also cuts layers"
         )
     return f"strided:{-(-layers // count)}"
-
-
-def _layer_of(tensor: int, layers: int) -> int:
-    return tensor if 0 <= tensor < layers else 0

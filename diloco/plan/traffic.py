@@ -8,7 +8,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from diloco import formats as sizes
+from diloco.formats import FORMATS
 
 Array = NDArray[np.float64]
 Bytes = Callable[[Any], float]
@@ -16,13 +16,7 @@ Bytes = Callable[[Any], float]
 Reduce = Literal["collective", "bucket", "ring"]
 """Who computes the mean: this library's two, and the ring all-reduce of data-parallel."""
 
-CODECS: dict[str, Bytes] = {
-    "e3m0": sizes.e3m0,
-    "float8": sizes.float8,
-    "int8": sizes.int8,
-    "bfloat16": sizes.bfloat16,
-    "float32": sizes.float32,
-}
+CODECS: dict[str, Bytes] = {name: row.nbytes for name, row in FORMATS.items()}
 
 GATHER = 3
 """Up to so many replicas everyone gets all deltas; above, everyone averages a part (reduce/mean.py)."""
@@ -60,8 +54,8 @@ class Link:
 def moved(n: float, nbytes: Bytes, replicas: int, reduce: Reduce = "collective") -> tuple[float, float]:
     """Bytes that a replica sends and receives in a round of n values.
 
-    >>> moved(1000, sizes.bfloat16, 2), moved(1000, sizes.bfloat16, 3), moved(1000, sizes.bfloat16, 4)
-    ((2000, 2000), (4000, 4000), (3000, 3000))
+    >>> [moved(1000, CODECS["bfloat16"], replicas) for replicas in (2, 3, 4)]
+    [(2000, 2000), (4000, 4000), (3000, 3000)]
     """
     others = replicas - 1
     if others == 0 or n == 0:

@@ -2,14 +2,18 @@
 
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
-from diloco import fragment as layers
 from diloco.errors import ConfigError
+from diloco.formats import FORMATS
+from diloco.fragment import fragmenter
 from diloco.schedule import check_overlap
 
 Method = Literal["streaming", "diloco", "dp", "local"]
-CodecName = Literal["e3m0", "float8", "int8", "bfloat16", "float32"]
+if TYPE_CHECKING:
+    CodecName = str
+else:
+    CodecName = Literal[tuple(FORMATS)]
 Sink = Literal["tensorboard", "wandb", "trackio"]
 
 
@@ -53,7 +57,8 @@ class TrainConfig:
     sync_every: int = 100
     """Steps between two syncs of the same fragment (H)."""
     fragments: str = "strided:3"
-    """strided:N or sequential:N (N layers to a fragment), or balanced:N (N fragments of equal size)."""
+    """strided:N or sequential:N (N layers to a fragment), balanced:N (N fragments of equal size), or
+    named:PATTERN,PATTERN;PATTERN (parameters by name, ";" between fragments)."""
     overlap: int = 1
     """Steps between sending a fragment and applying the result (tau)."""
     keep_local: float = 0.0
@@ -124,7 +129,7 @@ class TrainConfig:
                 raise ConfigError(f"{name}={value}: give a positive number")
         if self.steps is not None and self.tokens is not None:
             raise ConfigError(f"steps={self.steps} and tokens={self.tokens}: give one of them, the other follows")
-        layers.parse(self.fragments)
+        fragmenter(self.fragments)
         if self.bucket is not None and self.method not in ("streaming", "diloco"):
             raise ConfigError(f"method={self.method} with a bucket: give streaming or diloco")
 

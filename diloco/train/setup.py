@@ -6,24 +6,15 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from diloco import fragment as layers
-from diloco.codec import E3M0, BFloat16, Codec, Float8, Float32, Int8
+from diloco.codec import Float32, codec_named
 from diloco.diloco import DiLoCo
 from diloco.errors import ConfigError
-from diloco.fragment import Balanced, Fragmenter, Sequential, Strided
+from diloco.fragment import Balanced, fragmenter
 from diloco.outer import Nesterov
 from diloco.reduce import Reduce
 from diloco.reduce.collective import Collective
 from diloco.runs.config import TrainConfig
 from diloco.world import World
-
-CODECS: dict[str, Codec] = {
-    "e3m0": E3M0(),
-    "float8": Float8(),
-    "int8": Int8(),
-    "bfloat16": BFloat16(),
-    "float32": Float32(),
-}
 
 
 def device_for(config: TrainConfig, world: World) -> torch.device:
@@ -106,12 +97,7 @@ def attach(
         fragments=fragmenter(config.fragments) if streaming else Balanced(1),
         overlap=config.overlap if streaming else 0,
         keep_local=config.keep_local if streaming else 0.0,
-        codec=CODECS[config.codec] if streaming else Float32(),
+        codec=codec_named(config.codec) if streaming else Float32(),
         outer=Nesterov(config.outer_lr, config.outer_momentum),
         reduce=reduce,
     )
-
-
-def fragmenter(text: str) -> Fragmenter:
-    kind, count = layers.parse(text)
-    return {"strided": Strided, "sequential": Sequential, "balanced": Balanced}[kind](count)

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.record import machine
-from diloco.codec import Codec
+from diloco.codec import Codec, codec_named
 from diloco.diloco import DiLoCo
+from diloco.formats import FORMATS
+from diloco.fragment import fragmenter
 from diloco.module import find_layers, trainable
 from diloco.outer import Nesterov
 from diloco.reduce import local
@@ -20,7 +22,7 @@ from diloco.train.data.corpus import Corpus, prepare
 from diloco.train.defaults import lr_at
 from diloco.train.evaluate import loss_of
 from diloco.train.model import Decoder
-from diloco.train.setup import CODECS, adamw, fragmenter
+from diloco.train.setup import adamw
 from studies.parity.cell import BATCH, CONTEXT, SHAPES, Cell
 from studies.parity.controls import Zeroing
 from studies.parity.cosines import Cosines
@@ -41,7 +43,7 @@ def train(cell: Cell) -> dict[str, Any]:
     cosines, codec = Cosines(cell.replicas), _codec(cell)
     found = local.run(
         max(cell.replicas, 1), lambda reduce: run(_Loop(cell, text, reduce.replica), reduce, codec, cosines),
-        mean_codec=CODECS[cell.second] if cell.second else None,
+        mean_codec=codec_named(cell.second) if cell.second else None,
     )  # fmt: skip
     mean = torch.stack([each.pop("weights") for each in found]).mean(0)
     average = _Loop(cell, text, 0)
@@ -144,6 +146,6 @@ def _fragments_of(model: torch.nn.Module, cell: Cell) -> list[set[str]]:
 
 
 def _codec(cell: Cell) -> Codec:
-    if cell.codec in CODECS:
-        return CODECS[cell.codec]
+    if cell.codec in FORMATS:
+        return codec_named(cell.codec)
     return Zeroing(torch.Generator().manual_seed(cell.seed))

@@ -7,7 +7,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from diloco import E3M0, BFloat16, Float8, Float32, Int8, codec
+from diloco import E3M0, BFloat16, ConfigError, Float8, Float32, Int8, codec
+from diloco.codec import codec_named
+from diloco.formats import FORMATS
 
 ALL = [Float32(), BFloat16(), Int8(), Float8(), E3M0()]
 # Largest error of a value, relative to it and to the largest of its block. Int8 has 127 equal steps; e4m3 has 3 bits
@@ -97,3 +99,10 @@ def test_e3m0_on_gaussian_data_has_the_stated_error():
     assert (back - x).norm() / x.norm() == pytest.approx(0.19, abs=0.01)
     assert torch.cosine_similarity(back, x, dim=0) == pytest.approx(0.98, abs=0.005)
     assert E3M0().nbytes(len(x)) * 8 / len(x) == pytest.approx(4.03, abs=0.005)
+
+
+def test_each_format_has_one_codec_which_its_name_gives():
+    assert [codec_named(name) for name in FORMATS] == [E3M0(), Float8(), Int8(), BFloat16(), Float32()]
+    assert [FORMATS[name].nbytes(257) for name in FORMATS] == [129 + 2, 257 + 2, 257 + 8, 514, 1028]
+    with pytest.raises(ConfigError, match="codec='fp4': give one of e3m0, float8, int8, bfloat16, float32"):
+        codec_named("fp4")

@@ -158,3 +158,21 @@ def test_scalars_have_one_row():
 def test_what_cannot_be_cut_is_refused_with_the_reason(act, message):
     with pytest.raises(ConfigError, match=message):
         act()
+
+
+@pytest.mark.parametrize(("text", "expected"), [
+    ("strided:3", Strided(3)),
+    ("sequential:2", Sequential(2)),
+    ("balanced:7", Balanced(7)),
+    ("named:embedding.*,head.*;layers.*", Named((("embedding.*", "head.*"), ("layers.*",)))),
+])  # fmt: skip
+def test_a_fragmenter_has_a_name(text, expected):
+    assert rules.fragmenter(text) == expected
+
+
+@pytest.mark.parametrize(
+    "text", ["woven:3", "strided:0", "strided:", "balanced:-1", "balanced:²", "named:", "named:a;"]
+)
+def test_a_wrong_name_of_a_fragmenter_says_what_is_allowed(text):
+    with pytest.raises(ConfigError, match=r"give strided:N, sequential:N or balanced:N .* or named:PATTERN"):
+        rules.fragmenter(text)

@@ -1,10 +1,13 @@
 """The outer rules, against torch.optim.SGD as an oracle with tolerance."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
 from diloco import SGD, ConfigError, Nesterov
-from diloco.outer import CHUNK, host
+from diloco.outer import CHUNK, host, outer_named
 
 RULES = [(Nesterov(0.4, 0.9), 0.4, 0.9), (Nesterov(0.7, 0.0), 0.7, 0.0), (SGD(1.0), 1.0, 0.0), (SGD(0.3), 0.3, 0.0)]
 
@@ -62,3 +65,23 @@ def test_state_is_fp32_on_the_host_and_starts_at_zero():
 def test_impossible_rules_are_refused_with_what_is_allowed(make):
     with pytest.raises(ConfigError, match=r"give a (positive )?number.*(the paper|published runs)"):
         make()
+
+
+def test_an_outer_rule_has_a_name_and_its_numbers_in_order():
+    assert outer_named("nesterov:0.6,0.9") == Nesterov(0.6, 0.9)
+    assert outer_named("nesterov:0.7") == Nesterov(0.7)
+    assert outer_named("sgd:1") == SGD(1.0)
+    assert outer_named("sgd") == SGD()
+
+
+@pytest.mark.parametrize("text", ["adam:1", "nesterov:fast", "sgd:1,2", "nesterov:1,,", ""])
+def test_a_wrong_name_of_an_outer_rule_says_what_is_allowed(text):
+    with pytest.raises(ConfigError, match="give nesterov:LR,MOMENTUM or sgd:LR"):
+        outer_named(text)
+    with pytest.raises(ConfigError, match=r"outer lr=-1\.0: give a positive number"):
+        outer_named("nesterov:-1")
+
+
+def test_naming_an_outer_rule_imports_no_torch():
+    code = "import sys; from diloco.outer import outer_named; outer_named('sgd:1'); print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
