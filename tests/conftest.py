@@ -1,10 +1,12 @@
 """What all tests share: threads, fixtures, which tests are slow, and what the run says at its end."""
 
+import fcntl
 import json
 import os
 import shutil
 import subprocess
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -63,22 +65,37 @@ def copied(finished: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def place(tmp_path_factory):
-    """A folder with a small corpus, and a cache of its own."""
-    folder = tmp_path_factory.mktemp("train")
-    text = Path(os.__file__).read_text() + Path(subprocess.__file__).read_text()
-    (folder / "corpus.txt").write_text("\n\n".join(text.split("\n\n")))
+    """A folder with a small corpus and a cache of its own, the same for all workers of a session."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "train"
+    folder.mkdir(exist_ok=True)
+    with once(folder / "corpus.txt") as missing:
+        if missing:
+            text = Path(os.__file__).read_text() + Path(subprocess.__file__).read_text()
+            (folder / "corpus.txt").write_text("\n\n".join(text.split("\n\n")))
     return folder
 
 
 @pytest.fixture(scope="session")
 def whole(place):
-    """An uninterrupted run of 60 steps, to compare with, from a recipe that the command line overrides."""
-    (place / "recipe.toml").write_text(
-        'data = ["corpus.txt"]\nsteps = 7\nbatch = 4\ncontext = 32\nsync_every = 10\nfragments = "balanced:3"\n'
-        "overlap = 2\neval_every = 1000\neval_tokens = 2048\ncompile = false\n"
-    )
-    words = ["--name", "whole", "--steps", "60", "--save-every", "20", "--json"]
-    code, out, err = run(place, "train", "recipe.toml", *words)
-    assert code == 0, err
-    assert "lr = 0.008: scaling law" in err and "outer_lr = 0.7: best with outer momentum 0.5" in err
-    return json.loads(out)
+    """The summary of an uninterrupted run of 60 steps, made from a recipe that the command line overrides."""
+    with once(place / "whole.json") as missing:
+        if missing:
+            (place / "recipe.toml").write_text(
+                'data = ["corpus.txt"]\nsteps = 7\nbatch = 4\ncontext = 32\nsync_every = 10\n'
+                'fragments = "balanced:3"\noverlap = 2\neval_every = 1000\neval_tokens = 2048\ncompile = false\n'
+            )
+            words = ["--name", "whole", "--steps", "60", "--save-every", "20", "--json"]
+            code, out, err = run(place, "train", "recipe.toml", *words)
+            assert code == 0, err
+            assert "lr = 0.008: scaling law" in err and "outer_lr = 0.7: best with outer momentum 0.5" in err
+            (place / "whole.json").write_text(out)
+    return json.loads((place / "whole.json").read_text())
+
+
+@contextmanager
+def once(path: Path) -> Iterator[bool]:
+    """Whether the file is still missing, while no other worker makes it."""
+    with path.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield not path.exists()

@@ -132,7 +132,7 @@ def train(config: TrainConfig, world: World, folder: Path) -> dict[str, Any]:
         (folder / "derived.txt").write_text(text + "\n")
         log.info(text)
     writer.write(Event("resume" if start else "start", writer.seconds(), start))
-    stop = Stop(dist.distributed_c10d._get_default_store(), world.rank, world.size)
+    stop = Stop(dist.distributed_c10d._get_default_store(), world.rank, world.size).__enter__()
     autocast = torch.autocast(device.type, torch.bfloat16) if device.type != "cpu" else contextlib.nullcontext()
     no_sync = model.no_sync if isinstance(model, DistributedDataParallel) else contextlib.nullcontext
     step, stopped, rounds, said = start, False, stats.rounds, 0.0
@@ -178,7 +178,7 @@ def train(config: TrainConfig, world: World, folder: Path) -> dict[str, Any]:
         if step % config.save_every == 0 and (elastic or step < config.steps):
             save(step)
 
-    stop.close()
+    stop.__exit__(None)
     replica_loss = loss_of(bare, windows, device)
     if diloco and not stopped:
         diloco.finish()

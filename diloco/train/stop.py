@@ -6,13 +6,17 @@ import signal
 import sys
 import threading
 from types import FrameType
+from typing import Self
 
 import torch.distributed as dist
 
 
 class Stop:
-    """Four times a second every process says in the store where it is, and looks whether to stop. Whoever is asked to
-    proposes a step that the furthest one cannot have passed before it learns of it."""
+    """Four times a second every process says in the store where it is, and looks whether to stop. The one that is asked
+    to stop proposes a step that the furthest one cannot have passed before it learns of it.
+
+    Use it as a context: inside, signals ask and a thread looks.
+    """
 
     POLL = 0.25
 
@@ -23,9 +27,23 @@ class Stop:
         self._proposed = False
         self._at: int | None = None
         self._done = threading.Event()
-        self._before = {int(s): signal.signal(s, self._ask) for s in (signal.SIGINT, signal.SIGTERM)}
         self._thread = threading.Thread(target=self._watch, name="stop", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._before = {int(s): signal.signal(s, self._ask) for s in (signal.SIGINT, signal.SIGTERM)}
         self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._done.set()
+        if kind is None:  # after an error the store may be one that never answers
+            self._thread.join()
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def ask(self) -> None:
+        """Stop all replicas soon. Returns at once."""
+        self._asked.add(0)
 
     def after(self, step: int, step_seconds: float) -> bool:
         """Whether to stop after this step."""
@@ -35,11 +53,12 @@ class Stop:
             self._at = int(self._store.compare_set("stop", "", str(self._ahead())))
         return self._at is not None and step >= self._at
 
-    def close(self) -> None:
-        self._done.set()
-        self._thread.join()
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+    def look(self) -> None:
+        """Say where this process is, and see whether another one has proposed a step."""
+        step, seconds = self._now
+        self._store.set(f"at/{self._rank}", f"{step} {seconds}")
+        if self._at is None and self._store.check(["stop"]):
+            self._at = int(self._store.get("stop"))
 
     def _ahead(self) -> int:
         """One poll until the furthest says where it is, one until it learns; as much again for the store."""
@@ -63,9 +82,6 @@ class Stop:
     def _watch(self) -> None:
         while not self._done.wait(self.POLL):
             try:
-                step, seconds = self._now
-                self._store.set(f"at/{self._rank}", f"{step} {seconds}")
-                if self._at is None and self._store.check(["stop"]):
-                    self._at = int(self._store.get("stop"))
+                self.look()
             except RuntimeError:  # the store is gone, and with it the replica that holds it
                 return

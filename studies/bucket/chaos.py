@@ -152,8 +152,12 @@ def chaos(
     seed: int,
     kill_all: bool,
     words: Sequence[str] = (),
+    between: int = 0,
 ) -> dict[str, Any]:
-    """Let them run under so many events, then restart all and let the run end."""
+    """Let them run under this many events, then restart all and let the run end.
+
+    Two events are about `every` seconds apart, and at least `between` closed rounds.
+    """
     chance, crowd, witness = random.Random(seed), Crowd(place, steps, list(words)), Witness(str(place / "bucket"))
     names = [f"m{k}" for k in range(members)]
     happened: dict[str, int] = {}
@@ -163,6 +167,7 @@ def chaos(
             crowd.start(name)
         _until(lambda: len(witness.records) > 0, witness, crowd)
         next_at, all_at = time.monotonic() + every, events // 2 if kill_all else -1
+        next_round = between
         while sum(happened.values()) < events and not _ended(crowd):
             crowd.wake()
             witness.look()
@@ -170,8 +175,9 @@ def chaos(
                 longest = max(longest, time.monotonic() - witness.moved)
             else:
                 witness.moved = time.monotonic()
-            if time.monotonic() >= next_at:
+            if time.monotonic() >= next_at and len(witness.records) >= next_round:
                 next_at = time.monotonic() + chance.uniform(0.5, 1.5) * every
+                next_round = len(witness.records) + between
                 what = "kill all" if sum(happened.values()) == all_at else _act(crowd, chance)
                 if what == "kill all":
                     for name in crowd.living():

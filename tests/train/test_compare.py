@@ -7,7 +7,7 @@ import torch
 
 from diloco.cli.compare import CompareConfig, _finished, plan
 from diloco.errors import ConfigError
-from tests.support.commands import SMALL, run, weights
+from tests.support.commands import SMALL, run, run_here, weights
 
 
 def test_compare_runs_the_methods_at_equal_tokens_and_goes_on_where_it_was_interrupted(place):
@@ -28,11 +28,11 @@ def test_compare_runs_the_methods_at_equal_tokens_and_goes_on_where_it_was_inter
         equal = all(torch.equal(one[key], two[key]) for key in one if key.startswith("/model/"))
         assert equal == (method != "local")
     before = (place / "runs/compared/dp-seed0/summary.json").stat().st_mtime
-    code, out, err = run(place, *words)
+    code, out, err = run_here(place, *words)
     assert code == 0, err
     assert "%" in out and "report.html" in out
     assert (place / "runs/compared/dp-seed0/summary.json").stat().st_mtime == before
-    code, _, err = run(place, *words, "--lr", "0.1")
+    code, _, err = run_here(place, *words, "--lr", "0.1")
     assert code == 2 and "compared/dp-seed0 was run with lr 0.008, not 0.1: give another --name" in err
 
 

@@ -4,7 +4,6 @@ import json
 import os
 import re
 import signal
-import time
 
 from torch import nn
 
@@ -14,31 +13,30 @@ from diloco.train.data.corpus import prepare
 from diloco.train.elastic import Elastic
 from diloco.world import World
 from studies.bucket.chaos import chaos
-from tests.support.commands import SMALL, lines, run, start
+from tests.support.commands import (
+    Command,
+    ended,
+    lines,
+    main,
+    run_here,
+    start,
+    start_ranks,
+    training,
+    wait_for,
+    wait_for_text,
+)
 
 
-def member(place, name, *words, steps=200, bucket="bucket"):
-    return start(place, "train", *SMALL, "--data", "corpus.txt", "--bucket", bucket, "--member", name, "--name",
-                 f"{bucket}-{name}", "--steps", steps, "--save-every", 10, *words)  # fmt: skip
-
-
-def ended(process):
-    out, err = process.communicate(timeout=110)
-    return process.returncode, out, err
-
-
-def wait_for(path, text="", seconds=60):
-    deadline = time.monotonic() + seconds
-    while not path.exists() or text.encode() not in path.read_bytes():
-        assert time.monotonic() < deadline, f"{path} does not come"
-        time.sleep(0.05)
+def member(place, name, *words, steps=100, bucket="bucket"):
+    own = ["--bucket", bucket, "--member", name, "--steps", steps, "--save-every", 10]
+    return start(place, *training(f"{bucket}-{name}", *own, *words))
 
 
 def test_one_command_begins_a_run_and_joins_it_and_it_ends_for_all(place):
-    a = member(place, "a")
-    wait_for(place / "bucket/run.json")
-    b = member(place, "b", "--lr", "0.1")  # what the run has settled is taken from the bucket
-    code, _, err = ended(member(place, "a"))
+    a = member(place, "a", "--quorum", 2)  # so that it cannot end before the other one is there
+    wait_for((place / "bucket/run.json").exists, a)
+    b = member(place, "b", "--quorum", 2, "--lr", "0.1")  # what the run has settled is taken from the bucket
+    code, _, err = run_here(place, *training("bucket-a", "--bucket", "bucket", "--member", "a"))
     assert code == 2 and "member 'a' trains here already" in err and "another --member" in err
     results = [ended(process) for process in (a, b)]
     assert [code for code, _, _ in results] == [0, 0], results
@@ -47,31 +45,40 @@ def test_one_command_begins_a_run_and_joins_it_and_it_ends_for_all(place):
     assert "lr: the run has" in results[1][2]
     last = [[line for line in lines(place, f"bucket-{name}") if "eval/loss" in line][-1] for name in "ab"]
     assert last[0]["eval/loss"] == last[1]["eval/loss"]  # the anchors are the same
-    code, out, _ = run(place, "watch", "bucket", "--once")
+    code, out, _ = run_here(place, "watch", "bucket", "--once")
     assert code == 0 and "left" in out and " a " in out and " b " in out
-    assert re.search(r"a +left +20–20", out)  # 200 steps of 10
+    assert re.search(r"a +left +10–10", out)  # 100 steps of 10
     late = member(place, "c", "--json")
     code, out, err = ended(late)
-    assert code == 0 and "it has ended, after 20 rounds" in err, err
+    assert code == 0 and "it has ended, after 10 rounds" in err, err
     assert json.loads(out)["steps"] == 0 and json.loads(out)["eval/loss"] == last[0]["eval/loss"]
-    code, _, err = run(place, "export", "runs/bucket-c", "--to", "of-a-late-one")
+    code, _, err = run_here(place, "export", "runs/bucket-c", "--to", "of-a-late-one")
     assert code == 0, err
 
 
 def test_a_member_leaves_returns_with_its_checkpoint_and_a_killed_one_stops_nobody(place):
-    a, b = (member(place, name, bucket="second", steps=500) for name in "ab")
-    wait_for(place / "runs/second-a/replica-0/events.jsonl", '"save"')
-    wait_for(place / "runs/second-b/replica-0/events.jsonl", '"round"')
+    a, b = (member(place, name, bucket="second", steps=1_000_000) for name in "ab")
+    events = place / "runs/second-a/replica-0/events.jsonl"
+    wait_for_text(events, '"save"', a)
+    wait_for_text(place / "runs/second-b/replica-0/events.jsonl", '"round"', b)
     a.send_signal(signal.SIGINT)
     code, _, err = ended(a)
     assert code == 130, err
     b.kill()
-    b.communicate()
+    b.wait()
+    before = lines(place, "second-a", kind="events")
     a = member(place, "a", bucket="second")
-    wait_for(place / "runs/second-a/replica-0/events.jsonl", '"resume"')
+
+    def rounds_after_the_return():
+        found = [event["event"] for event in lines(place, "second-a", kind="events")]
+        return found[found.index("resume") :].count("round") if "resume" in found else 0
+
+    wait_for(lambda: rounds_after_the_return() > 6, a)  # with the other one dead
+    a.send_signal(signal.SIGINT)
     code, _, err = ended(a)
-    assert code == 0, err
-    assert "joined run" in err
+    assert code == 130 and "joined run" in err, err
+    (stopped,) = [event["step"] for event in before if event["event"] == "stop"]
+    assert [e["step"] for e in lines(place, "second-a", kind="events") if e["event"] == "resume"] == [stopped]
 
 
 def first_windows(tmp_path, folder, start=0, position=0):
@@ -100,13 +107,12 @@ def test_one_that_returns_with_nothing_sees_other_windows_and_one_that_resumes_g
 
 
 def test_the_ranks_of_a_member_are_started_by_torchrun(place):
-    words = ["--standalone", "--nproc-per-node", 2, "-m", "diloco", "train", *SMALL, "--data", "corpus.txt", "--shards",
-             2, "--bucket", "sharded", "--member", "a", "--name", "sharded-a", "--steps", 20]  # fmt: skip
-    code, _, err = ended(start(place, *words, tool=("-m", "torch.distributed.run")))
-    assert code == 0, err
-    assert re.search(r"created run \w+, as a", err)
+    words = training("sharded-a", "--shards", 2, "--bucket", "sharded", "--member", "a", "--steps", 20)
+    results = [ended(process) for process in start_ranks(place, 2, *words)]
+    assert [code for code, _, _ in results] == [0, 0], results
+    assert re.search(r"created run \w+, as a", results[0][2])
     assert (place / "sharded/shard-0/run.json").exists() and (place / "sharded/shard-1/run.json").exists()
-    code, out, _ = run(place, "watch", "sharded", "--once")
+    code, out, _ = run_here(place, "watch", "sharded", "--once")
     assert code == 0 and " a " in out
 
 
@@ -119,13 +125,18 @@ def test_wrong_use_is_one_line(place):
         (["--bucket", "b", "--key-file", "missing"], "No such file"),
         (["--bucket", "b", "--shards", "2"], "torchrun --nproc-per-node 2"),
     ):
-        code, _, err = run(place, "train", *SMALL, "--data", "corpus.txt", "--name", "wrong", "--steps", 10, *words)
+        code, _, err = run_here(place, *training("wrong", "--steps", 10, *words))
         assert code == 2 and text in err and "Traceback" not in err, err
 
 
-def test_chaos_in_short(tmp_path):
-    found = chaos(tmp_path, 3, events=4, steps=150, every=2.0, seed=1, kill_all=True, words=["--eval-tokens", "2048"])
-    assert sum(found["events"].values()) >= 3
+def test_chaos_in_short(place, tmp_path, monkeypatch):
+    def popen(words, **_):
+        return Command(tmp_path, main, words[3:])  # what comes after `python -m diloco`
+
+    monkeypatch.setattr("studies.bucket.chaos.subprocess.Popen", popen)
+    words = ["--eval-tokens", "2048", "--data", str(place / "corpus.txt")]
+    found = chaos(tmp_path, 3, events=4, steps=150, every=0.0, between=6, seed=1, kill_all=True, words=words)
+    assert sum(found["events"].values()) == 4
     assert found["records changed or lost"] == 0
     assert found["states with several fingerprints"] == 0 and found["states compared"] > 15
     assert found["rounds"] == 3 * 15

@@ -1,42 +1,42 @@
 """Processes that wait for others say so, and in the end who is missing."""
 
 import os
-import subprocess
 import sys
 
 import pytest
+import torch.distributed as dist
 
-from tests.support.s3 import free_port
-
-CODE = """
-import sys
+from diloco import rendezvous
 from diloco.errors import PeerLost
 from diloco.world import own_world
-from diloco.rendezvous import meet
-try:
-    meet(own_world(1, None), patience=5)
-except PeerLost as error:
-    sys.exit(f"lost: {error}")
-"""
+from tests.support.commands import Command, ended
+from tests.support.s3 import free_port
 
 
-def come(rank, port):
-    environment = os.environ | {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1",
-                                "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}  # fmt: skip
-    return subprocess.Popen([sys.executable, "-c", CODE], env=environment, stderr=subprocess.PIPE, text=True)
+def meet(rank, port, patience):
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1",
+                   "MASTER_PORT": str(port)}  # fmt: skip
+    if patience < rendezvous.QUIET:
+        rendezvous.QUIET = 0.0  # as if the time had passed after which a process says what it waits for
+    try:
+        rendezvous.meet(own_world(1, None), patience=patience)
+    except PeerLost as error:
+        sys.stderr.write(f"lost: {error}\n")
+        return 1
+    dist.barrier()  # the first holds the store: it must not end before the other one is connected
+    return 0
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_one_that_comes_alone_says_what_it_waits_for_and_ends_with_the_reason(rank):
+def test_one_that_comes_alone_says_what_it_waits_for_and_ends_with_the_reason(tmp_path, rank):
     port = free_port()
-    process = come(rank, port)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 1
+    code, _, err = ended(Command(tmp_path, meet, rank, port, 2.0))
+    assert code == 1
     assert f"waiting for 2 processes to come to 127.0.0.1:{port}\n" in err
-    assert f"lost: 2 processes did not meet at 127.0.0.1:{port} within 5 s: start all of them" in err.splitlines()[-1]
+    assert f"lost: 2 processes did not meet at 127.0.0.1:{port} within 2 s: start all of them" in err.splitlines()[-1]
 
 
-def test_two_meet_without_a_word():
+def test_two_meet_without_a_word(tmp_path):
     port = free_port()
-    processes = [come(rank, port) for rank in (0, 1)]
-    assert [process.communicate(timeout=60) and process.returncode for process in processes] == [0, 0]
+    pair = [Command(tmp_path, meet, rank, port, 600.0) for rank in (0, 1)]
+    assert [ended(process) for process in pair] == [(0, "", "")] * 2

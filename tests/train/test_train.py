@@ -1,4 +1,4 @@
-"""`diloco train` as it is used and misused: real commands, real processes, what they leave and what they refuse."""
+"""`diloco train` as it is used and misused: real processes, what they leave and what they refuse."""
 
 import json
 
@@ -6,7 +6,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.support.commands import SMALL, check_anchors, check_same, lines, losses, run, weights
+from tests.support.commands import (
+    check_anchors,
+    check_same,
+    lines,
+    losses,
+    run,
+    run_here,
+    run_program,
+    training,
+    weights,
+)
 
 
 def test_a_run_leaves_a_summary_metrics_events_checkpoints_and_a_report(place, whole):
@@ -27,9 +37,9 @@ def test_a_run_leaves_a_summary_metrics_events_checkpoints_and_a_report(place, w
 
 
 def test_torchrun_starts_the_same_trainer(place, whole):
-    code, out, err = run(place, "--nproc_per_node", "2", "--standalone", "-m", "diloco", "train", *SMALL, "--data",
-                       "corpus.txt", "--name", "torchrun", "--steps", "60", "--save-every", "20",
-                       tool=("-m", "torch.distributed.run"))  # fmt: skip
+    words = training("torchrun", "--steps", "60", "--save-every", "20")
+    code, out, err = run_program(place, "--nproc_per_node", "2", "--standalone", "-m", "diloco", *words,
+                                 tool=("-m", "torch.distributed.run"))  # fmt: skip
     assert code == 0, err
     assert "loss of the anchors" in out and "report.html" in out
     check_same(place, "torchrun")
@@ -46,7 +56,7 @@ def test_torchrun_starts_the_same_trainer(place, whole):
     (["no-such.toml"], "there is no recipe no-such.toml"),
 ])  # fmt: skip
 def test_wrong_input_is_one_line_with_the_remedy_before_anything_starts(place, words, message):
-    code, out, err = run(place, "train", *words)
+    code, out, err = run_here(place, "train", *words)
     assert code == 2
     assert out == ""
     assert message in err and "Traceback" not in err
@@ -58,13 +68,13 @@ def test_wrong_input_is_one_line_with_the_remedy_before_anything_starts(place, w
     (["--data", "corpus.txt", "--batch", "3"], "batch=3: give a multiple of"),
     (["--data", "corpus.txt", "--model", "35m", "--name", "whole", "--resume"], "does not fit this run"),
 ])  # fmt: skip
-def test_what_only_the_replicas_can_find_is_one_line_too(place, whole, words, message):
+def test_what_only_the_replicas_can_find_is_one_line_too(place, whole, tmp_path, words, message):
     (place / "short.txt").write_text("short")
-    words = [*words, *([] if "--name" in words else ["--out", "wrong"]), "--steps", "61"]
+    words = [*words, *([] if "--name" in words else ["--out", tmp_path]), "--steps", "61"]
     code, _, err = run(place, "train", *words)
     assert code == 2, err
     assert message in err.splitlines()[-1] and "Traceback" not in err
-    assert not (place / "wrong").exists() or not list((place / "wrong").iterdir())  # nothing is left behind
+    assert not list(tmp_path.iterdir())  # nothing is left behind
 
 
 def test_a_recipe_is_stored_flags_and_a_typo_in_it_gets_a_suggestion_as_on_the_line(place, whole):
@@ -75,30 +85,30 @@ def test_a_recipe_is_stored_flags_and_a_typo_in_it_gets_a_suggestion_as_on_the_l
         (["typo.toml"], "typo.toml: there is no setting sync_evry; did you mean sync_every?"),
         (["--sync-evry", "7"], "--sync-every"),
     ):
-        code, _, err = run(place, "train", *words)
+        code, _, err = run_here(place, "train", *words)
         assert code == 2
         assert message in err
 
 
 def test_report_and_export_read_a_finished_run(place, whole):
-    code, out, err = run(place, "report", "runs/whole")
+    code, out, err = run_here(place, "report", "runs/whole")
     assert code == 0 and "loss of the anchors" in out, err
-    code, out, err = run(place, "report", "runs/whole", "--json")
+    code, out, err = run_here(place, "report", "runs/whole", "--json")
     assert json.loads(out)[0]["steps"] == 60, err
-    code, out, err = run(place, "export", "runs/whole", "--to", "exported")
+    code, out, err = run_here(place, "export", "runs/whole", "--to", "exported")
     assert code == 0, err
     exported = load_file(place / "exported/model.safetensors")
     saved = weights(place, "whole", 60)
     assert all(torch.equal(value, saved[f"/model/{name}"]) for name, value in exported.items())
-    code, _, err = run(place, "export", "runs/absent", "--to", "elsewhere")
+    code, _, err = run_here(place, "export", "runs/absent", "--to", "elsewhere")
     assert code == 2 and "holds no run" in err
-    code, _, err = run(place, "export", "runs/whole", "--to", "exported")
+    code, _, err = run_here(place, "export", "runs/whole", "--to", "exported")
     assert code == 2 and "holds a model already" in err
-    code, _, err = run(place, "report")
+    code, _, err = run_here(place, "report")
     assert code == 2 and "which run?" in err
 
 
 def test_export_of_a_step_on_the_way_is_the_anchors_not_the_replica(place, whole):
-    code, _, err = run(place, "export", "runs/whole", "--to", "half", "--step", "40")
+    code, _, err = run_here(place, "export", "runs/whole", "--to", "half", "--step", "40")
     assert code == 0, err
     check_anchors(place, "half", weights(place, "whole", 40))
