@@ -1,8 +1,8 @@
-"""Reduce through a folder or an object store: members come and go, no server of ours runs anywhere.
+"""Reduce through a folder or an object store: members come and go, and no server has to run.
 
-One thread for each fragment and one for the members do all that touches the store. The training thread asks them under
-one lock, which is never held while the store is used or numbers are crunched; it waits only to join, to finish, and in
-strict pace.
+One thread for each fragment and one for the members do everything that touches the store. The training thread asks them
+under one lock, which is never held during store operations or heavy computation. It waits only to join, to finish, and
+in strict pace.
 """
 
 import contextlib
@@ -20,11 +20,13 @@ import torch
 from diloco.bucket.members import check_name, register
 from diloco.bucket.protocol import FragmentProtocol
 from diloco.bucket.run import UNSHARDED, Run, backend_of_shard, contract_of, find_or_create, starting_state
-from diloco.bucket.session import MemberOptions, Pace, Session
+from diloco.bucket.session import Session
 from diloco.bucket.snapshots import Snapshots
+from diloco.bucket.store.backend import Backend, Failure, open_store, probe
 from diloco.bucket.store.envelope import Envelope
 from diloco.bucket.store.operations import Task, Write, together
-from diloco.bucket.store.store import Backend, Closed, Failure, Store, open_store, probe
+from diloco.bucket.store.store import Closed, Store
+from diloco.bucket.timing import MemberOptions, Pace, Timing
 from diloco.codec import Codec
 from diloco.errors import ConfigError, DiLoCoError
 from diloco.reduce import Contract, Delta, Dropped, Jump, Round, State
@@ -34,19 +36,23 @@ PATIENCE = 60.0
 
 
 class Bucket:
-    """The mean over whoever meets in a bucket.
+    """Averages over the members that meet in a bucket.
 
     Args:
-        url: a folder, or s3://, gs://, az:// (credentials as usual for each, from the environment).
-        name: of this member, the same when it returns. Two processes under one name: the older one stops.
-        key: if given, all objects are signed with it, and those that are not are ignored.
-        join_only: refuse to begin a new run.
+        url: a folder, or s3://, gs://, az:// (credentials are taken from the environment, as usual for each store).
+        name: name of this member. Keep it when the member returns. If two processes use one name, the older one stops.
+        key: if given, all objects are signed with it, and objects that are not are ignored.
+        join_only: refuse to create a new run.
         pace: "decoupled" never waits for the others; "strict" waits for all members in every round.
         quorum: the fewest members of a round.
-        grace: seconds that a round waits for members that are expected, after its first delta. Default: by step time.
-        rounds: index at which every fragment ends; by default never.
+        grace: seconds that a round waits for expected members after its first delta. Default: from step and upload
+            times.
+        rounds: index at which every fragment ends. Default: never.
         max_work: the most work (tokens, or steps) that counts for one delta.
-        note: JSON values that later members find with the run, if this one begins it.
+        note: JSON values that later members find with the run, if this member creates it.
+        heartbeat: seconds between two signs of life. A member is dead after five without one (at least 10 s).
+        poll: seconds between two looks at an open round. Default: the step time, from 0.2 to 5.
+        backend: used instead of the one that the URL names.
     """
 
     def __init__(
@@ -67,8 +73,8 @@ class Bucket:
         backend: Backend | None = None,
     ) -> None:
         if pace not in ("decoupled", "strict") or quorum < 1 or (grace is not None and not 0 <= grace < float("inf")):
-            raise ConfigError(f"pace={pace!r}, quorum={quorum}, grace={grace}: give 'decoupled' or 'strict', a quorum "
-                              "of at least 1, and a grace of 0 seconds or more")  # fmt: skip
+            raise ConfigError(f"pace={pace!r}, quorum={quorum}, grace={grace}: give the pace 'decoupled' or 'strict', "
+                              "a quorum of at least 1, and a grace of 0 seconds or more")  # fmt: skip
         self.url, self.name = url, check_name(name)
         self._key, self._join_only, self._rounds, self._max_work = key, join_only, rounds, max_work
         self._note = dict(note)
@@ -82,14 +88,13 @@ class Bucket:
         self._error: BaseException | None = None
         self._entering = self._finishing = self._last_sent = False
         self._trained: set[int] = set()  # fragments with rounds of their own, unlike buffers
-        self._stepped: float | None = None
         self._clock = time.monotonic
         self.session: Session | None = None
         self.run: Run | None = None
 
     def join(self, contract: Contract, states: Sequence[State], codecs: Sequence[Codec]) -> list[State]:
         self._end_threads()
-        probe(self._root)  # first: it says at once what operations that are repeated would wait for
+        probe(self._root)  # Probe first: it fails at once, where a retried operation would hang.
         self._backend = backend_of_shard(
             str(contract.get("shard", UNSHARDED)), self._root, self.url, self._options.strict
         )
@@ -99,7 +104,7 @@ class Bucket:
         return entered
 
     def joining(self, contract: Contract, states: Sequence[State], codecs: Sequence[Codec]) -> Task[list[State]]:
-        """All of `join` that others may see, as a task."""
+        """The part of `join` that uses the store, as a task."""
         agreed = contract_of(contract, self._rounds, self._max_work)
         proposal = Run(secrets.token_hex(8), agreed, (), self._note, created=True)
         self.run = yield from find_or_create(proposal, self._key, states, self._join_only)
@@ -107,8 +112,8 @@ class Bucket:
         mine = yield from register(envelope, self.name, float(secrets.randbits(48)))
         sync_every = contract.get("sync_every")
         assert isinstance(sync_every, int)
-        session = Session(envelope, mine, self._options, sync_every, self._rounds, self._max_work, self._clock)
-        self.session = session
+        timing = Timing(self._options, sync_every, self._clock)
+        self.session = session = Session(envelope, mine, timing, self._rounds, self._max_work)
         self._protocols = [
             FragmentProtocol(
                 f, len(state.anchor), codec, Snapshots(envelope, f, state, initial, session.reject), session
@@ -126,8 +131,8 @@ class Bucket:
             self._check()
             self._entering = False
             self._trained.add(fragment)
-            if fragment == 0:
-                self._time_step()
+            if fragment == 0 and self.session is not None:
+                self.session.timing.stepped()
             return self._protocols[fragment].due(steps, slot)
 
     def send(self, fragment: int, index: int, delta: Callable[[], Delta]) -> None:
@@ -144,12 +149,16 @@ class Bucket:
                 self._check()
                 outcome = protocol.take(index)
                 if outcome is not None or not self._must_wait(protocol):
-                    self._wake(fragment)  # there is room for the next
-                    return outcome
+                    break
                 if self._finishing and time.monotonic() - began > self._options.ttl + PATIENCE:
                     protocol.give_up()
                     return Dropped()
                 self._lock.wait(1.0)
+            if outcome is None and self._options.strict and protocol.expects_outcome:
+                for other in self._crossing_calls(protocol):
+                    other.answer_call = True  # it is sent at the next step
+            self._wake(fragment)  # there is room for the next outcome
+            return outcome
 
     def applied(self, fragment: int, state: State) -> None:
         with self._lock:
@@ -162,7 +171,7 @@ class Bucket:
             self._finishing = True
 
     def leave(self) -> None:
-        """Tell the others, unless the store does not answer: then they find out by themselves."""
+        """Tell the others. If the store does not answer, they find out by themselves."""
         if self.session is None or not self._threads:
             return
         self._end_threads()
@@ -182,11 +191,12 @@ class Bucket:
 
     @property
     def traffic(self) -> dict[str, int]:
-        """All that went through the store since joining, in bytes, and the number of requests."""
+        """Bytes that went through the store since joining, and the number of requests."""
         return {"sent": self._store.sent, "received": self._store.received, "requests": self._store.requests}
 
     def publish(self, **values: float) -> None:
-        """Numbers for those who watch: loss, steps, … What is inf or nan is not told; others refuse more than 1e30."""
+        """Numbers for whoever watches: loss, steps, … Values that are inf or nan are left out, and others are limited
+        to ±1e30, because members refuse larger ones."""
         if self.session is None:
             return
         with self._lock:
@@ -196,42 +206,32 @@ class Bucket:
 
     def events(self) -> list[dict[str, Any]]:
         """What happened since the last call: members, jumps, snapshots, objects that were not used and why."""
-        return self.session.drain() if self.session else []
+        return self.session.drain_events() if self.session else []
 
     def ticks(self) -> list[Callable[[], Task[None]]]:
-        """What the background does again and again: first for the members, then for each fragment."""
+        """What the background repeats: one task for the members, then one for each fragment."""
         assert self.session is not None
         return [self.session.tick, *(protocol.tick for protocol in self._protocols)]
 
     def _must_wait(self, protocol: FragmentProtocol) -> bool:
         if self._entering and not protocol.caught_up:
             return True
-        if not protocol.outbox.under_way or protocol.given_up:
+        if not protocol.expects_outcome:
             return False
         if not self._options.strict:
             return self._finishing
-        return self._last_sent or not self._waited_for_crosswise(protocol)
+        return self._last_sent or not self._crossing_calls(protocol)
 
-    def _waited_for_crosswise(self, protocol: FragmentProtocol) -> bool:
-        """Whether others wait for another fragment of ours, while we wait for this one of theirs: it is to be sent at
-        the next step. Members that came off phase would else wait for ever; those in phase never call before the round
-        that is waited for is closed, so a look since the call finds it closed."""
+    def _crossing_calls(self, protocol: FragmentProtocol) -> list[FragmentProtocol]:
+        """Fragments of ours that others wait for, while we wait for this one of theirs: members that joined out of
+        phase would wait forever. Members in phase never call for another fragment before the round that is waited for
+        is closed; so if a look since the call found it open, they are out of phase."""
         others = [self._protocols[f] for f in self._trained if self._protocols[f] is not protocol]
-        called = [other for other in others if other.called_since < protocol.open_at]
-        for other in called:
-            other.answer_call = True
-        return bool(called)
+        return [other for other in others if other.called_since < protocol.open_at]
 
     def _check(self) -> None:
         if self._error is not None:
             raise self._error
-
-    def _time_step(self) -> None:
-        assert self.session is not None
-        now = self._clock()
-        if self._stepped is not None:
-            self.session.steps.append(now - self._stepped)
-        self._stepped = now
 
     def _wake(self, fragment: int) -> None:
         if self._wakes:
@@ -241,8 +241,8 @@ class Bucket:
         session, ticks = self.session, self.ticks()
         assert session is not None
         self._wakes = [threading.Event() for _ in ticks]
-        pauses = [lambda: self._options.heartbeat, *[lambda: session.poll] * (len(ticks) - 1)]
-        # torch keeps the number of threads per thread, but new threads inherit what was set last.
+        pauses = [lambda: self._options.heartbeat, *[lambda: session.timing.poll] * (len(ticks) - 1)]
+        # Each thread has its own number of torch threads, but a new thread inherits the number that was set last.
         threads, ready = torch.get_num_threads(), threading.Barrier(len(ticks) + 1)
         self._threads = [
             threading.Thread(target=self._attend, args=(ready, self._store, *each), name="bucket", daemon=True)
@@ -262,7 +262,7 @@ class Bucket:
         pause: Callable[[], float],
     ) -> None:
         torch.set_num_threads(1)  # the cores belong to training
-        torch.get_num_threads()  # holds it: what is set elsewhere before a thread first asks would be its number
+        torch.get_num_threads()  # Reading the value pins it for this thread.
         ready.wait()
         try:
             while not store.closing.is_set():

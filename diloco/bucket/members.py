@@ -1,4 +1,5 @@
-"""Members: who takes part, as each of them sees it. Alive is whose counter is seen to change, by one's own clock."""
+"""Who takes part, as one member sees it. A member is alive while its counter keeps changing, judged by the local
+clock."""
 
 import re
 from collections.abc import Callable, Iterable
@@ -19,7 +20,7 @@ class Superseded(DiLoCoError):
 
 @dataclass(frozen=True)
 class Member:
-    """What a member says of itself."""
+    """What a member says about itself."""
 
     name: str
     incarnation: int
@@ -56,14 +57,14 @@ def read_member(found: Opened) -> Member:
     """Raises Invalid."""
     said = found.header.get("member")
     if not isinstance(said, dict) or set(said) != _KEYS:
-        raise Invalid("it does not say what a member says")
+        raise Invalid("its fields are not those of a member")
     held, wants, published = said["held"], said["wants"], said[_PUBLISHED]
     if not isinstance(held, list) or not isinstance(wants, list) or not isinstance(published, dict):
-        raise Invalid("its lists are no lists")
+        raise Invalid("held and wants are not lists, or what it publishes is not an object")
     if any(not isinstance(w, list) or len(w) != 2 for w in wants):
-        raise Invalid("what it wants is not a list of pairs")
+        raise Invalid("wants is not a list of pairs")
     if not isinstance(said["joining"], bool) or not isinstance(said["left"], bool):
-        raise Invalid("joining and left are not true or false")
+        raise Invalid("joining and left are not booleans")
     member = Member(
         name=str(said["name"]),
         incarnation=integer(said["incarnation"], "incarnation", 0, 999_999),
@@ -76,7 +77,7 @@ def read_member(found: Opened) -> Member:
         published={str(key): number(value, str(key), -1e30, 1e30) for key, value in published.items()},
     )
     if found.name != member.object_name:
-        raise Invalid("it is not the member that its name says")
+        raise Invalid("it is another member than its name says")
     return member
 
 
@@ -87,16 +88,16 @@ class _Sight:
 
 
 class Members:
-    """Who is there and whom to wait for."""
+    """Which other members are there, and which of them rounds wait for."""
 
     def __init__(self, me: str, ttl: float) -> None:
         self.me, self.ttl = me, ttl
         self._seen: dict[str, _Sight] = {}
         self._expected: set[str] | None = None  # None: no closed round was seen yet
-        self.stranger = False  # somebody has delivered who was not seen yet
+        self.stranger = False  # a member has delivered that was not seen yet
 
     def saw(self, members: Iterable[Member], now: float) -> list[Member]:
-        """Take in one look at all others. Returns those that are new."""
+        """All others were read. Returns those that are new."""
         new = []
         for member in members:
             known = self._seen.get(member.name)
@@ -111,7 +112,7 @@ class Members:
         return new
 
     def alive(self, now: float) -> dict[str, Member]:
-        """All others that live. First sight counts for one ttl; who has left is dead at once."""
+        """All other living members. First sight counts for one ttl; a member that has left is dead at once."""
         return {
             name: sight.member
             for name, sight in self._seen.items()
@@ -119,7 +120,7 @@ class Members:
         }
 
     def closed(self, names: Iterable[str]) -> None:
-        """A round was closed with these: who is not among them is not waited for until it delivers again."""
+        """A round was closed with these members: the others are not waited for until they deliver again."""
         self._expected = set(names)
 
     def delivered(self, name: str) -> None:
@@ -131,8 +132,8 @@ class Members:
             self._expected.add(name)
 
     def awaited(self, now: float, everyone: bool) -> dict[str, Member]:
-        """Others whose deltas a round waits for: all that live; or of these who was in the last closed round, or has
-        delivered or joined since, so that one that is dead or slow costs grace once, not once a round."""
+        """The members whose deltas a round waits for: all that live; or, of these, those that were in the last closed
+        round or have delivered or joined since. So a dead or slow member costs the grace once, not in every round."""
         living = {name: m for name, m in self.alive(now).items() if not m.joining}
         expected = living if everyone or self._expected is None else self._expected
         return {name: m for name, m in living.items() if name in expected}
@@ -144,7 +145,7 @@ class Members:
 
 
 def read_members(envelope: Envelope, reject: Callable[[str, Invalid], None]) -> Task[list[Member]]:
-    """The newest life of every member."""
+    """The newest incarnation of every member."""
     names = yield List(PREFIX_OF_ALL)
     newest: dict[str, str] = {}
     for path in sorted(names):
@@ -164,7 +165,8 @@ def read_members(envelope: Envelope, reject: Callable[[str, Invalid], None]) -> 
 
 
 def register(envelope: Envelope, name: str, nonce: float) -> Task[Member]:
-    """Begin a new life under a name: the first number that nobody has taken. `nonce` tells one's own from another's."""
+    """Begin a new incarnation of a name: the first number that is free. `nonce` tells the own entry from that of
+    another process."""
     names: dict[str, Any] = yield List(f"{PREFIX_OF_ALL}{name}/")
     taken = [int(path[-6:]) for path in names if re.fullmatch(r"\d{6}", path[-6:])]
     incarnation = max(taken, default=-1) + 1

@@ -1,86 +1,142 @@
-"""What a member offers for a fragment's next round: when it is due, and what has become of it."""
+"""The own delta for a fragment's next round: when it is due, how it gets into the store, and what becomes of it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from diloco.bucket.round_store import RoundStore
-from diloco.bucket.rounds import Contribution
-from diloco.bucket.store.envelope import Sealed
+import torch
+
+from diloco.bucket.rounds import Contribution, Record, delta_fields, delta_name, norm_of
+from diloco.bucket.session import Session
+from diloco.bucket.store.envelope import Sealed, put
 from diloco.bucket.store.operations import Task, Work
+from diloco.codec import Codec, pack
 from diloco.reduce import Delta
 
 
 @dataclass(frozen=True)
-class _Outgoing:
+class Delivered:
+    """The store has the delta, and its round is still open."""
+
+    name: str
+    delta: Contribution
+
+
+@dataclass(frozen=True)
+class Spoiled:
+    """The delta holds inf or nan and is not sent."""
+
+
+@dataclass(frozen=True)
+class Abandoned:
+    """The delta was replaced by a newer one, or its round is over."""
+
+
+@dataclass(frozen=True)
+class Fate:
+    """What became of the own deltas for a round, now that it is closed."""
+
+    sent: int  # bytes
+    seconds: float  # since the last one was taken
+    tried: bool  # at least one was encoded
+    counted: Contribution | None  # the one that the record names
+
+
+@dataclass(frozen=True)
+class _Waiting:
     index: int
     delta: Callable[[], Delta]
 
 
 class Outbox:
-    def __init__(self) -> None:
-        self._outgoing: _Outgoing | None = None
+    def __init__(self, fragment: int, n: int, codec: Codec, session: Session) -> None:
+        self._fragment, self._n, self._codec, self._session = fragment, n, codec, session
+        self._waiting: _Waiting | None = None
         self._putting = False
-        self.sent: Contribution | None = None  # acknowledged by the store
-        self.own: dict[str, int] = {}  # digest: bytes sent, of all that was sent for this round
-        self.began = 0.0
-        self._steps_from: int | None = 0  # own steps count from there on
+        self.acknowledged: Contribution | None = None  # by the store
+        self._own: dict[str, Contribution] = {}  # by digest: all that were encoded for this round
+        self._sent = 0  # bytes, for this round
+        self._began = 0.0
+        self._steps_from: int | None = 0  # own steps count from here on
         self._never_sent = True
-        self._agreed = False  # on what deltas weigh by
+        self._unit_agreed = False
 
     @property
-    def to_encode(self) -> bool:
-        return self._outgoing is not None
+    def waiting(self) -> bool:
+        """A delta is to be encoded."""
+        return self._waiting is not None
 
     @property
     def under_way(self) -> bool:
-        return self._outgoing is not None or self._putting or self.sent is not None
+        return self._waiting is not None or self._putting or self.acknowledged is not None
 
-    def due(self, steps: int, scheduled: bool, sync_every: int, called: bool) -> bool:
-        """`steps`: own, since the last send; they count from the last round if that went without us."""
+    def due(self, steps: int, scheduled: bool, called: bool) -> bool:
+        """Whether to send. `steps`: own steps since the last send; they count from the last round if that one was
+        closed without this member."""
         if self._steps_from is None:
             self._steps_from = steps
         own = steps - self._steps_from
-        full = scheduled if self._never_sent else own >= sync_every
-        if self.under_way:  # what was acknowledged stands; what was not is replaced by what has been trained since
-            return full and self.sent is None
+        full = scheduled if self._never_sent else own >= self._session.timing.sync_every
+        if self.under_way:  # an acknowledged delta stands; another is replaced by what has been trained since
+            return full and self.acknowledged is None
         return full or (own >= 1 and called)
 
-    def begin(self, index: int, delta: Callable[[], Delta], now: float) -> None:
-        self._never_sent, self._steps_from, self.began = False, 0, now
-        self._outgoing = _Outgoing(index, delta)
+    def accept(self, index: int, delta: Callable[[], Delta]) -> None:
+        """A delta was taken; the background encodes and puts it."""
+        self._never_sent, self._steps_from, self._began = False, 0, self._session.clock()
+        self._waiting = _Waiting(index, delta)
 
-    def end(self, counted: bool) -> None:
-        """Its round is over, or is not waited for."""
-        self._outgoing = None
-        self.own.clear()
-        self.sent = None
+    def deliver(self, is_open: Callable[[int], bool]) -> Task[Delivered | Spoiled | Abandoned]:
+        """Encode the waiting delta and put it. `is_open`: whether the round with this index still is."""
+        waiting = self._waiting
+        assert waiting is not None
+        delta: Delta = yield Work(waiting.delta)
+        if delta.weight and not self._unit_agreed:  # a delta without work has no unit
+            yield from self._session.agree("tokens" if delta.tokens else "steps")
+            self._unit_agreed = True
+        encoded = None if delta.fault is not None else (yield Work(lambda: self._encode(waiting.index, delta)))
+        if self._waiting is not waiting:
+            return Abandoned()
+        self._waiting = None
+        if encoded is None:
+            return Spoiled()
+        sealed, own = encoded
+        self._own[own.digest] = own
+        if not is_open(waiting.index):
+            return Abandoned()  # it may still count: put in an earlier incarnation, it is the same object
+        self._putting = True
+        began = self._session.clock()
+        there = yield from put(sealed, stale=lambda: self._waiting is not None)
+        self._putting = False
+        # Also if the round was closed meanwhile: that is when the grace of the others was too short.
+        self._session.timing.uploaded(self._fragment, self._session.clock() - began)
+        if not there or own.digest not in self._own:
+            return Abandoned()
+        self._sent += sealed.nbytes
+        self.acknowledged, self._waiting = own, None  # it stands, even if a newer one was about to replace it
+        return Delivered(sealed.name, own)
+
+    def _encode(self, index: int, delta: Delta) -> tuple[Sealed, Contribution]:
+        """The delta as an object, and as the others will read it."""
+        me = self._session.me
+        payload = pack(self._codec, delta.values) if self._n else torch.empty(0, dtype=torch.uint8)
+        sealed = self._session.envelope.seal(
+            delta_name(self._fragment, index, me),
+            "delta",
+            delta_fields(self._fragment, index, me, delta.fingerprint, delta.weight),
+            payload.numpy().tobytes(),
+        )
+        norm = norm_of(self._codec, payload, self._n)
+        return sealed, Contribution(me, sealed.digest, delta.fingerprint, delta.weight, norm, payload, sealed.nbytes)
+
+    def fate(self, record: Record) -> Fate:
+        counted = next((self._own[e.digest] for e in record.entries if e.digest in self._own), None)
+        seconds = self._session.clock() - self._began if self._own else 0.0
+        return Fate(self._sent, seconds, bool(self._own), counted)
+
+    def clear(self, counted: bool) -> None:
+        """The round is over, or no longer waited for."""
+        self._waiting = self.acknowledged = None
+        self._own.clear()
+        self._sent = 0
         if not counted:
             self._steps_from = None
-
-    def encode(self, round_store: RoundStore) -> Task[tuple[int, Sealed, Contribution] | bool]:
-        """(index, object, what others will read). False: it holds inf or nan. True: it was replaced or given up."""
-        outgoing = self._outgoing
-        assert outgoing is not None
-        delta: Delta = yield Work(outgoing.delta)
-        if delta.weight and not self._agreed:  # without work in it, it has no unit
-            yield from round_store.session.agree("tokens" if delta.tokens else "steps")
-            self._agreed = True
-        encoded = None if delta.fault is not None else (yield from round_store.encode(outgoing.index, delta))
-        if self._outgoing is not outgoing:
-            return True
-        self._outgoing = None
-        if encoded is None:
-            return False
-        self.own[encoded[0].digest] = 0
-        return outgoing.index, *encoded
-
-    def put(self, round_store: RoundStore, sealed: Sealed, mine: Contribution) -> Task[bool]:
-        """True once it is there and still of use."""
-        self._putting = True
-        there = yield from round_store.put(sealed, lambda: self._outgoing is not None)
-        self._putting = False
-        if not there or sealed.digest not in self.own:
-            return False
-        self.own[sealed.digest] = sealed.nbytes
-        self.sent, self._outgoing = mine, None  # what was acknowledged stands, also if a fresh one was to replace it
-        return True

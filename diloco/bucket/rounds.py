@@ -25,12 +25,12 @@ def folder(fragment: int, index: int) -> str:
 
 
 def delta_name(fragment: int, index: int, member: str, digest: str = DIGEST) -> str:
-    """The digest belongs in it: a member that restarts may send another delta, and neither must stand in the way."""
+    """The name holds the digest, because a member that restarts may send another delta for the same round."""
     return f"{folder(fragment, index)}d-{member}-{digest}"
 
 
 def member_of(name: str) -> str | None:
-    """Whose delta an object is, by its name."""
+    """The member that a delta belongs to, by the name of the object."""
     match = _DELTA.fullmatch(name.rpartition("/")[2])
     return match[1] if match else None
 
@@ -53,17 +53,18 @@ class Contribution:
 
 
 def delta_fields(fragment: int, index: int, member: str, fingerprint: int, tokens: float) -> dict[str, Any]:
-    """What a delta says of itself. Nothing of the process that sends it: sent again after a restart it is the same."""
+    """The header of a delta. It says nothing about the process: sent again after a restart, the object is the same."""
     return {"fragment": fragment, "index": index, "member": member, "fingerprint": fingerprint, "tokens": tokens}
 
 
 def read_delta(found: Opened, fragment: int, index: int, codec: Codec, n: int) -> Contribution:
-    """Raises Invalid. The payload's size and checksum have been checked; now place, and that all values are finite."""
+    """Raises Invalid. Size and checksum have been checked; this checks the round, the member, and that all values are
+    finite."""
     if (found.header.get("fragment"), found.header.get("index")) != (fragment, index):
-        raise Invalid("it is of another round")
+        raise Invalid("it belongs to another round")
     member = found.text("member")
     if member != member_of(found.name):
-        raise Invalid("it is not of the member that its name says")
+        raise Invalid("it belongs to another member than its name says")
     fingerprint, tokens = found.integer("fingerprint", 0, FINGERPRINTS), found.number("tokens", 0, 1e18)
     payload = torch.frombuffer(bytearray(found.payload), dtype=torch.uint8) if n else torch.empty(0, dtype=torch.uint8)
     norm = norm_of(codec, payload, n)
@@ -73,7 +74,7 @@ def read_delta(found: Opened, fragment: int, index: int, codec: Codec, n: int) -
 
 
 def norm_of(codec: Codec, payload: Tensor, n: int) -> float:
-    """Of the decoded values; inf or nan if one of them is."""
+    """The norm of the decoded values; inf or nan if one of them is."""
     total = 0.0
     for values, data in chunks(codec, n):
         total += float(codec.decode(payload[data], values.stop - values.start).double().square_().sum())
@@ -91,13 +92,14 @@ class Entry:
 
 @dataclass(frozen=True)
 class Record:
-    """Who is in a round and with which weight. The first valid one in the order of slots is the round's, for ever."""
+    """Which members are in a round, and with which weight. The valid record with the lowest slot is the round's,
+    forever."""
 
     fragment: int
     index: int
-    previous: str  # digest of the record before
+    previous: str  # digest of the previous record
     fingerprint: int  # of the state that all its deltas are against
-    by: str
+    by: str  # the member that wrote it
     entries: tuple[Entry, ...]
     digest: str = ""
 
@@ -121,24 +123,24 @@ class Followed:
 
 
 def read_record(found: Opened, fragment: int, index: int, previous: str) -> Record:
-    """Raises Invalid. A function of the bytes, the run, the key and the previous record only: all members agree."""
+    """Raises Invalid. Depends only on the bytes, the run, the key and the previous record, so all members agree."""
     if (found.header.get("fragment"), found.header.get("index")) != (fragment, index):
-        raise Invalid("it is of another round")
+        raise Invalid("it belongs to another round")
     if found.header.get("previous") != previous:
-        raise Invalid("it does not follow the record before")
+        raise Invalid("it does not follow the previous record")
     listed = found.header.get("entries")
     if not isinstance(listed, list) or not listed or any(not isinstance(e, list) or len(e) != 5 for e in listed):
-        raise Invalid("it has no list of deltas")
+        raise Invalid("its list of deltas is missing or empty")
     entries = []
     for member, digest, share, clip, norm in listed:
         if not _DIGEST.fullmatch(text(digest, "digest")) or not member_of(f"d-{text(member, 'member')}-{digest}"):
-            raise Invalid("it names what is no delta")
+            raise Invalid("it names something that is not a delta")
         if number(clip, "clip", 0, 1) == 0:
-            raise Invalid("it clips to nothing")
+            raise Invalid("it clips a delta to zero")
         entries.append(Entry(member, digest, number(share, "share", 0, 1), clip, number(norm, "norm", 0, 1e300)))
     names = [e.member for e in entries]
     if names != sorted(set(names)):
-        raise Invalid("its members are not in order, or one is in it twice")
+        raise Invalid("its members are not sorted, or one is listed twice")
     total = sum(e.share for e in entries)
     if abs(total - 1) > 1e-6 and total != 0:
         raise Invalid(f"its shares sum to {total:g}")
@@ -147,13 +149,13 @@ def read_record(found: Opened, fragment: int, index: int, previous: str) -> Reco
 
 
 def may_close(present: set[str], awaited: Iterable[str], waited: float, grace: float, quorum: int) -> bool:
-    """All awaited are in; or it has been long enough since the first. In any case as many as the quorum."""
+    """Whether all awaited members are in, or the grace is over. In any case the quorum must be met."""
     return len(present) >= quorum and (present.issuperset(awaited) or waited >= grace)
 
 
 def one_per_member(deltas: Iterable[Contribution], fingerprint: int, mine: str) -> list[Contribution]:
-    """At most one delta of each member, against the state held, in order of names. Of several of one member, one's own
-    last, or the one with the most work in it."""
+    """At most one delta of each member, against the state held, in the order of names. Of several deltas of one member:
+    the one whose digest is `mine`, otherwise the one with the most work."""
     best: dict[str, Contribution] = {}
     for delta in deltas:
         if delta.fingerprint == fingerprint:
@@ -165,7 +167,7 @@ def one_per_member(deltas: Iterable[Contribution], fingerprint: int, mine: str) 
 
 
 def entries_of(deltas: Sequence[Contribution], norms: Sequence[Sequence[float]], max_work: float) -> tuple[Entry, ...]:
-    """Shares by work done, at most `max_work` of it; what is far larger than what was closed before is clipped."""
+    """Shares by work done, at most `max_work` each. A delta far larger than those of the last rounds is clipped."""
     works = [min(delta.tokens, max_work) for delta in deltas]
     total = sum(works)
     limit = CLIP * statistics.median(x for each in norms for x in each) if len(norms) >= FEWEST_NORMS else float("inf")
@@ -180,6 +182,6 @@ def clip_of(norm: float, limit: float) -> float:
 
 
 def mean_of(record: Record, payloads: Mapping[str, Tensor], codec: Codec, n: int) -> Tensor:
-    """Σ share · clip · decoded delta, in the record's order."""
+    """Σ share · clip · decoded delta, in the order of the record."""
     factors = [e.share * e.clip for e in record.entries]
     return weighted(codec, [payloads[e.digest] for e in record.entries], factors, n)

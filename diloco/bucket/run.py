@@ -1,4 +1,4 @@
-"""Beginning: the run that the bucket holds, or a new one, and where in it this member stands."""
+"""The run in a bucket: find it or create it, and the state that a member starts with."""
 
 import contextlib
 import json
@@ -8,9 +8,10 @@ from typing import Any
 
 from diloco.bucket.protocol import BEHIND, FragmentProtocol
 from diloco.bucket.snapshots import index_of, seal_snapshot
+from diloco.bucket.store.backend import Backend, Failure, open_store
 from diloco.bucket.store.envelope import HEADER, PART, PREFIX, Envelope, Invalid, get, put
 from diloco.bucket.store.operations import Size, Task, Work, create, together
-from diloco.bucket.store.store import Backend, Failure, Store, open_store
+from diloco.bucket.store.store import Store
 from diloco.errors import ConfigError, DiLoCoError, Mismatch
 from diloco.reduce import Contract, State
 from diloco.reduce.contract import compare
@@ -18,8 +19,8 @@ from diloco.reduce.contract import compare
 NAME = "run.json"
 UNSHARDED = "shard 0 of 1"
 SHARD = "shard-{}"
-"""Where the ranks of replicas that are sharded meet: each with those that hold the same shard. Its rounds are its own,
-as those of a fragment are, so ranks of one replica need not agree on anything."""
+"""Where ranks of sharded replicas meet those that hold the same shard. Each shard has rounds of its own, as each
+fragment has, so the ranks of one replica need not agree on anything."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class Run:
     id: str
     contract: Contract
     snapshots: tuple[str, ...]
-    note: Mapping[str, Any]  # what who began it wanted later members to know
+    note: Mapping[str, Any]  # settings published by the member that created the run
     created: bool  # by this member
 
 
@@ -38,18 +39,19 @@ def read_run(key: bytes | None) -> Task[Run | None]:
         if found is None:
             return None
         if found.header.get("signed") is not (key is not None):
-            raise ConfigError("the run is signed: give its key with --key-file" if key is None else "it is not signed")
+            remedy = "signed: give its key with --key-file" if key is None else "not signed: leave the key out"
+            raise ConfigError(f"the run is {remedy}")
         value = json.loads(found.payload)
         note = value["note"]
         if not isinstance(note, dict):
-            raise Invalid("its note is no JSON object")
+            raise Invalid("its note is not a JSON object")
         return Run(found.text("run"), value["contract"], tuple(value["snapshots"]), note, created=False)
     except (Invalid, ValueError, KeyError, TypeError, RecursionError) as reason:
         raise ConfigError(f"{NAME} in the bucket cannot be used: {reason}") from None
 
 
 def find_or_create(proposal: Run, key: bytes | None, states: Sequence[State], join_only: bool) -> Task[Run]:
-    """Find the run, or found the one that is offered. The contract must be the run's."""
+    """The run in the bucket; if there is none, create the proposed one. Raises Mismatch if the contracts differ."""
     run = yield from read_run(key)
     if run is None:
         if join_only:
@@ -60,8 +62,8 @@ def find_or_create(proposal: Run, key: bytes | None, states: Sequence[State], jo
 
 
 def _create_run(proposal: Run, key: bytes | None, states: Sequence[State]) -> Task[Run]:
-    """Put what everybody starts from, then create run.json, which names it. If several do so at once, one wins, and all
-    take what its run.json names: equal seeds do not give equal bits on different machines."""
+    """Put the snapshots that everybody starts from, then create run.json, which names them. If several members do so at
+    once, one wins, and all take what its run.json names: equal seeds do not give equal bits on different machines."""
     envelope = Envelope(proposal.id, key)
     sealed = yield Work(lambda: [seal_snapshot(envelope, f, state, "") for f, state in enumerate(states)])
     yield from together([put(each) for each in sealed])
@@ -71,13 +73,13 @@ def _create_run(proposal: Run, key: bytes | None, states: Sequence[State]) -> Ta
     yield from create(NAME, body, PREFIX.size + HEADER + PART)
     run = yield from read_run(key)
     if run is None:
-        raise DiLoCoError(f"{NAME} was there and is gone: somebody deletes what is in the bucket")
+        raise DiLoCoError(f"{NAME} was created and is gone: somebody deletes objects in the bucket")
     return replace(run, created=run.id == proposal.id)
 
 
 def starting_state(protocol: FragmentProtocol, state: State) -> Task[State]:
-    """Where this member begins: with the state it brings, if that is the run's and recent, else with the newest
-    snapshot. What was closed since is followed from there."""
+    """The state that this member starts with: the one it brings, if that belongs to the run and is recent, otherwise
+    the newest snapshot. The rounds closed since are followed from there."""
     previous = yield from _previous(protocol, state)
     if previous is not None:
         yield from protocol.snapshots.refresh()
@@ -91,7 +93,7 @@ def starting_state(protocol: FragmentProtocol, state: State) -> Task[State]:
 
 
 def _previous(protocol: FragmentProtocol, state: State) -> Task[str | None]:
-    """The digest of the record that led to a state; None if the state is not the run's, or of long ago."""
+    """The digest of the record that led to a state; None if the state is not of this run, or too old."""
     round_store, mine = protocol.round_store, state.fingerprint()
     if (yield from round_store.reaches(state.index + BEHIND + 1)):
         return None
@@ -108,25 +110,25 @@ def _previous(protocol: FragmentProtocol, state: State) -> Task[str | None]:
     for index in range(base + 1, state.index + 1):
         record, _ = yield from round_store.record(index, previous)
         if record is None:
-            return None  # the run has not come so far: the state is of another one
+            return None  # the run has not come this far: the state is of another run
         previous = record.digest
     following, _ = yield from round_store.record(state.index + 1, previous)
     return None if following is not None and following.fingerprint != mine else previous
 
 
 def contract_of(contract: Contract, rounds: int | None, max_work: float) -> dict[str, Any]:
-    """What members of a bucket agree on, beyond what all replicas do."""
+    """What members of a bucket must agree on, beyond what all replicas must."""
     return {**contract, "rounds": rounds, "most tokens of a delta": max_work if max_work < float("inf") else None}
 
 
 def find_run(url: str, key: bytes | None = None, *, create: bool = False) -> Run | None:
-    """The run in a bucket, if there is one. `create`: a folder that is not there is made."""
+    """The run in a bucket, if there is one. `create`: make the folder if it does not exist."""
     backend = open_store(url, create=create)
     try:
         backend.attempt(Size(NAME))
-    except Failure as failure:  # before training there is nothing to go on with meanwhile
-        raise DiLoCoError(f"{url}: the store does not answer: {failure}; check the address, AWS_ENDPOINT_URL or its "
-                          "like, and the network") from None  # fmt: skip
+    except Failure as failure:  # before training there is nothing to do meanwhile, so do not retry
+        raise DiLoCoError(f"{url}: the store does not answer: {failure}; check the address, AWS_ENDPOINT_URL or the "
+                          "equivalent of your store, and the network") from None  # fmt: skip
     return Store(backend).run(read_run(key), contextlib.nullcontext())
 
 
@@ -136,15 +138,15 @@ def below(url: str, shard: int) -> str:
 
 
 def backend_of_shard(shard: str, root: Backend, url: str, strict: bool) -> Backend:
-    """The run's place, or that of this rank's shard. All members must have as many shards: the contract says how many,
-    and here is found who has none."""
+    """Where this rank meets others: the bucket itself, or the part of its shard. All members must have the same number
+    of shards. The contract compares the numbers; this finds sharded and unsharded members in one bucket."""
     other = f"{SHARD.format(0)}/{NAME}" if shard == UNSHARDED else NAME
     if Store(root).perform(Size(other)) is not None:
         has = "are sharded" if shard == UNSHARDED else "have one rank"
-        raise Mismatch(f"{url} holds a run whose members {has}, this one is {shard}: give all as many ranks")
+        raise Mismatch(f"{url} holds a run whose members {has}, this one is {shard}: give all the same number of ranks")
     if shard == UNSHARDED:
         return root
     if strict:
-        raise ConfigError("pace='strict' with several ranks: two members would wait for each other crosswise, one rank "
-                          "for a round, the other for its neighbour; give 'decoupled'")  # fmt: skip
+        raise ConfigError("pace='strict' with several ranks: two members could wait for each other crosswise, each "
+                          "with another rank; give 'decoupled'")  # fmt: skip
     return open_store(below(url, int(shard.split()[1])))

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from diloco.bucket.rounds import FINGERPRINTS, member_of
-from diloco.bucket.store.envelope import DIGEST, HEADER, PREFIX, Envelope, Invalid, Opened, Sealed, attempt, get, put
+from diloco.bucket.store.envelope import DIGEST, HEADER, PREFIX, Envelope, Invalid, Opened, Sealed, get, put
 from diloco.bucket.store.operations import All, Delete, List, Read, Task, Work
 from diloco.reduce import State
 
@@ -23,8 +23,8 @@ def snapshot_folder(fragment: int) -> str:
 
 
 def seal_snapshot(envelope: Envelope, fragment: int, state: State, record: str) -> Sealed:
-    """`record`: digest of the record that led to the state. Nothing of the writer: equal states have equal names. Outer
-    state that is all zero, as at the start, is left out."""
+    """`record`: digest of the record that led to the state. The writer is not named, so equal states have equal names.
+    Outer state that is all zero, as at the start, is left out."""
     zero = not torch.count_nonzero(state.outer)
     outer = b"" if zero else _bytes(state.outer)
     fields = {"fragment": fragment, "index": state.index, "record": record, "fingerprint": state.fingerprint(),
@@ -48,17 +48,17 @@ def read_snapshot(found: Opened, fragment: int, anchor: int, outer: int) -> Stat
 
 
 def check_header(found: Opened, fragment: int, anchor: int, outer: int) -> int:
-    """The index of a snapshot, from its header alone. Raises Invalid."""
+    """The index of a snapshot, judged by its header alone. Raises Invalid."""
     match = _NAME.fullmatch(found.name)
     index = found.integer("index", 0, 1 << 40)
     if match is None or int(match[1]) != index or found.header.get("fragment") != fragment:
-        raise Invalid("it is not of the place that its name says")
+        raise Invalid("it belongs to another fragment or round than its name says")
     if (found.header.get("anchor"), found.header.get("outer")) != (anchor, outer):
-        raise Invalid("its shape is another")
+        raise Invalid("its shape differs from that of the fragment")
     if not isinstance(found.header.get("zero"), bool) or not isinstance(found.header.get("record"), str):
-        raise Invalid("it does not say what a snapshot says")
+        raise Invalid("its fields are not those of a snapshot")
     if found.header["size"] != 4 * (anchor + (0 if found.header["zero"] else outer)):
-        raise Invalid(f"its payload has {found.header['size']} bytes, which its shape has not")
+        raise Invalid(f"its payload has {found.header['size']} bytes, which does not fit its shape")
     return index
 
 
@@ -71,17 +71,17 @@ class Snapshots:
     """The snapshots of one fragment."""
 
     def __init__(self, envelope: Envelope, fragment: int, state: State, initial: str, reject: Reject) -> None:
-        """`state`: of the shape that all have. `initial`: the name of the snapshot that the run began with."""
+        """`state`: any state of the fragment, for its shape. `initial`: name of the run's first snapshot."""
         self.envelope, self.fragment, self._initial, self.reject = envelope, fragment, initial, reject
         self.anchor, self.outer = len(state.anchor), len(state.outer)
         self.newest = -1  # index, as far as known
         self._due_since: float | None = None
-        self._waiting: tuple[State, str] | None = None  # a copy that is to be put
+        self._waiting: tuple[State, str] | None = None  # a copy to be put, and its record
 
     def consider(self, state: State, record: str, wanted: int, first: bool, now: float, grace: float) -> None:
-        """Copy a state that was just reached, if it is to be put: every so many rounds, or when a member waits for one
-        (`wanted`: of at least this index). `first`: this member closed the round, so it is the one to do it; the others
-        see to it if it has not, after the grace."""
+        """Copy a state that was just reached, if a snapshot is due: every EVERY rounds, or when a member waits for one
+        of at least the index `wanted`. `first`: this member closed the round, so it puts the snapshot at once. The
+        others do it after the grace, if there is still none."""
         if state.index - self.newest < EVERY and not self.newest < wanted <= state.index:
             self._due_since = None
             return
@@ -98,7 +98,7 @@ class Snapshots:
             yield from self.refresh()
 
     def list(self) -> Task[list[str]]:
-        """Names, newest first. At the beginning several may have put one; the run's is that which run.json names."""
+        """Names, newest first. Several members may have put an initial one; the one that run.json names counts."""
         names = yield List(snapshot_folder(self.fragment))
         return sorted((name for name in names if index_of(name) or name == self._initial), reverse=True)
 
@@ -109,7 +109,7 @@ class Snapshots:
                 return
 
     def peek(self, name: str) -> Task[Opened | None]:
-        """The header, if it is a snapshot of this run that is all there."""
+        """The header, if this is a valid snapshot of the run."""
         data = yield Read(name, 0, first=PREFIX.size + HEADER)
         if data is None:
             return None
@@ -122,7 +122,7 @@ class Snapshots:
             return None
 
     def load(self, least: int = 0) -> Task[tuple[State, str] | None]:
-        """The newest valid one of at least this index, and the digest of its record."""
+        """The newest valid snapshot of at least this index, and the digest of its record."""
         for name in (yield from self.list()):
             if (index_of(name) or 0) < least:
                 break
@@ -133,11 +133,7 @@ class Snapshots:
                 found = yield from get(self.envelope, name, "snapshot", head.header["size"])
                 if found is None:
                     continue
-                state = yield Work(
-                    lambda found=found: attempt(lambda: read_snapshot(found, self.fragment, self.anchor, self.outer))
-                )
-                if isinstance(state, Invalid):
-                    raise state
+                state = yield Work(lambda found=found: read_snapshot(found, self.fragment, self.anchor, self.outer))
             except Invalid as reason:
                 self.reject(name, reason)
                 continue
@@ -146,7 +142,7 @@ class Snapshots:
         return None
 
     def store(self, state: State, record: str) -> Task[None]:
-        """Put a snapshot, look that it is there, then delete what it makes superfluous."""
+        """Put a snapshot, check that it is there, then delete what it makes superfluous."""
         sealed = yield Work(lambda: seal_snapshot(self.envelope, self.fragment, state, record))
         yield from put(sealed)
         if (yield from self.peek(sealed.name)) is not None:
@@ -154,26 +150,25 @@ class Snapshots:
             yield from self.collect()
 
     def collect(self) -> Task[None]:
-        """Delete deltas and snapshots that only matter before the second newest whole snapshot. Never records."""
-        names = yield from self.list()
-        whole: list[int] = []
-        for name in names:
-            index = index_of(name)
-            if index not in whole and (yield from self.peek(name)) is not None:
-                whole.append(index or 0)
-            if len(whole) == 2:
+        """Delete deltas and snapshots that only matter before the second newest valid snapshot. Never records."""
+        valid: list[int] = []
+        for name in (yield from self.list()):
+            index = index_of(name) or 0
+            if index not in valid and (yield from self.peek(name)) is not None:
+                valid.append(index)
+            if len(valid) == 2:
                 break
-        if len(whole) < 2:
+        else:
             return
-        floor = whole[1]
+        floor = valid[1]
         found = yield List(f"rounds/{self.fragment:04d}/")
         older = yield List(snapshot_folder(self.fragment))
         yield All([Delete(name) for name in superfluous([*found, *older], floor)])
 
 
 def superfluous(names: Iterable[str], floor: int) -> list[str]:
-    """Deltas up to the floor, snapshots before it, with their parts. Closing records stay for ever: were one deleted,
-    a member that sleeps before its own put could close the round a second time, with another mean."""
+    """Deltas up to the floor and snapshots before it, with their parts. Closing records are never deleted: otherwise a
+    member that sleeps before its own put could close the round a second time, with another mean."""
     return [name for name in names if _superfluous(re.sub(r"\.p\d+$", "", name), floor)]
 
 

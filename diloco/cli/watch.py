@@ -59,8 +59,9 @@ class Watch:
 
     def __init__(self, url: str, key: bytes | None) -> None:
         from diloco.bucket.run import below, find_run
+        from diloco.bucket.store.backend import open_store
         from diloco.bucket.store.envelope import Envelope
-        from diloco.bucket.store.store import Store, open_store
+        from diloco.bucket.store.store import Store
 
         run = find_run(url, key)
         if run is None and (run := find_run(below(url, 0), key)) is not None:

@@ -24,9 +24,10 @@ from benchmarks.record import Target, write
 from diloco.bucket import find_run
 from diloco.bucket.members import read_members
 from diloco.bucket.rounds import Record, member_of, read_record
+from diloco.bucket.store.backend import open_store
 from diloco.bucket.store.envelope import HEADER, PREFIX, Envelope
 from diloco.bucket.store.operations import List, Read
-from diloco.bucket.store.store import Store, open_store
+from diloco.bucket.store.store import Store
 
 RESULTS = Path(__file__).parent / "chaos.json"
 MODEL = ["--model", "tiny", "--batch", "16", "--context", "64", "--sync-every", "10", "--fragments", "balanced:3",

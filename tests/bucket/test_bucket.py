@@ -9,8 +9,9 @@ import torch
 from diloco import Balanced, ConfigError, DiLoCo, DiLoCoError, NotFinite
 from diloco.bucket import Bucket
 from diloco.bucket.members import Superseded
+from diloco.bucket.store.backend import Failure, open_store, probe
 from diloco.bucket.store.operations import Create, Delete, List, Oversized, Read, Size, Write
-from diloco.bucket.store.store import Failure, Store, open_store, probe
+from diloco.bucket.store.store import Store
 from tests.support.models import Tiny, adamw, anchors, flat, steps
 
 

@@ -53,7 +53,7 @@ def jumps(player):
 def test_other_bits_a_second_time_running_stop_the_member_however_old_the_snapshot(every, monkeypatch):
     monkeypatch.setattr(snapshot, "EVERY", every)
     world, good, bad = two(Wrong(1.0))
-    with pytest.raises(Diverged, match="second time running"):
+    with pytest.raises(Diverged, match="second time in a row"):
         go_on(world, (good, bad), 100)
     assert Counter(event["event"] for event in bad.reduce.events())["diverged"] == 2
     held = good.held[0]

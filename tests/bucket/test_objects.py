@@ -22,7 +22,7 @@ from diloco.bucket.rounds import (
     record_name,
 )
 from diloco.bucket.store.envelope import HEADER, PART, PREFIX, Envelope, Invalid, get, put
-from diloco.bucket.store.operations import Oversized
+from diloco.bucket.store.operations import Oversized, advance
 from diloco.errors import ConfigError, Mismatch
 from tests.support.players import Player, World
 
@@ -208,7 +208,7 @@ def run(task, world):
     answer = None
     while True:
         try:
-            operation = task.send(answer)
+            operation = advance(task, answer)
         except StopIteration as stop:
             return stop.value
         each = getattr(operation, "operations", None)

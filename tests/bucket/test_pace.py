@@ -4,8 +4,8 @@ import threading
 
 import pytest
 
-from diloco.bucket import session
 from diloco.bucket.store.operations import All, Create
+from diloco.bucket.timing import LONGEST_GRACE
 from diloco.reduce import Round
 from tests.bucket.test_bucket import Member, agree, until
 from tests.support.players import SETTINGS, Player, World
@@ -93,10 +93,10 @@ def test_the_grace_is_capped_whatever_another_says():
     world = World(1)
     a, b = Paced(world, "a", 0.1, 0.0), Paced(world, "b", 0.1, 0.0)
     live(world, (a, b), 3.0)
-    b.player.reduce.session.uploaded(0, 1e9)
+    b.player.reduce.session.timing.uploaded(0, 1e9)
     for member in (b, a):
         member.player.finish_tick(0)
-    assert a.player.reduce.session.grace(4) == session.LONGEST_GRACE
+    assert a.player.reduce.session.grace(4) == LONGEST_GRACE
 
 
 @pytest.mark.parametrize("late", [3, 6, 9])

@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from diloco.bucket import protocol, round_store, run
+from diloco.bucket import outbox, protocol, round_store, run
 from diloco.bucket import rounds as round_
 from diloco.bucket import snapshots as snapshot
 from diloco.bucket.rounds import folder, record_name
@@ -214,7 +214,7 @@ def test_a_delta_of_an_earlier_life_stands_in_nobodys_way_because_names_hold_dig
 
 
 def test_were_the_digest_not_in_the_name_others_would_be_stuck(monkeypatch):
-    for module in (round_, round_store, protocol):
+    for module in (round_, outbox, protocol):
         monkeypatch.setattr(module, "delta_name", lambda f, i, member, digest="": f"{folder(f, i)}d-{member}-0")
     monkeypatch.setattr(round_, "_DELTA", re.compile("d-([a-z0-9][a-z0-9_-]*)-([0-9a-f]+)"))
     with pytest.raises(Violation, match="stuck"):

@@ -12,8 +12,8 @@ import pytest
 
 from diloco import ConfigError, DiLoCoError
 from diloco.bucket import find_run
+from diloco.bucket.store.backend import open_store, probe
 from diloco.bucket.store.operations import Create, List, Read
-from diloco.bucket.store.store import open_store, probe
 from tests.bucket.test_bucket import Member, agree, until
 from tests.support.s3 import ENVIRONMENT, Proxy, Server, free_port
 

@@ -10,10 +10,12 @@ from torch import nn
 
 from diloco import Balanced, DiLoCo, Float32
 from diloco.bucket import Bucket
-from diloco.bucket.store import store
+from diloco.bucket.store.backend import Failure
 from diloco.bucket.store.limit import LARGE, MAX_TRANSFERS, STEADY, TransferLimit
 from diloco.bucket.store.operations import All, Create, Work, Write
-from diloco.bucket.store.store import Closed, Failure, Store
+from diloco.bucket.store.store import Closed, Store
+
+TIMEOUT = 1.0
 
 
 class Link:
@@ -31,16 +33,15 @@ class Link:
                 wait = self.free - time.monotonic()
                 self.moved += LARGE // 16
             time.sleep(max(wait, 0.0))
-            if time.monotonic() - began > store.TIMEOUT:
+            if time.monotonic() - began > TIMEOUT:
                 raise Failure("operation timed out")
         self.stored[operation.name] = len(operation.data)
 
 
-def test_over_a_slow_link_as_many_large_bodies_travel_as_it_carries_and_small_ones_pass(monkeypatch):
-    monkeypatch.setattr(store, "TIMEOUT", 1.0)
+def test_over_a_slow_link_as_many_large_bodies_travel_as_it_carries_and_small_ones_pass():
     size = 3 * LARGE // 2
     link = Link(size / 0.3)  # one takes 0.3 s, eight together 2.4
-    client = Store(link)
+    client = Store(link, timeout=TIMEOUT)
     parts = All([Create(f"p{k}", bytes(size)) for k in range(8)])
     sending = threading.Thread(target=client.perform, args=(parts,), daemon=True)
     sending.start()
@@ -54,7 +55,7 @@ def test_over_a_slow_link_as_many_large_bodies_travel_as_it_carries_and_small_on
 
 
 def test_lanes_are_halved_once_for_all_that_time_out_together_and_come_back_when_transfers_are_quick():
-    transfers, never = TransferLimit(lambda: 60.0), threading.Event()
+    transfers, never = TransferLimit(60.0), threading.Event()
     with transfers.transfer(never) as first, transfers.transfer(never) as second:
         for halved in (first, second):
             transfers.failed(60.0, halved)

@@ -15,7 +15,7 @@ from diloco import SGD, Balanced, DiLoCo, Float32
 from diloco.bucket import Bucket
 from diloco.bucket.rounds import read_record, record_name
 from diloco.bucket.store.envelope import Envelope, Invalid
-from diloco.bucket.store.operations import All, Create, Delete, List, Oversized, Pause, Read, Size, Work, Write
+from diloco.bucket.store.operations import All, Create, Delete, List, Oversized, Pause, Read, Size, Work, Write, advance
 from diloco.reduce import Jump, Round
 
 FRAGMENTS = 2
@@ -59,8 +59,8 @@ class World:
             case Delete(name):
                 self.objects.pop(name, None)
                 return None
-            case Work(function):
-                return function()
+            case Work():
+                return operation.perform()
             case Pause():
                 return None
         raise TypeError(operation)
@@ -210,7 +210,7 @@ class Player:
     def _send(self, slot, answer):
         self.wanted.pop(slot, None)
         try:
-            self.wanted[slot] = self.tasks[slot].send(answer)
+            self.wanted[slot] = advance(self.tasks[slot], answer)
         except StopIteration as stop:
             del self.tasks[slot]
             if slot == -1:

@@ -1,15 +1,15 @@
-"""An object of the store: a JSON header and a payload, checked in full before any of it is used.
+"""The envelope of every object in the store: a JSON header and a payload, checked completely before any of it is used.
 
 Body: magic, length of the header, signature, header, payload. The header holds the payload's size and SHA-256; a name
-that ends in a digest holds the header's. So a name commits to every byte. A payload of more than 16 MB lies in parts
-beside the object, which are put first: once the named object is there, all of it is.
+that ends in a digest holds the header's SHA-256. So a name commits to every byte. A payload of more than 16 MB lies in
+parts beside the object, which are put first: once the named object is there, all of it is.
 """
 
 import hashlib
 import hmac
 import json
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,17 +21,19 @@ PREFIX = struct.Struct("<4sI32s")
 HEADER = 64 << 10
 PART = 16 << 20
 DIGEST = "{digest}"
-"""In a name that is to be sealed: where the header's digest goes."""
+"""Stands in a name for the digest of the header, until the object is sealed."""
 
 
 class Invalid(Exception):
-    """Why an object is not used. Caught where objects are read, counted and named."""
+    """Why an object is not used. Caught where objects are read; there it is counted and reported by name."""
 
 
 @dataclass(frozen=True)
 class Opened:
+    """An object that was read and passed all checks."""
+
     name: str
-    digest: str  # of the header, and by it of all
+    digest: str  # of the header, and through it of everything
     header: Mapping[str, Any]
     payload: bytes
     nbytes: int  # read from the store
@@ -48,7 +50,7 @@ class Opened:
 
 @dataclass(frozen=True)
 class Sealed:
-    """Ready to be put: the parts in order, then the body under its name."""
+    """An object ready to be put: the parts in order, then the body under its name."""
 
     name: str
     digest: str
@@ -62,7 +64,7 @@ class Sealed:
 
 @dataclass(frozen=True)
 class Envelope:
-    """How the objects of one run are made and recognised. With a key, what is not signed by it is invalid."""
+    """Makes and checks the objects of one run. With a key, objects that are not signed by it are invalid."""
 
     run: str
     key: bytes | None = None
@@ -81,8 +83,8 @@ class Envelope:
         return Sealed(name, digest, body + payload if inline else body, () if inline else tuple(pieces))
 
     def open(self, name: str, kind: str, data: bytes | Oversized, size: int | None, *, head: bool = False) -> Opened:
-        """Check everything but parts. `size`: of the payload, exactly; None: at most one part. `head`: the data may
-        end after the header. Raises Invalid."""
+        """Check everything except parts. `size`: the exact size of the payload; None: at most one part. `head`: the
+        data may end after the header. Raises Invalid."""
         if isinstance(data, Oversized):
             raise Invalid(f"{data.size} bytes are more than it may have")
         if len(data) < PREFIX.size:
@@ -96,13 +98,13 @@ class Envelope:
         header = _json(raw)
         run = text(header.get("run"), "run")
         if self.run and run != self.run:
-            raise Invalid("it is of another run")
+            raise Invalid("it belongs to another run")
         if self.key is not None and not hmac.compare_digest(signature, self._sign(run, name, raw)):
             raise Invalid("it is not signed with the key of this run")
         if header.get("protocol") != PROTOCOL:
             raise Invalid(f"its protocol is {header.get('protocol')!r}, this is {PROTOCOL}")
         if header.get("kind") != kind:
-            raise Invalid(f"it is no {kind}")
+            raise Invalid(f"it is not a {kind}")
         digest = hashlib.sha256(raw).hexdigest()
         if (named := name.rpartition("-")[2]) != name and len(named) == 64 and named != digest:
             raise Invalid("its header is not the one that its name says")
@@ -122,15 +124,15 @@ class Envelope:
         return Opened(name, digest, header, payload, len(data))
 
     def _sign(self, run: str, name: str, header: bytes) -> bytes:
-        """The header stands for the payload, whose checksums it holds."""
+        """The header holds the checksums of the payload, so signing it signs both."""
         if self.key is None:
             return bytes(32)
         signed = b"|".join(str(len(part)).encode() + b":" + part for part in (run.encode(), name.encode(), header))
         return hmac.new(self.key, signed, "sha256").digest()
 
 
-def put(sealed: Sealed, stale: Any = None) -> Task[bool]:
-    """Put an object whose name says what is in it. True once it is there; False if it became stale on the way."""
+def put(sealed: Sealed, stale: Callable[[], bool] | None = None) -> Task[bool]:
+    """Put an object whose name holds its digest. True once it is there; False if it became stale on the way."""
     wanted = {f"{sealed.name}.p{k}": part for k, part in enumerate(sealed.parts)}
     for names in ([*wanted], [sealed.name]):
         bodies = {**wanted, sealed.name: sealed.body}
@@ -153,27 +155,15 @@ def get(envelope: Envelope, name: str, kind: str, size: int | None) -> Task[Open
     data = yield Read(name, PREFIX.size + HEADER + inline)
     if data is None:
         return None
-    found = yield Work(lambda: attempt(lambda: envelope.open(name, kind, data, size)))
-    if isinstance(found, Invalid):
-        raise found
+    found = yield Work(lambda: envelope.open(name, kind, data, size))
     sums = found.header["sha256"]
     if len(sums) < 2:
         return found
     parts = yield All([Read(f"{name}.p{k}", PART) for k in range(len(sums))])
     if any(part is None for part in parts):
         return None
-    payload = yield Work(lambda: attempt(lambda: _joined(parts, sums, found.header["size"])))
-    if isinstance(payload, Invalid):
-        raise payload
+    payload = yield Work(lambda: _joined(parts, sums, found.header["size"]))
     return Opened(name, found.digest, found.header, payload, found.nbytes + len(payload))
-
-
-def attempt(function: Any) -> Any:
-    """The result, or the reason: an exception must not be raised where work is done."""
-    try:
-        return function()
-    except Invalid as reason:
-        return reason
 
 
 def _joined(parts: list[bytes | Oversized], sums: list[Any], size: int) -> bytes:
@@ -193,9 +183,9 @@ def _json(raw: bytes) -> dict[str, Any]:
     try:
         value = json.loads(raw, parse_constant=no_constant)
     except (ValueError, RecursionError):
-        raise Invalid("its header is no JSON") from None
+        raise Invalid("its header is not JSON") from None
     if not isinstance(value, dict):
-        raise Invalid("its header is no JSON object")
+        raise Invalid("its header is not a JSON object")
     return value
 
 
@@ -207,11 +197,11 @@ def number(value: object, key: str, low: float, high: float) -> float:
 
 def integer(value: object, key: str, low: int, high: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise Invalid(f"{key} is not a whole number from {low} to {high}")
+        raise Invalid(f"{key} is not an integer from {low} to {high}")
     return value
 
 
 def text(value: object, key: str) -> str:
     if not isinstance(value, str):
-        raise Invalid(f"{key} is no text")
+        raise Invalid(f"{key} is not text")
     return value

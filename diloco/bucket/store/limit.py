@@ -1,7 +1,7 @@
 """How many large bodies travel at once: as many as the link carries within the timeout of each."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from diloco.bucket.store.operations import Create, Operation, Read, Write
@@ -9,11 +9,11 @@ from diloco.bucket.store.operations import Create, Operation, Read, Write
 LARGE = 1 << 20
 MAX_TRANSFERS = 8
 STEADY = 4
-"""Quick transfers running before one more may travel."""
+"""Quick transfers in a row before one more may travel."""
 
 
 def large(operation: Operation) -> bool:
-    """By the most that it may move; heartbeats and records never wait behind deltas and snapshots."""
+    """Judged by the most that it may move, so that heartbeats and records never wait behind deltas and snapshots."""
     match operation:
         case Create(data=data) | Write(data=data):
             return len(data) > LARGE
@@ -23,9 +23,9 @@ def large(operation: Operation) -> bool:
 
 
 class TransferLimit:
-    """Halved when a transfer times out, down to one; one more when several have been quick."""
+    """Halved when a transfer times out, down to one; raised by one after several quick transfers."""
 
-    def __init__(self, timeout: Callable[[], float]) -> None:
+    def __init__(self, timeout: float) -> None:
         self.allowed = MAX_TRANSFERS
         self._timeout = timeout
         self._busy = self._quick = self._halved = 0
@@ -33,7 +33,7 @@ class TransferLimit:
 
     @contextmanager
     def transfer(self, closing: threading.Event) -> Iterator[int]:
-        """Wait for one, unless the store is closed. Yields how often they were halved before."""
+        """Wait for one's turn, unless the store is closed. Yields how often the limit was halved before."""
         with self._changed:
             self._changed.wait_for(lambda: self._busy < self.allowed or closing.is_set())
             self._busy += 1
@@ -46,16 +46,16 @@ class TransferLimit:
                 self._changed.notify_all()
 
     def failed(self, seconds: float, halved: int) -> None:
-        """Those that travelled together time out together: that counts once. What fails early says nothing of the
+        """Transfers that travel together time out together: that counts once. What fails early says nothing about the
         link."""
         with self._changed:
-            if seconds >= self._timeout() / 2 and halved == self._halved:
+            if seconds >= self._timeout / 2 and halved == self._halved:
                 self.allowed, self._quick, self._halved = max(self.allowed // 2, 1), 0, halved + 1
 
     def succeeded(self, seconds: float) -> None:
-        """Quick is what would take less than half of the timeout with one more beside it."""
+        """A transfer is quick if it would take less than half of the timeout with one more beside it."""
         with self._changed:
-            quick = seconds * (self.allowed + 1) / self.allowed < self._timeout() / 2
+            quick = seconds * (self.allowed + 1) / self.allowed < self._timeout / 2
             self._quick = self._quick + 1 if quick else 0
             if self._quick >= STEADY and self.allowed < MAX_TRANSFERS:
                 self.allowed, self._quick = self.allowed + 1, 0

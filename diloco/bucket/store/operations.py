@@ -1,7 +1,7 @@
-"""What a member wants from the outside, as values: store operations, heavy work, a pause.
+"""What a member asks of the outside, as values: store operations, heavy work, a pause.
 
-The protocol is written as generators that yield operations and are sent the answers. So the same code runs on threads
-over a real store, and in a test that interleaves members, crashes and lost replies in any order.
+The protocol is written as generators, called tasks, that yield operations and are sent the answers. So the same code
+runs on threads over a real store, and in a test that interleaves members, crashes and lost replies in any order.
 """
 
 from collections.abc import Callable, Generator, Sequence
@@ -13,23 +13,31 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Oversized:
-    """In place of bytes: the object is larger than it may be, and was not read."""
+    """In place of bytes: the object is larger than allowed, and was not read."""
 
     size: int
 
 
 @dataclass(frozen=True)
+class Raised:
+    """In place of an answer: the exception that a `Work` raised. `advance` raises it inside the task."""
+
+    error: Exception
+
+
+@dataclass(frozen=True)
 class Create:
-    """Put where nothing is. No answer: whatever the store said, only a look tells what is there."""
+    """Put an object if its name is free. There is no answer: whatever the store says, only reading tells what is
+    there."""
 
     name: str
     data: bytes
-    stale: Callable[[], bool] | None = None  # stop trying when this holds
+    stale: Callable[[], bool] | None = None  # stop trying once this is true
 
 
 @dataclass(frozen=True)
 class Write:
-    """Put, over what is there. Only for objects with one owner."""
+    """Put an object, over what is there. Only for objects with one owner."""
 
     name: str
     data: bytes
@@ -37,7 +45,7 @@ class Write:
 
 @dataclass(frozen=True)
 class Read:
-    """→ bytes, Oversized, or None if there is nothing. `first`: only so many bytes, whatever the size."""
+    """→ bytes, Oversized, or None if there is no such object. `first`: only this many bytes, whatever the size."""
 
     name: str
     limit: int
@@ -69,6 +77,12 @@ class Work:
 
     function: Callable[[], Any]
 
+    def perform(self) -> Any:
+        try:
+            return self.function()
+        except Exception as error:
+            return Raised(error)
+
 
 @dataclass(frozen=True)
 class Pause:
@@ -77,7 +91,7 @@ class Pause:
 
 @dataclass(frozen=True)
 class All:
-    """Several at once, in any order. → their answers, in the order given."""
+    """Several operations at once, in any order. → their answers, in the order given."""
 
     operations: Sequence["Operation"]
 
@@ -86,31 +100,36 @@ Operation = Create | Write | Read | Size | List | Delete | Work | Pause | All
 Task = Generator[Operation, Any, T]
 
 
+def advance(task: Task[Any], answer: Any) -> Operation:
+    """Give a task the answer it waits for; returns what it asks next. Raises StopIteration at its end."""
+    return task.throw(answer.error) if isinstance(answer, Raised) else task.send(answer)
+
+
 def create(name: str, data: bytes, limit: int) -> Task[bytes | Oversized]:
-    """Create, and return what is there then: this, or what was there before."""
+    """Create an object, and return what is there afterwards: this one, or the one that was there before."""
     pause = 0.05
     while True:
         yield Create(name, data)
         found = yield Read(name, limit)
         if found is not None:
             return found
-        yield Pause(pause)  # refused, and yet nothing there: a conflict with a write that failed
+        yield Pause(pause)  # refused although nothing is there: a conflict with another write, which failed
         pause = min(2 * pause, 5.0)
 
 
 def together(tasks: Sequence[Task[T]]) -> Task[list[T]]:
-    """Run several tasks side by side: what they want next is done at once."""
+    """Run several tasks side by side: what they ask for next is done at once."""
     results: dict[int, T] = {}
     wanted: dict[int, Operation] = {}
 
-    def advance(number: int, answer: Any) -> None:
+    def step(number: int, answer: Any) -> None:
         try:
-            wanted[number] = tasks[number].send(answer)
+            wanted[number] = advance(tasks[number], answer)
         except StopIteration as stop:
             results[number] = stop.value
 
     for number in range(len(tasks)):
-        advance(number, None)
+        step(number, None)
     while wanted:
         batch, wanted = wanted, {}
         flat: list[Operation] = []
@@ -119,7 +138,7 @@ def together(tasks: Sequence[Task[T]]) -> Task[list[T]]:
         answers = iter((yield All(flat)))
         for number, operation in batch.items():
             if isinstance(operation, All):
-                advance(number, [next(answers) for _ in operation.operations])
+                step(number, [next(answers) for _ in operation.operations])
             else:
-                advance(number, next(answers))
+                step(number, next(answers))
     return [results[number] for number in range(len(tasks))]

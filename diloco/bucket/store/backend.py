@@ -1,0 +1,150 @@
+"""One try of one operation: a folder or a bucket behind `obstore`, and the probe that refuses unfit stores."""
+
+import secrets
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Protocol
+
+from diloco.bucket.store.operations import Create, Delete, List, Operation, Oversized, Read, Size, Write
+from diloco.errors import ConfigError, DiLoCoError
+
+TIMEOUT = 60.0
+"""Seconds of one request. A part of 16 MB needs 2.2 Mbit/s if it travels alone, as `TransferLimit` makes it on a slow
+link."""
+SCHEMES = "a folder, file://, s3://, gs://, az:// or memory://"
+
+
+class Failure(Exception):
+    """An operation that may succeed when it is repeated."""
+
+
+class Backend(Protocol):
+    """One try of one operation. Raises Failure, or a DiLoCoError if there is no point in repeating it."""
+
+    def attempt(self, operation: Operation) -> Any: ...
+
+
+def open_store(url: str, *, create: bool = True) -> Backend:
+    """A backend for a URL or the path of a folder."""
+    try:
+        import obstore.store as stores
+    except ImportError:
+        raise ConfigError("the bucket needs obstore: pip install 'diloco[bucket]'") from None
+    scheme, separator, rest = url.partition("://")
+    if not separator or scheme == "file":
+        folder = Path(rest if separator else url).expanduser().absolute()
+        if not create and not folder.is_dir():
+            raise ConfigError(f"there is no folder {folder}")
+        try:
+            return Obstore(stores.LocalStore(folder, mkdir=True), url)
+        except OSError as error:
+            raise ConfigError(f"{url}: {error}") from None
+    if scheme == "memory":
+        return _MEMORIES.setdefault(rest, Obstore(stores.MemoryStore(), url))
+    if scheme not in ("s3", "gs", "az"):
+        raise ConfigError(f"{url}: give {SCHEMES}")
+    # http is for a server of one's own that was given as the endpoint; the clouds' addresses are all https.
+    options: Any = {"timeout": f"{TIMEOUT:.0f}s", "connect_timeout": "10s", "allow_http": True}
+    retries: Any = {"max_retries": 1}
+    try:
+        return Obstore(stores.from_url(url, client_options=options, retry_config=retries), url)
+    except Exception as error:
+        raise ConfigError(f"{url}: {_first_line(error)}") from None
+
+
+_MEMORIES: dict[str, Backend] = {}
+
+
+def probe(backend: Backend) -> None:
+    """Refuse a store whose create-only puts are not. Eight race for one name: a store that looks first and writes
+    afterwards would pass if they came one by one."""
+    name = f"probe/{secrets.token_hex(8)}"
+    won: list[bytes] = []
+
+    def attempt(body: bytes) -> None:
+        if backend.attempt(Create(name, body)) is True:
+            won.append(body)
+
+    bodies = [f"{i}".encode() for i in range(9)]
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(attempt, bodies[:8]))
+        first = backend.attempt(Read(name, 16))
+        attempt(bodies[8])
+        second = backend.attempt(Read(name, 16))
+        backend.attempt(Delete(name))
+    except Failure as failure:
+        raise DiLoCoError(f"the store does not answer: {failure}") from None
+    if len(won) != 1 or first != won[0] or second != first:
+        raise ConfigError(
+            f"the store has no create-only puts: 9 raced for one name, {len(won)} were told that they won, and "
+            f"{'the name was' if first == second else 'it was overwritten: it'} read as {second!r}. Members could "
+            "disagree on who is in a round. Use S3, R2, GCS, Azure, MinIO, a local folder or NFS."
+        )
+
+
+class Obstore:
+    """One try through obstore."""
+
+    def __init__(self, store: Any, url: str) -> None:
+        self._store, self._url = store, url
+
+    def attempt(self, operation: Operation) -> Any:
+        from obstore import exceptions
+
+        try:
+            return self._attempt(operation)
+        except FileNotFoundError as error:
+            if isinstance(operation, (Create, Write)):
+                raise ConfigError(f"{self._url}: there is no such bucket ({_first_line(error)})") from None
+            return {} if isinstance(operation, List) else None
+        except (exceptions.AlreadyExistsError, exceptions.PreconditionError):
+            return False
+        except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError, PermissionError) as error:
+            raise self._refused(error) from None
+        except (exceptions.NotSupportedError, exceptions.InvalidPathError, NotImplementedError) as error:
+            raise ConfigError(f"{self._url}: {_first_line(error)}") from None
+        except (exceptions.BaseError, OSError) as error:
+            if any(word in str(error) for word in _REFUSED):
+                raise self._refused(error) from None
+            raise Failure(_first_line(error)) from None
+
+    def _attempt(self, operation: Operation) -> Any:
+        import obstore
+
+        match operation:
+            case Create(name, data):
+                obstore.put(self._store, name, data, mode="create", use_multipart=False)
+                return True
+            case Write(name, data):
+                obstore.put(self._store, name, data, use_multipart=False)
+                return None
+            case Read(name, _, int(first)):
+                return bytes(obstore.get_range(self._store, name, start=0, length=first))
+            case Read(name, limit):
+                result = obstore.get(self._store, name)
+                size = result.meta["size"]
+                if size > limit:
+                    return Oversized(size)
+                data = bytes(result.bytes())
+                if len(data) != size:
+                    raise Failure(f"{name}: {len(data)} of {size} bytes came")
+                return data
+            case Size(name):
+                return obstore.head(self._store, name)["size"]
+            case List(prefix):
+                return {m["path"]: m["size"] for part in obstore.list(self._store, prefix) for m in part}
+            case Delete(name):
+                return obstore.delete(self._store, name)
+        raise TypeError(f"{operation} is not a store operation")
+
+    def _refused(self, error: BaseException) -> DiLoCoError:
+        return ConfigError(f"{self._url}: access is refused ({_first_line(error)}); check the credentials")
+
+
+_REFUSED = ("403 Forbidden", "401 Unauthorized", "InvalidAccessKeyId", "SignatureDoesNotMatch", "AccessDenied",
+            "NoSuchBucket")  # fmt: skip
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0][:300] if str(error).strip() else type(error).__name__

@@ -1,0 +1,96 @@
+"""How long a member waits, judged by its own step and upload times and by those that the others publish."""
+
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from math import inf
+from typing import Literal
+
+from diloco.bucket.members import Member
+
+Pace = Literal["decoupled", "strict"]
+LONGEST_GRACE = 30.0
+LONGEST_PATIENCE = 300.0
+UPLOAD, POLL = "upload_seconds", "poll_seconds"
+"""What a member publishes for the others' grace, besides its step time."""
+
+
+@dataclass(frozen=True)
+class MemberOptions:
+    """How this member takes part. Members of one run may differ in it."""
+
+    pace: Pace = "decoupled"
+    quorum: int = 1
+    grace: float | None = None
+    heartbeat: float = 5.0
+    poll: float | None = None
+
+    @property
+    def strict(self) -> bool:
+        return self.pace == "strict"
+
+    @property
+    def ttl(self) -> float:
+        """Seconds after which a member that was not heard of is dead."""
+        return max(10.0, 5 * self.heartbeat)
+
+
+def default_poll(step_seconds: float) -> float:
+    return min(max(step_seconds, 0.2), 5.0)
+
+
+class Timing:
+    def __init__(self, options: MemberOptions, sync_every: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self.options, self.sync_every, self.clock = options, sync_every, clock
+        self._stepped: float | None = None
+        self._steps: deque[float] = deque(maxlen=32)  # seconds
+        self._uploads: dict[int, deque[float]] = {}  # fragment: seconds of the last ones
+
+    def stepped(self) -> None:
+        """The member has made a step."""
+        now = self.clock()
+        if self._stepped is not None:
+            self._steps.append(now - self._stepped)
+        self._stepped = now
+
+    def uploaded(self, fragment: int, seconds: float) -> None:
+        """A delta took this long, from its first put until the store had all of it."""
+        self._uploads.setdefault(fragment, deque(maxlen=8)).append(seconds)
+
+    @property
+    def step_seconds(self) -> float:
+        return statistics.median(self._steps) if self._steps else 0.0
+
+    @property
+    def poll(self) -> float:
+        """Seconds between two looks at an open round."""
+        return self.options.poll or default_poll(self.step_seconds)
+
+    @property
+    def upload_seconds(self) -> float:
+        """The median of the fragment that takes longest."""
+        return max((statistics.median(each) for each in self._uploads.values()), default=0.0)
+
+    @property
+    def published(self) -> dict[str, float]:
+        """What the others need to know: a delta counts only if they wait long enough for it."""
+        return {UPLOAD: self.upload_seconds, POLL: self.poll} if self._uploads else {}
+
+    def grace(self, awaited: Collection[Member]) -> float:
+        """Seconds that a round stays open after its first delta: enough for the slowest member it waits for to notice
+        the round, end its step and upload its own delta."""
+        if self.options.strict:
+            return inf
+        if self.options.grace is not None:
+            return self.options.grace
+        step = max([self.step_seconds, *(m.step_seconds for m in awaited)])
+        poll = max([self.poll, *(m.published.get(POLL, default_poll(m.step_seconds)) for m in awaited)])
+        upload = max([self.upload_seconds, *(m.published.get(UPLOAD, 0.0) for m in awaited)])
+        return min(2 * step + poll + upload, LONGEST_GRACE)
+
+    def patience(self, living: Collection[Member]) -> float:
+        """Seconds to wait for a snapshot that the others are asked for: one of them puts it after its next round."""
+        slowest = max((m.step_seconds for m in living), default=0.0)
+        return min(2 * self.sync_every * slowest + 4 * self.options.heartbeat, LONGEST_PATIENCE)
