@@ -1,4 +1,7 @@
-"""`diloco VERB`: verbs are modules, imported when used; flags are dataclasses; a recipe is stored flags.
+"""`diloco VERB`: each verb is a module of this package, imported when it is used.
+
+A verb is a row of `VERBS` and a file of that name with `CONFIG` (its flags, a dataclass), `EXAMPLES` (for its help) and
+`main(config)`, which returns the exit code; and, if it needs it, `complete(words)`, which may add words.
 
 Results go to stdout, progress to stderr. Exit codes: 0 done, 1 failed, 2 wrong input, 130 interrupted.
 """
@@ -10,16 +13,15 @@ from importlib import import_module
 
 from diloco import __version__
 from diloco.errors import ConfigError, DiLoCoError, Mismatch
-from diloco.recipe import parse
 
 VERBS = {
-    "train": ("diloco.cli.train", "train a language model on several replicas"),
-    "compare": ("diloco.cli.compare", "run several methods or settings at equal tokens, side by side"),
-    "report": ("diloco.cli.report", "show a run: table here, curves and timeline as one HTML file"),
-    "watch": ("diloco.cli.watch", "show a run that meets in a bucket, live, from anywhere"),
-    "export": ("diloco.cli.export", "write the agreed weights as a Hugging Face folder"),
-    "plan": ("diloco.cli.plan", "know before the run whether the link suffices"),
-    "doctor": ("diloco.cli.doctor", "check this machine, and the link between replicas"),
+    "train": "train a language model on several replicas",
+    "compare": "run several methods or settings at equal tokens, side by side",
+    "report": "show a run: table here, curves and timeline as one HTML file",
+    "watch": "show a run that meets in a bucket, live, from anywhere",
+    "export": "write the agreed weights as a Hugging Face folder",
+    "plan": "know before the run whether the link suffices",
+    "doctor": "check this machine, and the link between replicas",
 }
 
 
@@ -31,16 +33,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words[0] in ("-V", "--version"):
         print(f"diloco {__version__}")
         return 0
-    verb, rest = words[0], words[1:]
-    if verb not in VERBS:
-        close = difflib.get_close_matches(verb, VERBS, 1)
+    if words[0] not in VERBS:
+        close = difflib.get_close_matches(words[0], VERBS, 1)
         hint = f"; did you mean {close[0]}?" if close else "."
-        print(f"diloco: there is no verb {verb!r}{hint} There are {', '.join(VERBS)}.", file=sys.stderr)
+        print(f"diloco: there is no verb {words[0]!r}{hint} There are {', '.join(VERBS)}.", file=sys.stderr)
         return 2
     try:
-        module = import_module(VERBS[verb][0])
-        rest = module.complete(rest) if hasattr(module, "complete") else rest
-        return module.main(parse(module.CONFIG, rest, f"diloco {verb}"))
+        return _perform(words[0], words[1:])
     except (ConfigError, Mismatch) as error:
         print(f"diloco: {error}", file=sys.stderr)
         return 2
@@ -51,12 +50,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
+def _perform(verb: str, words: list[str]) -> int:
+    from diloco.flags import parse
+
+    module = import_module(f"diloco.cli.{verb}")
+    if "-h" in words or "--help" in words:
+        from diloco.cli.help import render
+
+        print(render(verb, module.CONFIG, module.EXAMPLES))
+        return 0
+    words = module.complete(words) if hasattr(module, "complete") else words
+    return module.main(parse(module.CONFIG, words))
+
+
 def _usage() -> str:
     width = max(map(len, VERBS))
-    verbs = "\n".join(f"  {verb:{width}}  {text}" for verb, (_, text) in VERBS.items())
+    verbs = "\n".join(f"  {verb:{width}}  {text}" for verb, text in VERBS.items())
     return (
-        "diloco: train one model on machines that are far apart, over slow links, without waiting for them\n\n"
-        f"usage: diloco VERB [RECIPE.toml] [flags]\n\n{verbs}\n\n"
+        "usage: diloco VERB [RECIPE.toml] [flags]\n\n"
+        "Train one model on machines that are far apart, over slow links, without\nwaiting for them.\n\n"
+        f"{verbs}\n\n"
         "diloco VERB --help lists the flags of a verb; diloco --version gives the version."
     )
 

@@ -5,13 +5,13 @@ import json
 import sys
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any
 
 from diloco.cli.train import run_here
 from diloco.errors import ConfigError
-from diloco.recipe import flags, parse
+from diloco.flags import convert, flag, parse, stored, value_type
 from diloco.runs import folder as folders
-from diloco.runs.config import METHODS, TrainConfig
+from diloco.runs.config import METHODS, TrainConfig, distinguishes, reads
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,15 +21,20 @@ class CompareConfig(TrainConfig):
     Takes all flags of `diloco train` besides its own.
     """
 
-    methods: str = "dp,diloco,streaming"
-    """Methods to compare, separated by commas."""
-    vary: tuple[str, ...] = ()
-    """Settings to vary, as in overlap=0,1,5; every combination is run."""
-    seeds: int = 1
-    """Seeds of each, counted from --seed. Gaps to data-parallel are paired by seed."""
+    methods: str = flag("dp,diloco,streaming", "Methods to compare, separated by commas.", group="comparison")
+    vary: tuple[str, ...] = flag(
+        (), "Settings to vary, as in overlap=0,1,5. Every combination is run.", group="comparison", why="none"
+    )
+    seeds: int = flag(
+        1, "Seeds of each setting, counted from --seed. Gaps to data-parallel are paired by seed.", group="comparison"
+    )
 
 
 CONFIG = CompareConfig
+EXAMPLES = (
+    "diloco compare recipes/demo.toml --seeds 3",
+    "diloco compare --methods dp,streaming --vary overlap=0,1,5 codec=e3m0,float32",
+)
 
 
 def main(config: CompareConfig) -> int:
@@ -71,10 +76,10 @@ def _finished(folder: Path) -> bool:
 
 def _check_same(cell: TrainConfig, folder: Path) -> None:
     """What was given must be what the run there was made with."""
-    before = parse(TrainConfig, flags(folder / "config.toml"), "config.toml")
+    before = parse(TrainConfig, stored(folder / "config.toml"))
     for field in fields(TrainConfig):
         given, was = getattr(cell, field.name), getattr(before, field.name)
-        if field.name not in ("name", "out", "resume", "json", "tokens") and given is not None and given != was:
+        if distinguishes(field.name) and field.name != "tokens" and given is not None and given != was:
             raise ConfigError(f"{folder} was run with {field.name} {was}, not {given}: give another --name")
 
 
@@ -84,13 +89,15 @@ def plan(config: CompareConfig) -> list[tuple[str, TrainConfig]]:
     for method in methods:
         if method not in METHODS:
             raise ConfigError(f"methods={config.methods}: {method!r} is none of {', '.join(METHODS)}")
+    if config.bucket is not None:
+        raise ConfigError("compare starts its replicas here: leave --bucket out")
     if config.seeds < 1:
         raise ConfigError(f"seeds={config.seeds}: give at least 1")
     axes = [[(key, value) for value in values.split(",")] for key, values in map(_axis, config.vary)]
     base = TrainConfig(**{f.name: getattr(config, f.name) for f in fields(TrainConfig)})
     cells: dict[str, TrainConfig] = {}
     for method, choice, seed in itertools.product(methods, itertools.product(*axes), range(config.seeds)):
-        read = [(key, value) for key, value in choice if _reads(method, key)]
+        read = [(key, value) for key, value in choice if reads(method, key)]
         named = (f"{key}={value.replace('/', '-')}" for key, value in read)
         label = "-".join([method, *named, f"seed{config.seed + seed}"])
         values = {key: _value(key, value) for key, value in read}
@@ -98,21 +105,10 @@ def plan(config: CompareConfig) -> list[tuple[str, TrainConfig]]:
     return list(cells.items())
 
 
-_SYNC = ("sync_every", "outer_lr", "outer_momentum")
-_STREAMING = (*_SYNC, "fragments", "overlap", "keep_local", "codec")
-
-
-def _reads(method: str, key: str) -> bool:
-    if key in _STREAMING:
-        return method == "streaming" or (method == "diloco" and key in _SYNC)
-    return True
-
-
 def _axis(text: str) -> tuple[str, str]:
     key, _, values = text.partition("=")
     key = key.replace("-", "_")
-    fixed = ("method", "seed", "name", "out", "resume", "json", "bucket", "member", "track")
-    known = [f.name for f in fields(TrainConfig) if f.name not in fixed]
+    known = [f.name for f in fields(TrainConfig) if distinguishes(f.name)]
     if key not in known or not values:
         raise ConfigError(f"vary={text!r}: give SETTING=VALUE,VALUE with a setting of {', '.join(known)}")
     return key, values
@@ -120,18 +116,6 @@ def _axis(text: str) -> tuple[str, str]:
 
 def _value(key: str, text: str) -> Any:
     """The value as the field's type has it."""
-    declared = next(f.type for f in fields(TrainConfig) if f.name == key)
-    kinds = get_args(declared) or (declared,)
-    if get_origin(declared) is Literal or bool in kinds:
-        values: dict[str, Any] = {"true": True, "false": False} if bool in kinds else {str(k): k for k in kinds}
-        if text not in values:
-            raise ConfigError(f"vary {key}={text!r}: give some of {', '.join(values)}")
-        return values[text]
-    if get_origin(declared) is tuple:
-        return (text,)
-    try:
-        if int in kinds:
-            return int(text)
-        return float(text) if float in kinds else text
-    except ValueError:
-        raise ConfigError(f"vary {key}={text!r}: give numbers") from None
+    field = next(f for f in fields(TrainConfig) if f.name == key)
+    value = convert(field, text)
+    return (value,) if value_type(field)[1] else value

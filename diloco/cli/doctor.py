@@ -13,6 +13,7 @@ import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from diloco.flags import flag
 from diloco.world import World, cores, own_world
 
 EXTRAS = {
@@ -31,13 +32,15 @@ EXTRAS = {
 class DoctorConfig:
     """Check this machine; under torchrun also the link between replicas."""
 
-    megabytes: float = 8.0
-    """Size of the message that measures the bandwidth."""
-    json: bool = False
-    """Print the findings as JSON."""
+    megabytes: float = flag(8.0, "Size of the message that measures the bandwidth.")
+    json: bool = flag(False, "Print the findings as JSON.")
 
 
 CONFIG = DoctorConfig
+EXAMPLES = (
+    "diloco doctor",
+    "torchrun --nnodes 2 --nproc_per_node 1 --node_rank 0 --master_addr FIRST -m diloco doctor",
+)
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import tyro
-
 from diloco.cli import supervise
 from diloco.errors import ConfigError, DiLoCoError
-from diloco.recipe import flags, parse
+from diloco.flags import REQUIRED, flag, parse, stored
 from diloco.runs.config import TrainConfig
 from diloco.world import own_world, started_here
 
@@ -20,15 +18,13 @@ from diloco.world import own_world, started_here
 class ExportConfig:
     """Write config.json, model.safetensors and the tokenizer of a run's anchors."""
 
-    run: tyro.conf.Positional[Path]
-    """Folder of the run."""
-    to: Path
-    """Folder to write."""
-    step: int | None = None
-    """Step of the checkpoint. Default: the newest."""
+    run: Path = flag(REQUIRED, "Folder of the run, as in runs/tiny-streaming-1.", positional=True)
+    to: Path = flag(REQUIRED, "Folder to write.")
+    step: int | None = flag(None, "Step of the checkpoint.", why="the newest")
 
 
 CONFIG = ExportConfig
+EXAMPLES = ("diloco export runs/tiny-streaming-1 --to tiny-hf",)
 
 
 def main(config: ExportConfig) -> int:
@@ -41,7 +37,7 @@ def main(config: ExportConfig) -> int:
         raise ConfigError(f"{config.run} has no checkpoint of step {step}; there are {steps or 'none'}")
     if (config.to / "config.json").exists():
         raise ConfigError(f"{config.to} holds a model already: give another --to, or remove it first")
-    settings: TrainConfig = parse(TrainConfig, flags(config.run / "config.toml"), "config.toml")
+    settings: TrainConfig = parse(TrainConfig, stored(config.run / "config.toml"))
     checkpoint = folder / f"step-{step:08d}"
     if settings.shards == 1:
         _write(settings, checkpoint, config.to)

@@ -3,6 +3,7 @@
 import json
 import sys
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -10,8 +11,9 @@ import numpy as np
 
 from diloco import laws
 from diloco.errors import ConfigError
-from diloco.plan import check as against
-from diloco.plan import plot, quantity, table
+from diloco.flags import flag
+from diloco.formats import FORMATS
+from diloco.plan import check, plot, quantity, table
 from diloco.plan.choose import Choice, Limits, Settings, choose
 from diloco.plan.costs import Conditions, Prices, Row, candidates, rows
 from diloco.plan.model import Model, as_fragments, equal, named
@@ -19,84 +21,65 @@ from diloco.plan.recipe import recipe
 from diloco.plan.simulate import Group, utilization
 from diloco.plan.traffic import Link
 
+GROUPS = ("model and data", "members and link", "sync", "failures and prices", "output")
+_model, _members, _sync, _failures, _output = (partial(flag, group=group) for group in GROUPS)
+
 
 @dataclass(frozen=True, kw_only=True)
 class PlanConfig:
     """Predict how busy a run will be on a link, what it costs, and which settings to take."""
 
-    model: str | None = None
-    """A preset (tiny, 35m, 100m, 200m, 300m, 500m, 1b, 4b). Or give parameters and layers."""
-    parameters: str | None = None
-    """Parameters, such as 7b, if the model is no preset."""
-    layers: int | None = None
-    """Layers, if the model is no preset."""
-    step_seconds: float | None = None
-    """Seconds of a step of one replica that waits for nothing."""
-    replicas: int = 2
-    """Replicas."""
-    link: tuple[str, ...] = ()
-    """Rate of each replica's link: 1gbit, 100mbit, or up=50mbit,down=500mbit. One for all, or one for each replica."""
-    round_trip: str = "0ms"
-    """Round trip between replicas, such as 80ms."""
-    reduce: Literal["collective", "bucket"] = "collective"
-    """Who computes the mean: the replicas among themselves, or through a folder or object store."""
-    sync_every: int | None = None
-    """Steps between two syncs of the same fragment. Default: chosen."""
-    fragments: str | None = None
-    """strided:N, sequential:N, balanced:N, or a number of fragments. Default: chosen."""
-    overlap: int | None = None
-    """Steps between sending a fragment and applying the result. Default: chosen, up to most-overlap."""
-    codec: str | None = None
-    """e3m0, float8, int8, bfloat16 or float32. Default: chosen."""
-    most_overlap: int = 5
-    """The most overlap that is chosen; above 5 loss may suffer."""
-    target: float | None = None
-    """Utilisation that is enough, such as 0.95. Default: within 1 % of the best."""
-    tokens: str | None = None
-    """Tokens of all replicas together, such as 25b. Default: 20 for each parameter."""
-    batch: int | None = None
-    """Sequences of a step, all replicas together. Default: by scaling law, as in training."""
-    context: int = 2048
-    """Tokens of a sequence."""
-    memory: str | None = None
-    """Memory of a replica's devices together, such as 80gb: says whether weights and optimizer fit."""
-    codec_ns: float = 0.0
-    """Nanoseconds that encoding and decoding take for each value."""
-    speeds: tuple[float, ...] = ()
-    """Speed of each replica; 1 takes step-seconds a step."""
-    jitter: float = 0.0
-    """Standard deviation of a step's time, as a share of it."""
-    mtbf: str | None = None
-    """Mean time between failures of one replica, such as 7d."""
-    restart: str = "10min"
-    """Time that a failed replica is away."""
-    save_every: int = 500
-    """Steps between two checkpoints, to which all go back after a failure."""
-    quorum: int | None = None
-    """With a bucket: replicas that must be there to go on."""
-    grace: str = "0s"
-    """With a bucket: how long the others wait for one that is away."""
-    egress_price: float = 0.0
-    """With a bucket: price of a GB that is read."""
-    put_price: float = 0.0
-    """With a bucket: price of a thousand writes."""
-    get_price: float = 0.0
-    """With a bucket: price of a thousand reads."""
-    grain: Literal["fragment", "layer"] = "fragment"
-    """fragment: rounds as this library makes them; layer: layer by layer, the paper's more hopeful model."""
-    write: Path | None = None
-    """Write the recommendation as a recipe for `diloco train`."""
-    plot: Path | None = None
-    """Draw utilisation against the rate of the link, to a .html or .png file."""
-    json: bool = False
-    """Print as JSON."""
-    paper: bool = False
-    """Recompute the paper's bandwidth tables, beside the published numbers."""
-    against: Path | None = None
-    """Compare a finished run's folder with the prediction."""
+    # fmt: off
+    model: str | None = _model(None, "A preset (tiny, 35m, 100m, 200m, 300m, 500m, 1b, 4b), or give --parameters and "
+        "--layers.", why="none")
+    parameters: str | None = _model(None, "Number of parameters, such as 7b, if the model is not a preset.")
+    layers: int | None = _model(None, "Number of layers, if the model is not a preset.")
+    tokens: str | None = _model(None, "Tokens of all replicas together, such as 25b.", why="20 for each parameter")
+    batch: int | None = _model(None, "Sequences in a step, all replicas together.",
+        why="by scaling law, as in training")
+    context: int = _model(2048, "Tokens in a sequence.", why="as in the scaling laws")
+    step_seconds: float | None = _members(None, "Seconds of a step of one replica that waits for nothing. Required.")
+    replicas: int = _members(2, "Number of replicas.")
+    link: tuple[str, ...] = _members((), "Rate of each replica's link: 1gbit, 100mbit, or up=50mbit,down=500mbit. Give "
+        "one for all, or one for each replica. Required.")
+    round_trip: str = _members("0ms", "Round trip between replicas, such as 80ms.")
+    reduce: Literal["collective", "bucket"] = _members("collective",
+        "Who computes the mean. collective: the replicas among themselves. bucket: through a folder or object store.")
+    speeds: tuple[float, ...] = _members((), "Speed of each replica; 1 takes --step-seconds a step.", why="all 1")
+    jitter: float = _members(0.0, "Standard deviation of a step's time, as a share of it.")
+    codec_ns: float = _members(0.0, "Nanoseconds that encoding and decoding take for each value.")
+    memory: str | None = _members(None, "Memory of a replica's devices together, such as 80gb: the plan says whether "
+        "weights and optimizer fit.", why="not checked")
+    sync_every: int | None = _sync(None, "Steps between two syncs of the same fragment.", why="chosen")
+    fragments: str | None = _sync(None, "strided:N, sequential:N, balanced:N, or a number of fragments.", why="chosen")
+    overlap: int | None = _sync(None, "Steps between sending a fragment and applying the result.",
+        why="chosen, up to --most-overlap")
+    codec: str | None = _sync(None, "Format of the deltas on the wire.", why="chosen", choices=FORMATS)
+    most_overlap: int = _sync(5, "The largest overlap that may be chosen.", why="above it loss may suffer")
+    target: float | None = _sync(None, "Utilisation that is enough, such as 0.95.", why="within 1 % of the best")
+    mtbf: str | None = _failures(None, "Mean time between failures of one replica, such as 7d.", why="no failures")
+    restart: str = _failures("10min", "Time that a failed replica is away.")
+    save_every: int = _failures(500, "Steps between two checkpoints, to which all go back after a failure.")
+    quorum: int | None = _failures(None, "With --reduce bucket: the fewest replicas that go on without the others.",
+        why="all replicas")
+    grace: str = _failures("0s", "With --reduce bucket: how long the others wait for a replica that is away.")
+    egress_price: float = _failures(0.0, "With --reduce bucket: price of a GB that is read.")
+    put_price: float = _failures(0.0, "With --reduce bucket: price of a thousand writes.")
+    get_price: float = _failures(0.0, "With --reduce bucket: price of a thousand reads.")
+    write: Path | None = _output(None, "Write the recommendation to this file, as a recipe for `diloco train`.")
+    plot: Path | None = _output(None, "Draw utilisation over the rate of the link, to a .html or .png file.")
+    json: bool = _output(False, "Print everything as JSON.")
+    paper: bool = _output(False, "Recompute the paper's bandwidth tables, beside the published numbers.")
+    check: Path | None = _output(None, "Compare the prediction with a finished run, given by its folder.")
+    # fmt: on
 
 
 CONFIG = PlanConfig
+EXAMPLES = (
+    "diloco plan --model 1b --step-seconds 1 --link 100mbit --round-trip 80ms",
+    "diloco plan --parameters 7b --layers 32 --step-seconds 4 --link up=50mbit,down=500mbit --write recipe.toml",
+    "diloco plan --check runs/tiny-streaming-1",
+)
 
 
 def main(config: PlanConfig) -> int:
@@ -104,9 +87,9 @@ def main(config: PlanConfig) -> int:
     if config.paper:
         _print(table.paper_json() if config.json else table.paper_tables())
         return 0
-    if config.against is not None:
-        return _against(config, config.against)
-    model, group, link = _model(config), _group(config), _link(config)
+    if config.check is not None:
+        return _check_run(config, config.check)
+    model, group, link = _read_model(config), _group(config), _link(config)
     steps = _steps(config, model)
     limits = Limits(
         sync_every=config.sync_every,
@@ -118,7 +101,7 @@ def main(config: PlanConfig) -> int:
         target=config.target,
     )
     conditions = _conditions(config, model, group, link, steps)
-    choice = choose(model, group, link, limits, reduce=config.reduce, in_turn=conditions.in_turn)
+    choice = choose(model, group, link, limits, reduce=config.reduce)
     lines = rows(conditions, choice.settings)
     notes = table.notes(conditions, choice, None if config.memory is None else quantity.size(config.memory))
     if config.plot is not None:
@@ -133,14 +116,14 @@ def main(config: PlanConfig) -> int:
     return 0
 
 
-def _against(config: PlanConfig, folder: Path) -> int:
+def _check_run(config: PlanConfig, folder: Path) -> int:
     link = _link(config) if config.link else None
-    comparison = against.compare(folder, link, quantity.seconds(config.round_trip))
+    comparison = check.compare(folder, link, quantity.seconds(config.round_trip))
     _print(json.dumps(asdict(comparison)) + "\n" if config.json else f"{comparison.name}: {comparison}\n")
     return 0
 
 
-def _model(config: PlanConfig) -> Model:
+def _read_model(config: PlanConfig) -> Model:
     if config.model is not None:
         if config.parameters is not None or config.layers is not None:
             raise ConfigError(f"model={config.model!r} and parameters or layers: give either a preset or both numbers")
@@ -202,7 +185,6 @@ def _conditions(config: PlanConfig, model: Model, group: Group, link: Link, step
         link=link,
         steps=steps,
         reduce=config.reduce,
-        in_turn=config.grain == "fragment",
         mtbf=float("inf") if config.mtbf is None else quantity.seconds(config.mtbf, "mtbf", zero=False),
         restart=quantity.seconds(config.restart, "restart"),
         save_every=config.save_every,

@@ -4,10 +4,10 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-import tyro
 from rich.console import Console
 
 from diloco.errors import ConfigError
+from diloco.flags import flag
 from diloco.report import html, terminal
 from diloco.runs.reader import read
 
@@ -16,15 +16,13 @@ from diloco.runs.reader import read
 class ReportConfig:
     """Show a run, or compare several."""
 
-    runs: tyro.conf.Positional[tuple[Path, ...]]
-    """Folders of runs, as in runs/tiny-streaming-1."""
-    out: Path | None = None
-    """The HTML file. Default: report.html in the (first) run."""
-    json: bool = False
-    """Print the summaries as JSON."""
+    runs: tuple[Path, ...] = flag((), "Folders of runs, as in runs/tiny-streaming-1.", positional=True)
+    out: Path | None = flag(None, "The HTML file to write.", why="report.html in the (first) run")
+    json: bool = flag(False, "Print the summaries as JSON.")
 
 
 CONFIG = ReportConfig
+EXAMPLES = ("diloco report runs/tiny-streaming-1", "diloco report runs/one runs/two --out both.html")
 
 
 def main(config: ReportConfig) -> int:

@@ -6,19 +6,24 @@ import logging
 import shutil
 import sys
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from diloco.cli import supervise
 from diloco.errors import ConfigError, DiLoCoError, Mismatch
-from diloco.recipe import flags, parse
+from diloco.flags import parse, stored, to_toml
 from diloco.runs import folder as folders
-from diloco.runs.config import TrainConfig, to_toml
+from diloco.runs.config import TrainConfig, names
 from diloco.world import World, own_world, started_here
 
 CONFIG = TrainConfig
+EXAMPLES = (
+    "diloco train --model tiny --replicas 2 --steps 700",
+    "diloco train recipes/demo.toml --overlap 5 --name slow-link",
+    "diloco train --model 35m --bucket s3://bucket/run --data corpus/",
+)
 
 
 def complete(words: Sequence[str]) -> list[str]:
@@ -28,18 +33,27 @@ def complete(words: Sequence[str]) -> list[str]:
     apart = [part for word in words for part in (word.split("=", 1) if word.startswith("--") else [word])]
     given = {flag: value for flag, value in pairwise(apart) if flag.startswith("--")}
     if words[0].endswith(".toml"):
-        if "--name" not in given and "--name" not in flags(Path(words[0])):
+        if "--name" not in given and "--name" not in stored(Path(words[0])):
             raise ConfigError(f"--resume with {words[0]}: which run? Add --name, or leave the recipe out to continue "
                               "the newest run with its own settings")  # fmt: skip
         return list(words)
     try:
-        stored = flags(folders.existing(Path(given.get("--out", "runs")), given.get("--name")) / "config.toml")
+        before = stored(folders.existing(Path(given.get("--out", "runs")), given.get("--name")) / "config.toml")
     except ConfigError:
         return list(words)  # the same error is raised, with more to say, when the run starts
-    if "--tokens" in given and "--steps" in stored:
-        at = stored.index("--steps")  # the number of steps follows from the tokens
-        del stored[at : at + 2]
-    return [*stored, *words]
+    if "--tokens" in given:
+        _drop(before, "--steps")  # the number of steps follows from the tokens
+    if ":" in given.get("--outer", ""):
+        _drop(before, "--outer-lr", "--outer-momentum")
+    return [*before, *words]
+
+
+def _drop(words: list[str], *flags: str) -> None:
+    """Remove flags, each with its one value."""
+    for flag in flags:
+        if flag in words:
+            at = words.index(flag)
+            del words[at : at + 2]
 
 
 def _folder(config: TrainConfig) -> Path:
@@ -87,11 +101,9 @@ def run_here(config: TrainConfig, *, show: bool = True) -> tuple[int, Path]:
 
 
 def _say_what_changed(config: TrainConfig, folder: Path) -> None:
-    before = parse(TrainConfig, flags(folder / "config.toml"), "config.toml")
-    names = [f.name for f in fields(TrainConfig) if f.name not in ("resume", "json", "name", "out")]
-    changed = [
-        f"{n} {getattr(before, n)} → {getattr(config, n)}" for n in names if getattr(before, n) != getattr(config, n)
-    ]
+    before = parse(TrainConfig, stored(folder / "config.toml"))
+    pairs = ((name, getattr(before, name), getattr(config, name)) for name in names("run", "member"))
+    changed = [f"{name} {was} → {now}" for name, was, now in pairs if was != now]
     text = f"; changed: {', '.join(changed)}" if changed else ""
     print(f"resume with the settings of {folder / 'config.toml'}{text}", file=sys.stderr)
 
@@ -154,12 +166,12 @@ def _agree_on_folder(config: TrainConfig, world: World, store: Any) -> Path:
 
 
 def write_summary(folder: Path, summary: dict[str, Any]) -> None:
-    from diloco.plan import check as against
+    from diloco.plan import check
     from diloco.report import html
 
     path = folder / "summary.json"
     path.write_text(json.dumps(summary, indent=1))
     with contextlib.suppress(ConfigError):  # data-parallel, or other replicas' files are on other machines
-        summary["predicted_utilization"] = against.compare(folder).predicted
+        summary["predicted_utilization"] = check.compare(folder).predicted
         path.write_text(json.dumps(summary, indent=1))
     html.write([folder], folder / "report.html")

@@ -5,15 +5,15 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import tyro
 from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 
 from diloco.errors import ConfigError
+from diloco.flags import REQUIRED, flag
 from diloco.report import units
 
 
@@ -21,17 +21,14 @@ from diloco.report import units
 class WatchConfig:
     """Show members, rounds and losses of the run in a bucket."""
 
-    url: Annotated[str, tyro.conf.Positional]
-    """The folder or s3://, gs://, az://… that the members were given."""
-    key_file: Path | None = None
-    """The key of a signed run."""
-    every: float = 2.0
-    """Seconds between two looks."""
-    once: bool = False
-    """Look once and end."""
+    url: str = flag(REQUIRED, "The folder or s3://, gs://, az://… that the members were given.", positional=True)
+    key_file: Path | None = flag(None, "The key of a signed run.", why="the run is not signed")
+    every: float = flag(2.0, "Seconds between two looks.")
+    once: bool = flag(False, "Look once and end.")
 
 
 CONFIG = WatchConfig
+EXAMPLES = ("diloco watch s3://bucket/run", "diloco watch shared/run --once")
 
 
 @dataclass

@@ -8,12 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
 
+from diloco.runs.config import distinguishes, reads
 from diloco.runs.reader import Run
-
-_NEVER = {"name", "out", "seed", "method", "resume", "track", "device", "keep", "save_every", "timeout", "json"}
-_SYNC = {"sync_every", "fragments", "overlap", "keep_local", "codec", "outer_lr", "outer_momentum"}
-_UNUSED = {"dp": _SYNC, "local": _SYNC, "diloco": {"fragments", "overlap", "keep_local", "codec"}}
-"""Settings that a method does not read; runs that differ only in them are the same setting."""
 
 
 @dataclass(frozen=True)
@@ -127,12 +123,8 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 def _varied(runs: Sequence[Run]) -> list[str]:
     """Keys in which two of the runs differ that both read them."""
-    keys = dict.fromkeys(key for run in runs for key in run.config if key not in _NEVER)
-    return [key for key in keys if len({_setting(run, key) for run in runs if _reads(run, key)}) > 1]
-
-
-def _reads(run: Run, key: str) -> bool:
-    return key not in _UNUSED.get(run.method, ())
+    keys = dict.fromkeys(key for run in runs for key in run.config if distinguishes(key))
+    return [key for key in keys if len({_setting(run, key) for run in runs if reads(run.method, key)}) > 1]
 
 
 def _setting(run: Run, key: str) -> str:
@@ -141,5 +133,5 @@ def _setting(run: Run, key: str) -> str:
 
 
 def _label(run: Run, varied: Sequence[str]) -> str:
-    settings = [f"{key} {_setting(run, key)}" for key in varied if _reads(run, key)]
+    settings = [f"{key} {_setting(run, key)}" for key in varied if reads(run.method, key)]
     return ", ".join([run.method, *settings])

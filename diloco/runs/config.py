@@ -1,117 +1,124 @@
-"""What a run is made of, as flags. No torch here: `diloco train --help` must be quick."""
+"""The settings of a run, as flags, and what each of them means. No torch here: `diloco train --help` must be quick.
+
+Stored as config.toml in the folder of the run. The trainer, the comparison and the report ask here which settings are
+the run's, which are a member's own, and which methods read them.
+"""
 
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import Any, Literal, get_args
 
 from diloco.errors import ConfigError
-from diloco.formats import FORMATS
+from diloco.flags import Meaning, Scope, flag, meaning
+from diloco.formats import FORMATS, format_named
 from diloco.fragment import fragmenter
 from diloco.schedule import check_overlap
 
 Method = Literal["streaming", "diloco", "dp", "local"]
-if TYPE_CHECKING:
-    CodecName = str
-else:
-    CodecName = Literal[tuple(FORMATS)]
 Sink = Literal["tensorboard", "wandb", "trackio"]
+METHODS: tuple[str, ...] = get_args(Method)
+STREAMING, SYNCED = ("streaming",), ("streaming", "diloco")
+_model, _optimisation, _sync, _members, _output = (
+    partial(flag, group=group) for group in ("model and data", "optimisation", "sync", "members", "output")
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """Train a language model on several replicas. What is not given is derived, and printed with its reason."""
+    """Train a language model on several replicas.
 
-    model: str = "tiny"
-    """A preset (tiny, 35m, 100m, 200m, 300m, 500m, 1b, 4b), or hf:PATH_OR_ID for a Hugging Face causal LM."""
-    data: tuple[str, ...] = ()
-    """Files or folders of .txt, .jsonl, .parquet or token shards, or hf:NAME. Default: the sources of Python's own
-    standard library."""
-    tokenizer: str = "bytes"
-    """bytes, train:SIZE for a BPE trained on the corpus, or the path of a tokenizer.json."""
-    context: int = 128
-    """Tokens of a sequence."""
-    method: Method = "streaming"
-    """streaming (fragments in turn, overlapped, quantised); diloco (all at once, blocking, fp32); dp (data-parallel,
-    torch DDP); local (no sync at all)."""
-    replicas: int | None = None
-    """Replicas. Started here, unless torchrun or Slurm has started the processes; with --bucket, how many members the
-    run is planned for. Default: 2 here, else as started."""
-    shards: int = 1
-    """Ranks in a replica, over which its model is sharded by FSDP2."""
-    steps: int | None = None
-    """Steps of every replica. Default: from tokens."""
-    tokens: int | None = None
-    """Tokens of all replicas together. Default: 20 for each parameter."""
-    batch: int | None = None
-    """Sequences of a step, all replicas together. Default: by scaling law."""
-    accumulate: int = 1
-    """Parts in which a replica computes its share of the batch, to save memory."""
-    lr: float | None = None
-    """Peak inner learning rate of AdamW. Default: by scaling law."""
-    warmup: int | None = None
-    """Steps of linear warm-up; then a cosine to 5 %. Default: a tenth of the steps, at most 1000."""
-    weight_decay: float | None = None
-    """Of matrices. Default: 1 / steps."""
-    clip: float = 1.0
-    """Largest norm of the gradient."""
-    sync_every: int = 100
-    """Steps between two syncs of the same fragment (H)."""
-    fragments: str = "strided:3"
-    """strided:N or sequential:N (N layers to a fragment), balanced:N (N fragments of equal size), or
-    named:PATTERN,PATTERN;PATTERN (parameters by name, ";" between fragments)."""
-    overlap: int = 1
-    """Steps between sending a fragment and applying the result (tau)."""
-    keep_local: float = 0.0
-    """Weight of the local value when the result is applied (alpha)."""
-    codec: CodecName = "e3m0"
-    """Numbers on the wire."""
-    outer_lr: float | None = None
-    """Learning rate of the outer Nesterov step. Default: by the number of replicas, and of rounds."""
-    outer_momentum: float | None = None
-    """Momentum of the outer Nesterov step. Default: 0.9, in short runs 0.5."""
-    streams: int = 1
-    """TCP connections for the deltas; more on a long link."""
-    timeout: float = 600.0
-    """Seconds that an exchange may take, waiting for slower replicas included; then a replica counts as lost."""
-    bucket: str | None = None
-    """Meet the other members in a folder or in s3://, gs://, az://…: this process is one member. The same command
-    begins the run and joins it."""
-    member: str | None = None
-    """With --bucket: the name of this member, the same when it returns. Default: the machine's name."""
-    join_only: bool = False
-    """With --bucket: do not begin a new run."""
-    pace: Literal["decoupled", "strict"] = "decoupled"
-    """With --bucket: decoupled never waits for other members; strict waits for all of them in every round."""
-    quorum: int = 1
-    """With --bucket: the fewest members of a round."""
-    grace: float | None = None
-    """With --bucket: seconds that a round waits for members that are expected. Default: by their step time."""
-    key_file: Path | None = None
-    """With --bucket: a file whose content signs all objects; what is not signed with it is ignored."""
-    seed: int = 0
-    """Of weights and data order."""
-    eval_every: int = 100
-    """Steps between two evaluations on held-out text."""
-    eval_tokens: int = 16_384
-    """Held-out tokens of an evaluation."""
-    save_every: int = 500
-    """Steps between two checkpoints; there is one at the end in any case."""
-    keep: int = 2
-    """Checkpoints that are kept."""
-    compile: bool = False
-    """torch.compile the model."""
-    device: str = "auto"
-    """auto, cpu, cuda, …"""
-    track: tuple[Sink, ...] = ()
-    """Also log to tensorboard, wandb or trackio (extras)."""
-    name: str | None = None
-    """Name of the run. Default: model-method and the first free number."""
-    out: Path = Path("runs")
-    """Folder of all runs."""
-    resume: bool = False
-    """Go on from the newest checkpoint that all replicas have."""
-    json: bool = False
-    """Print the summary as JSON."""
+    What is not given is derived, and printed with its reason.
+    """
+
+    # fmt: off
+    model: str = _model("tiny",
+        "A preset (tiny, 35m, 100m, 200m, 300m, 500m, 1b, 4b), or hf:PATH_OR_ID for a Hugging Face causal LM.",
+        why="which trains on two cores in minutes")
+    data: tuple[str, ...] = _model((), "Files or folders of .txt, .jsonl, .parquet or token shards, or hf:NAME.",
+        why="the sources of Python's own standard library", scope="member")
+    tokenizer: str = _model("bytes",
+        "bytes, train:SIZE for a BPE trained on the corpus, or the path of a tokenizer.json.",
+        why="which needs no training")
+    context: int = _model(128, "Tokens in a sequence.", why="for the tiny model")
+    steps: int | None = _optimisation(None, "Steps of every replica.", why="from the tokens")
+    tokens: int | None = _optimisation(None, "Tokens of all replicas together. Give this or --steps.",
+        why="20 for each parameter", scope="member")
+    batch: int | None = _optimisation(None, "Sequences in a step, all replicas together.", why="by scaling law")
+    accumulate: int = _optimisation(1, "Parts in which a replica computes its share of the batch, to save memory.",
+        why="the fastest if the memory suffices", scope="member")
+    lr: float | None = _optimisation(None, "Peak learning rate of AdamW.", why="by scaling law")
+    warmup: int | None = _optimisation(None,
+        "Steps of linear warm-up. After it the learning rate follows a cosine down to 5 %.",
+        why="a tenth of the steps, at most 1000")
+    weight_decay: float | None = _optimisation(None, "Weight decay, applied to matrices only.",
+        why="1 / steps, as in the scaling laws")
+    clip: float = _optimisation(1.0, "Largest norm of the gradient; a larger one is scaled down.")
+    seed: int = _optimisation(0, "Seed of weights and data order.")
+    compile: bool = _optimisation(False, "Compile the model with torch.compile.", scope="member")
+    device: str = _optimisation("auto", "auto, cpu, cuda or another torch device.",
+        why="the accelerator if there is one", scope="member", result=False)
+    method: Method = _sync("streaming",
+        "streaming: fragments in turn, overlapped, quantised. diloco: everything at once, blocking, fp32. dp: "
+        "data-parallel, torch DDP. local: no sync.")
+    sync_every: int = _sync(100, "Steps between two syncs of the same fragment (H).",
+        why="the paper takes 30 and 100", methods=SYNCED)
+    fragments: str = _sync("strided:3",
+        "strided:N or sequential:N for N layers in a fragment; balanced:N for N fragments of equal size; or "
+        "named:PATTERN,PATTERN;PATTERN for parameters by name, with \";\" between fragments.",
+        why="as in the paper", methods=STREAMING)
+    overlap: int = _sync(1, "Steps between sending a fragment and applying the result (tau).",
+        why="as in the paper, which saw no loss up to 5", methods=STREAMING)
+    keep_local: float = _sync(0.0, "Weight of the local value when the result is applied (alpha).",
+        why="the agreed value replaces the local one", methods=STREAMING)
+    codec: str = _sync("e3m0", "Format of the deltas on the wire.", why="4 bits a value, without visible loss",
+        methods=STREAMING, choices=FORMATS)
+    outer: str = _sync("nesterov",
+        "Outer rule: nesterov, sgd, or with values as in nesterov:0.6,0.9 (lr, momentum) and sgd:1 (lr).",
+        why="as in the paper", methods=SYNCED)
+    outer_lr: float | None = _sync(None, "Learning rate of the outer rule.",
+        why="by the number of replicas and rounds; 1 for sgd", methods=SYNCED)
+    outer_momentum: float | None = _sync(None, "Momentum of the outer Nesterov rule.", why="0.9, in short runs 0.5",
+        methods=SYNCED)
+    streams: int = _sync(1, "TCP connections that carry the deltas.",
+        why="enough on a short link; a long one needs more", scope="member", methods=SYNCED)
+    timeout: float = _sync(600.0,
+        "Seconds that an exchange may take, waiting for slower replicas included. After that a replica counts as "
+        "lost.", scope="member", methods=SYNCED, result=False)
+    replicas: int | None = _members(None,
+        "Number of replicas. They are started here, unless torchrun or Slurm has started the processes. With "
+        "--bucket: how many members the run is planned for.", why="2, or as many as were started")
+    shards: int = _members(1, "Ranks in a replica, over which FSDP2 shards its model.")
+    bucket: str | None = _members(None,
+        "Meet the other members in a folder or in s3://, gs://, az://…: this process is one member. The same "
+        "command begins the run and joins it.", why="the replicas talk to each other directly", scope="member",
+        methods=SYNCED)
+    member: str | None = _members(None, "With --bucket: the name of this member, which it keeps when it returns.",
+        why="the machine's name", scope="member", methods=SYNCED)
+    join_only: bool = _members(False, "With --bucket: join a run, never begin one.", scope="start", methods=SYNCED)
+    pace: Literal["decoupled", "strict"] = _members("decoupled",
+        "With --bucket: decoupled never waits for other members; strict waits for all of them in every round.",
+        scope="member", methods=SYNCED)
+    quorum: int = _members(1, "With --bucket: the fewest members in a round.", scope="member", methods=SYNCED)
+    grace: float | None = _members(None, "With --bucket: seconds that a round waits for members that are expected.",
+        why="by their step time", scope="member", methods=SYNCED)
+    key_file: Path | None = _members(None,
+        "With --bucket: a file whose content signs all objects. Objects without that signature are ignored.",
+        why="objects are not signed", scope="member", methods=SYNCED)
+    eval_every: int = _output(100, "Steps between two evaluations on held-out text.", scope="member")
+    eval_tokens: int = _output(16_384, "Held-out tokens in an evaluation.", scope="member")
+    save_every: int = _output(500, "Steps between two checkpoints. There is always one at the end.", scope="member",
+        result=False)
+    keep: int = _output(2, "Checkpoints to keep.", why="after a crash the newest may be incomplete", scope="member",
+        result=False)
+    track: tuple[Sink, ...] = _output((), "Also log to these; each needs its extra.", why="none", scope="member",
+        result=False)
+    name: str | None = _output(None, "Name of the run.", why="MODEL-METHOD and the first free number", scope="member",
+        result=False)
+    out: Path = _output(Path("runs"), "Folder of all runs.", scope="member", result=False)
+    resume: bool = _output(False, "Continue from the newest checkpoint that all replicas have.", scope="start")
+    json: bool = _output(False, "Print the summary as JSON.", scope="start")
+    # fmt: on
 
     def __post_init__(self) -> None:
         for name in ("context", "shards", "accumulate", "sync_every", "eval_every", "save_every", "streams"):
@@ -130,8 +137,39 @@ class TrainConfig:
         if self.steps is not None and self.tokens is not None:
             raise ConfigError(f"steps={self.steps} and tokens={self.tokens}: give one of them, the other follows")
         fragmenter(self.fragments)
-        if self.bucket is not None and self.method not in ("streaming", "diloco"):
+        outer_rule(self)
+        format_named(self.codec)
+        if self.bucket is not None and self.method not in SYNCED:
             raise ConfigError(f"method={self.method} with a bucket: give streaming or diloco")
+
+
+OUTER = {"nesterov": ("outer_lr", "outer_momentum"), "sgd": ("outer_lr",)}
+"""The outer rules, each with the settings that hold its values."""
+
+
+def outer_rule(config: TrainConfig) -> dict[str, Any]:
+    """`outer` without its values, and those that it gives as the settings that hold them.
+
+    >>> outer_rule(TrainConfig(outer="nesterov:0.6,0.9"))
+    {'outer': 'nesterov', 'outer_lr': 0.6, 'outer_momentum': 0.9}
+    """
+    rule, colon, text = config.outer.partition(":")
+    names = OUTER.get(rule, ())
+    try:
+        values = [float(part) for part in text.split(",")] if colon else []
+    except ValueError:
+        values = []
+    if not names or len(values) != (len(names) if colon else 0) or any(value < 0 for value in values):
+        raise ConfigError(f"outer={config.outer!r}: give nesterov, nesterov:LR,MOMENTUM, sgd or sgd:LR, as in sgd:1")
+    if not colon and rule == "sgd" and config.outer_momentum is not None:
+        raise ConfigError(f"outer=sgd with outer_momentum={config.outer_momentum}: only nesterov has a momentum")
+    for name in ("outer_lr", "outer_momentum") if colon else ():
+        if getattr(config, name) is not None:
+            raise ConfigError(
+                f"outer={config.outer!r} and {name}={getattr(config, name)}: give the values in one place, "
+                f"--outer {rule} with {name} or --outer alone"
+            )
+    return {"outer": rule, **dict(zip(names, values, strict=False))}
 
 
 def _at_least(least: int, name: str, value: int | None) -> None:
@@ -139,27 +177,19 @@ def _at_least(least: int, name: str, value: int | None) -> None:
         raise ConfigError(f"{name}={value}: give a whole number of at least {least}")
 
 
-def to_toml(config: TrainConfig) -> str:
-    """The config as a recipe that gives the same run. What is None, or concerns only this start, is left out."""
-    lines = []
-    for field in fields(config):
-        value = getattr(config, field.name)
-        if value is None or field.name in ("resume", "json", "join_only"):
-            continue
-        if isinstance(value, bool):
-            text = "true" if value else "false"
-        elif isinstance(value, (int, float)):
-            text = repr(value)
-        elif isinstance(value, tuple):
-            text = "[" + ", ".join(_quoted(v) for v in value) + "]"
-        else:
-            text = _quoted(str(value))
-        lines.append(f"{field.name} = {text}")
-    return "\n".join(lines) + "\n"
+_MEANING: dict[str, Meaning] = {field.name: meaning(field) for field in fields(TrainConfig)}
 
 
-def _quoted(text: str) -> str:
-    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
+def names(*scopes: Scope) -> tuple[str, ...]:
+    """The settings with these scopes."""
+    return tuple(name for name, known in _MEANING.items() if known.scope in scopes)
 
 
-METHODS: tuple[str, ...] = get_args(Method)
+def reads(method: str, name: str) -> bool:
+    """Whether the method reads the setting. A setting of another version counts as read."""
+    return name not in _MEANING or not _MEANING[name].methods or method in _MEANING[name].methods
+
+
+def distinguishes(name: str) -> bool:
+    """Whether runs that differ in it are different settings; method and seed, which order the runs, apart."""
+    return name not in ("method", "seed") and (name not in _MEANING or _MEANING[name].result)

@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass, replace
 
 from diloco import laws
-from diloco.runs.config import TrainConfig
+from diloco.runs.config import TrainConfig, outer_rule
 
 LARGEST_LR = 8e-3
 """The law gives more only below 35M parameters, where it was not fitted. At 0.09M and 0.34M the best of a grid of
@@ -25,6 +25,7 @@ class Rule:
 def resolve(config: TrainConfig, parameters: int, replicas: int) -> tuple[TrainConfig, list[Rule]]:
     """The config with nothing left open, and the rules that filled it."""
     rules: list[Rule] = []
+    config = replace(config, **outer_rule(config))
 
     def take(name: str, value: float, reason: str) -> None:
         if getattr(config, name) is None:
@@ -52,7 +53,9 @@ def resolve(config: TrainConfig, parameters: int, replicas: int) -> tuple[TrainC
     return replace(config, replicas=replicas, tokens=None, **filled), rules
 
 
-def _outer(config: TrainConfig, parameters: int, replicas: int, rounds: int) -> tuple[Rule, Rule]:
+def _outer(config: TrainConfig, parameters: int, replicas: int, rounds: int) -> tuple[Rule, ...]:
+    if config.outer == "sgd":
+        return (Rule("outer_lr", 1.0, "the anchors become the mean of the replicas"),)
     short = parameters < laws.FITTED[0] and rounds < laws.SHORT
     if short and config.outer_momentum in (None, laws.SHORT_MOMENTUM):
         return (

@@ -6,7 +6,7 @@ import math
 import re
 import socket
 import sys
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -16,7 +16,7 @@ from diloco.bucket import Bucket, below, find_run
 from diloco.bucket.run import Run
 from diloco.diloco import DiLoCo
 from diloco.errors import ConfigError, Mismatch
-from diloco.runs.config import TrainConfig
+from diloco.runs.config import TrainConfig, names
 from diloco.runs.schema import Event
 from diloco.runs.writer import Writer
 from diloco.train.data.batches import Batches
@@ -24,10 +24,6 @@ from diloco.train.data.corpus import Corpus
 from diloco.train.defaults import lr_at
 from diloco.world import World
 
-OWN = ("data", "accumulate", "eval_every", "eval_tokens", "save_every", "keep", "compile", "device", "track", "name",
-       "out", "resume", "json", "bucket", "member", "join_only", "pace", "quorum", "grace", "key_file", "streams",
-       "timeout", "tokens")  # fmt: skip
-"""What a member decides for itself; the rest is the run's."""
 DIGEST = "tokenizer_digest"
 CARRIES = 32
 """Rounds of work that may count of one delta: a slow member carries what it did since it last counted."""
@@ -46,13 +42,13 @@ def as_the_run(config: TrainConfig) -> TrainConfig:
         return config
     default = TrainConfig()
     changes = {}
-    for field in fields(TrainConfig):
-        if field.name in OWN or field.name not in run.note:
+    for name in names("run"):
+        if name not in run.note:
             continue
-        mine, theirs = getattr(config, field.name), run.note[field.name]
-        changes[field.name] = theirs
-        if mine not in (theirs, getattr(default, field.name)) and field.name != "replicas":
-            print(f"{field.name}: the run has {theirs}, not {mine}", file=sys.stderr)  # noqa: T201
+        mine, theirs = getattr(config, name), run.note[name]
+        changes[name] = theirs
+        if mine not in (theirs, getattr(default, name)) and name != "replicas":
+            print(f"{name}: the run has {theirs}, not {mine}", file=sys.stderr)  # noqa: T201
     if not config.data:
         changes["data"] = tuple(run.note.get("data", ()))
     return replace(config, tokens=None, **changes)
@@ -65,7 +61,7 @@ class Elastic:
         assert config.bucket is not None and config.steps is not None
         self._config, self._world, self._tokenizer = config, world, tokenizer
         self.rounds = math.ceil(config.steps / config.sync_every)
-        settled = {k: v for k, v in asdict(config).items() if k not in OWN or k == "data"} | {DIGEST: tokenizer}
+        settled = {k: v for k, v in asdict(config).items() if k in (*names("run"), "data")} | {DIGEST: tokenizer}
         self.reduce = Bucket(
             config.bucket, member_name(config), key=_key(config), join_only=config.join_only, pace=config.pace,
             quorum=config.quorum, grace=config.grace, rounds=self.rounds,

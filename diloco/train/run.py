@@ -16,7 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from diloco.diloco import DiLoCo
 from diloco.errors import ConfigError
-from diloco.runs.config import TrainConfig, to_toml
+from diloco.flags import to_toml
+from diloco.runs.config import TrainConfig
 from diloco.runs.schema import Evaluation, Event, Step
 from diloco.runs.sinks import open_sinks
 from diloco.runs.writer import Writer

@@ -10,7 +10,7 @@ from diloco.codec import Float32, codec_named
 from diloco.diloco import DiLoCo
 from diloco.errors import ConfigError
 from diloco.fragment import Balanced, fragmenter
-from diloco.outer import Nesterov
+from diloco.outer import SGD, Nesterov, Outer
 from diloco.reduce import Reduce
 from diloco.reduce.collective import Collective
 from diloco.runs.config import TrainConfig
@@ -85,7 +85,6 @@ def attach(
     """The sync of the method: none for `dp` and `local`."""
     if config.method not in ("streaming", "diloco"):
         return None
-    assert config.outer_lr is not None and config.outer_momentum is not None
     streaming = config.method == "streaming"
     if reduce is None:
         group, shards = (mesh.get_group("replica"), mesh.get_group("shard")) if mesh else (None, None)
@@ -98,6 +97,14 @@ def attach(
         overlap=config.overlap if streaming else 0,
         keep_local=config.keep_local if streaming else 0.0,
         codec=codec_named(config.codec) if streaming else Float32(),
-        outer=Nesterov(config.outer_lr, config.outer_momentum),
+        outer=outer(config),
         reduce=reduce,
     )
+
+
+def outer(config: TrainConfig) -> Outer:
+    assert config.outer_lr is not None
+    if config.outer == "sgd":
+        return SGD(config.outer_lr)
+    assert config.outer_momentum is not None
+    return Nesterov(config.outer_lr, config.outer_momentum)

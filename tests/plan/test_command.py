@@ -276,9 +276,9 @@ def test_a_blocking_run_is_measured_and_predicted_alike(tmp_path, capsys):
     assert comparison.predicted == pytest.approx(10 / 15, rel=1e-6)
     assert comparison.rate == pytest.approx(16e6)
     assert line(folder) == "utilisation: predicted 66.7 %, measured 66.7 % (link 16 Mbit/s, as its rounds ran)"
-    assert main(PlanConfig(against=folder)) == 0
+    assert main(PlanConfig(check=folder)) == 0
     assert capsys.readouterr().out == f"run: {line(folder)}\n"
-    assert main(PlanConfig(against=folder, json=True)) == 0
+    assert main(PlanConfig(check=folder, json=True)) == 0
     assert json.loads(capsys.readouterr().out)["measured"] == pytest.approx(10 / 15)
 
 

@@ -1,38 +1,167 @@
 """The command line: quick, without torch, helpful when misused."""
 
 import json
+import re
 import subprocess
 import sys
-import time
+from dataclasses import fields, replace
+from importlib import import_module
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
-from diloco.cli import VERBS
+from diloco.cli import VERBS, main
+from diloco.cli.help import render
 from diloco.errors import ConfigError
-from diloco.recipe import flags
-from diloco.runs.config import TrainConfig, to_toml
+from diloco.flags import meaning, parse, spelled, stored, to_toml
+from diloco.runs.config import METHODS, TrainConfig, distinguishes, names, reads
 from diloco.train.defaults import lr_at, resolve
 from diloco.world import World, address_from, world_from
+
+ROOT = Path(__file__).parents[2]
 
 
 def diloco(*words):
     return subprocess.run([sys.executable, "-m", "diloco", *words], capture_output=True, text=True, timeout=60)
 
 
+def imported(*words):
+    """The top-level packages that a command has imported when it ends, and what it printed."""
+    code = (
+        "import sys; from diloco.cli import main; main(sys.argv[1:]);"
+        "print(*sorted({name.partition('.')[0] for name in sys.modules}), file=sys.stderr)"
+    )
+    result = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0
+    return set(result.stderr.split()), result.stdout
+
+
 def test_help_is_quick_and_imports_no_torch():
-    seconds = []
-    for _ in range(5):
-        began = time.perf_counter()
-        result = diloco("--help")
-        seconds.append(time.perf_counter() - began)
-        assert result.returncode == 0
-    assert all(verb in result.stdout for verb in VERBS)
-    assert min(seconds) < 0.4
-    code = "import sys; from diloco.cli import main; main(['--help']); main(['train', '--help'])"
-    result = subprocess.run([sys.executable, "-X", "importtime", "-c", code], capture_output=True, text=True)
-    assert "--sync-every" in result.stdout
-    assert "tyro" in result.stderr and " torch\n" not in result.stderr
+    slow = {"torch", "numpy", "rich", "jinja2", "tomllib"}
+    modules, out = imported("--help")
+    assert "diloco" in modules and not modules & slow
+    assert all(verb in out for verb in VERBS)
+    modules, out = imported("train", "--help")
+    assert not modules & (slow - {"tomllib"})
+    assert "--sync-every" in out
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_the_help_of_every_verb_fits_80_columns_and_names_every_flag_once(verb):
+    module = import_module(f"diloco.cli.{verb}")
+    text = render(verb, module.CONFIG, module.EXAMPLES, width=80)
+    assert max(map(len, text.splitlines())) <= 80
+    assert "None" not in text and "{" not in text and "MISSING" not in text
+    for field in fields(module.CONFIG):
+        shown = field.name.removesuffix("s").upper() if meaning(field).positional else spelled(field.name)
+        (entry,) = re.findall(rf"^  {shown}\b(?!-)(.*(?:\n {{24}}.*)*)", text, re.MULTILINE)
+        assert " ".join(entry.split()).endswith(".") and len(entry.split()) > 2
+    assert text.count("examples:") == 1 and module.EXAMPLES
+
+
+def test_the_help_says_what_a_default_is_and_why():
+    text = " ".join(render("train", TrainConfig, ["diloco train"], width=80).split())
+    for said in ("Default: by scaling law.", "Default: strided:3 (as in the paper).", "Default: 600.", "Default: off.",
+                 "e3m0, float8, int8, bfloat16 or float32.", "--pace decoupled|strict",
+                 "Weight decay, applied to matrices only."):  # fmt: skip
+        assert said in text
+    assert text.index("model and data:") < text.index("optimisation:") < text.index("sync:") < text.index("members:")
+    compare = import_module("diloco.cli.compare")
+    text = render("compare", compare.CONFIG, compare.EXAMPLES, width=80)
+    assert text.index("--vary") < text.index("--model")  # its own flags first
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_the_examples_in_the_help_are_valid(verb, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    module = import_module(f"diloco.cli.{verb}")
+    for example in module.EXAMPLES:
+        words = example.split()
+        assert isinstance(parse(module.CONFIG, words[words.index(verb) + 1 :]), module.CONFIG)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--sync-evry", "7"], "there is no flag --sync-evry; did you mean --sync-every?"),
+        (["--zzz", "7"], "there is no flag --zzz; --help lists them"),
+        (["--steps", "few"], "--steps few: give a whole number"),
+        (["--lr", "low"], "--lr low: give a number"),
+        (["--steps"], "--steps: give a value"),
+        (["--steps", "--json"], "--steps: give a value"),
+        (["--method", "streming"], "--method streming: give streaming, diloco, dp or local; did you mean streaming?"),
+        (["--json=yes"], "--json yes: give true or false"),
+        (["--codec", "int3"], "give e3m0, float8, int8, bfloat16 or float32"),
+        (["--track", "wandb", "logbook"], "--track logbook: give tensorboard, wandb or trackio"),
+        (["more"], "'more' is not the value of a flag: flags begin with --"),
+        (["--steps", "5", "demo.toml"], "'demo.toml' is not the value of a flag: a recipe comes first"),
+    ],
+)
+def test_a_wrong_flag_or_value_is_refused_in_one_line(words, message, capsys):
+    assert main(["train", *words]) == 2
+    assert message in (said := capsys.readouterr().err) and said.count("\n") == 1
+
+
+def test_flags_are_read_as_people_write_them():
+    config = parse(TrainConfig, ["--data", "a", "b", "--sync_every=7", "--overlap", "1", "--overlap", "2", "--compile",
+                                 "--no-json", "--seed", "-1", "--key-file", "k", "--tokens", "7_000"])  # fmt: skip
+    assert (config.data, config.sync_every, config.overlap, config.seed) == (("a", "b"), 7, 2, -1)
+    assert (config.compile, config.json, config.key_file, config.tokens) == (True, False, Path("k"), 7000)
+    export = import_module("diloco.cli.export").CONFIG
+    assert parse(export, ["runs/x", "--to", "y"]) == parse(export, ["--to", "y", "runs/x"]) == export(
+        run=Path("runs/x"), to=Path("y"))  # fmt: skip
+    report = import_module("diloco.cli.report").CONFIG
+    assert parse(report, ["a", "--json", "b"]).runs == (Path("a"), Path("b"))
+    for words, message in ((["runs/x"], "--to is missing"), (["--to", "y"], "RUN is missing"),
+                           (["x", "y", "--to", "z"], "'y' is not the value of a flag")):  # fmt: skip
+        with pytest.raises(ConfigError, match=message):
+            parse(export, words)
+
+
+def test_what_is_not_the_runs_is_the_members_or_of_this_start():
+    assert names("start") == ("join_only", "resume", "json")
+    assert set(names("member")) == {
+        "data", "accumulate", "eval_every", "eval_tokens", "save_every", "keep", "compile", "device", "track", "name",
+        "out", "bucket", "member", "pace", "quorum", "grace", "key_file", "streams", "timeout", "tokens",
+    }  # fmt: skip
+    stored_names = {line.split(" = ")[0] for line in to_toml(TrainConfig(resume=True, json=True)).splitlines()}
+    assert "name" not in stored_names and {"sync_every", "out"} <= stored_names
+    assert not stored_names & set(names("start"))
+
+
+def test_a_method_reads_its_own_settings_only():
+    known = [field.name for field in fields(TrainConfig)]
+    unread = {method: {name for name in known if not reads(method, name)} for method in METHODS}
+    assert unread["streaming"] == set()
+    assert unread["diloco"] == {"fragments", "overlap", "keep_local", "codec"}
+    assert unread["dp"] == unread["local"] > {"sync_every", "outer", "outer_lr", "codec", "streams", "bucket"}
+    assert not unread["dp"] & {"lr", "batch", "replicas", "seed"}
+    assert reads("dp", "of_a_later_version") and distinguishes("of_a_later_version")
+    same = {"name", "out", "seed", "method", "resume", "track", "device", "keep", "save_every", "timeout", "json"}
+    assert {name for name in known if not distinguishes(name)} == same | {"join_only"}
+
+
+def test_the_outer_rule_is_chosen_by_a_flag():
+    short, _ = resolve(TrainConfig(outer="nesterov:0.3,0.8"), 35_000_000, 2)
+    assert (short.outer, short.outer_lr, short.outer_momentum) == ("nesterov", 0.3, 0.8)
+    assert parse(TrainConfig, ["--outer", "nesterov", "--outer-lr", "0.3", "--outer-momentum", "0.8"]).outer_lr == 0.3
+    mean, rules = resolve(TrainConfig(outer="sgd"), 35_000_000, 2)
+    assert (mean.outer, mean.outer_lr, mean.outer_momentum) == ("sgd", 1.0, None)
+    assert "mean of the replicas" in {rule.name: rule.reason for rule in rules}["outer_lr"]
+    assert resolve(TrainConfig(outer="sgd:0.5"), 35_000_000, 2)[0].outer_lr == 0.5
+    again, _ = resolve(replace(short, steps=None, weight_decay=None), 35_000_000, 2)  # as when it is resumed
+    assert (again.outer, again.outer_lr) == ("nesterov", 0.3)
+
+
+@pytest.mark.parametrize("given", [
+    {"outer": "adam"}, {"outer": "nesterov:"}, {"outer": "nesterov:0.6"}, {"outer": "sgd:1,2"}, {"outer": "sgd:-1"},
+    {"outer": "nesterov:a,b"}, {"outer": "nesterov:0.6,0.9", "outer_lr": 0.6}, {"outer": "sgd:1", "outer_lr": 1.0},
+    {"outer": "nesterov:0.6,0.9", "outer_momentum": 0.9}, {"outer": "sgd", "outer_momentum": 0.9},
+])  # fmt: skip
+def test_an_outer_rule_that_is_none_or_is_given_twice_is_refused(given):
+    with pytest.raises(ConfigError, match="outer="):
+        TrainConfig(**given)
 
 
 def test_a_wrong_verb_gets_a_suggestion():
@@ -46,20 +175,18 @@ def test_the_version_is_the_packages():
 
 
 def test_a_config_written_as_a_recipe_comes_back_the_same(tmp_path):
-    import tyro
-
     config = TrainConfig(data=("a b.txt", 'c"d.txt'), steps=7, lr=3e-4, compile=True, fragments="balanced:5", name="x")
     (tmp_path / "recipe.toml").write_text(to_toml(config))
-    assert tyro.cli(TrainConfig, args=flags(tmp_path / "recipe.toml")) == config
+    assert parse(TrainConfig, [str(tmp_path / "recipe.toml")]) == config
 
 
 @pytest.mark.parametrize(
-    ("text", "message"), [("[sync]\nevery = 3\n", "is a table"), ("sync_every = = 3", "is no TOML")]
+    ("text", "message"), [("[sync]\nevery = 3\n", "is a table"), ("sync_every = = 3", "is not valid TOML")]
 )
 def test_a_broken_recipe_is_refused_with_the_reason(tmp_path, text, message):
     (tmp_path / "recipe.toml").write_text(text)
     with pytest.raises(ConfigError, match=message):
-        flags(tmp_path / "recipe.toml")
+        stored(tmp_path / "recipe.toml")
 
 
 def test_torchrun_and_slurm_are_understood():

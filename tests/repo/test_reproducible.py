@@ -10,12 +10,10 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.parametrize("path", sorted((ROOT / "recipes").glob("*.toml")), ids=lambda p: p.name)
 def test_every_recipe_is_valid(path):
-    import tyro
-
-    from diloco.recipe import flags
+    from diloco.flags import parse
     from diloco.runs.config import TrainConfig
 
-    config = tyro.cli(TrainConfig, args=flags(path))
+    config = parse(TrainConfig, [str(path)])
     assert config.model in ("tiny", "35m", "1b")
 
 

@@ -51,8 +51,8 @@ def test_compare_plans_every_combination_that_a_method_reads_for_every_seed():
     chosen = dict(plan(config))["streaming-overlap=1-codec=int8-seed1"]
     assert (chosen.overlap, chosen.codec, chosen.seed, chosen.method) == (1, "int8", 1, "streaming")
     for wrong, message in (({"methods": "dp,sgd"}, "'sgd' is none of"), ({"vary": ("speed=1",)}, "with a setting of"),
-                           ({"vary": ("overlap=a",)}, "give numbers"), ({"seeds": 0}, "seeds=0"),
-                           ({"vary": ("codec=fp32",)}, "give some of e3m0, float8"),
-                           ({"vary": ("compile=yes",)}, "give some of true, false")):  # fmt: skip
+                           ({"vary": ("overlap=a",)}, "--overlap a: give a whole number"), ({"seeds": 0}, "seeds=0"),
+                           ({"vary": ("codec=fp32",)}, "give e3m0, float8"),
+                           ({"vary": ("compile=yes",)}, "give true or false")):  # fmt: skip
         with pytest.raises(ConfigError, match=message):
             plan(CompareConfig(**wrong))

@@ -1,0 +1,204 @@
+"""Flags are the fields of a dataclass, each with its meaning. A recipe is a TOML file of stored flags. No torch.
+
+What more than one place must know about a flag is said once, where the field is declared: `x: int = flag(…)`.
+"""
+
+import difflib
+import tomllib
+from collections.abc import Iterable, Sequence
+from dataclasses import MISSING, Field, dataclass, field, fields
+from pathlib import Path
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin
+
+from diloco.errors import ConfigError
+
+REQUIRED: Any = MISSING
+"""The default of a flag that has none."""
+Scope = Literal["run", "member", "start"]
+
+
+@dataclass(frozen=True)
+class Meaning:
+    text: str
+    """What it is, in one or two sentences."""
+    group: str
+    """The heading in the help under which it stands."""
+    default: str
+    """Why the default is what it is; or in words what happens if the flag is not given."""
+    scope: Scope
+    """Who decides: the run as a whole; each member for itself; or only this start, of which nothing is stored."""
+    methods: tuple[str, ...]
+    """The methods that read it. Empty: all of them."""
+    result: bool
+    """Whether runs that differ in it are different settings, whose losses may be compared."""
+    choices: tuple[str, ...]
+    positional: bool
+
+
+def flag(
+    default: Any,
+    text: str,
+    *,
+    group: str = "flags",
+    why: str = "",
+    scope: Scope = "run",
+    methods: tuple[str, ...] = (),
+    result: bool = True,
+    choices: Iterable[str] = (),
+    positional: bool = False,
+) -> Any:
+    """A field of a config; see `Meaning`."""
+    known = Meaning(text, group, why, scope, methods, result and scope != "start", tuple(choices), positional)
+    return field(default=default, metadata={"flag": known})
+
+
+def meaning(field: Field[Any]) -> Meaning:
+    return field.metadata["flag"]
+
+
+def spelled(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def choices(field: Field[Any]) -> tuple[str, ...]:
+    """The values that are allowed; empty if it is not a choice."""
+    (inner, _) = value_type(field)
+    return get_args(inner) if get_origin(inner) is Literal else meaning(field).choices
+
+
+def value_type(field: Field[Any]) -> tuple[Any, bool]:
+    """The type of one value, and whether the flag takes several."""
+    declared: Any = field.type
+    several = get_origin(declared) is tuple
+    inner = get_args(declared)[0] if several else declared
+    optional = [kind for kind in get_args(inner) if kind is not NoneType]
+    return (optional[0] if NoneType in get_args(inner) else inner), several
+
+
+def convert(field: Field[Any], text: str) -> Any:
+    """One value as the field has it. What is wrong is a ConfigError that says what to give."""
+    kind, _ = value_type(field)
+    allowed = choices(field) or (("true", "false") if kind is bool else ())
+    if allowed and text not in allowed:
+        raise ConfigError(f"{spelled(field.name)} {text}: give {_listed(allowed)}{_near(text, allowed)}")
+    if kind is bool:
+        return text == "true"
+    try:
+        return kind(text) if kind in (int, float, Path) else text
+    except ValueError:
+        number = "a whole number" if kind is int else "a number"
+        raise ConfigError(f"{spelled(field.name)} {text}: give {number}") from None
+
+
+def parse(kind: type, words: Sequence[str]) -> Any:
+    """The config that the words give. A first word that ends in .toml is a recipe; flags after it override its own."""
+    if words and words[0].endswith(".toml"):
+        words = [*_known(kind, Path(words[0])), *words[1:]]
+    known = {f.name: f for f in fields(kind)}
+    values: dict[str, Any] = {}
+    left, loose = list(words), []
+    while left:
+        word = left.pop(0)
+        if not word.startswith("--"):
+            loose.append(word)
+            continue
+        name, equals, text = word[2:].partition("=")
+        name = name.replace("-", "_")
+        if name.startswith("no_") and name[3:] in known and known[name[3:]].type is bool:
+            values[name[3:]] = False
+            continue
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f"; did you mean {spelled(near[0])}?" if near else "; --help lists them"
+            raise ConfigError(f"there is no flag {spelled(name)}{hint}")
+        values[name] = _value(known[name], [text] if equals else None, left)
+    positional = next((f for f in known.values() if meaning(f).positional), None)
+    if loose and (positional is None or not (value_type(positional)[1] or len(loose) == 1)):
+        hint = "a recipe comes first" if loose[-1].endswith(".toml") else "flags begin with --"
+        raise ConfigError(f"{loose[-1]!r} is not the value of a flag: {hint}")
+    if loose and positional:
+        values[positional.name] = _value(positional, loose, [])
+    for each in known.values():
+        if each.default is MISSING and each.name not in values:
+            shown = each.name.upper() if meaning(each).positional else spelled(each.name)
+            raise ConfigError(f"{shown} is missing: {meaning(each).text}")
+    return kind(**values)
+
+
+def _value(field: Field[Any], given: list[str] | None, left: list[str]) -> Any:
+    """The flag's value, which is taken from the words that are left, unless it is given."""
+    kind, several = value_type(field)
+    if given is None and kind is bool:
+        return True
+    if given is None:
+        end = next((i for i, word in enumerate(left) if word.startswith("--")), len(left))
+        count = end if several else min(end, 1)
+        given, left[:] = left[:count], left[count:]
+        if not given and not several:
+            raise ConfigError(f"{spelled(field.name)}: give a value. {meaning(field).text}")
+    values = tuple(convert(field, text) for text in given)
+    return values if several else values[0]
+
+
+def _known(kind: type, path: Path) -> list[str]:
+    """The flags of a recipe, which must all be of this config."""
+    words, names = stored(path), [field.name for field in fields(kind)]
+    for key in (word.removeprefix("--").replace("-", "_") for word in words if word.startswith("--")):
+        if key.removeprefix("no_") not in names and key not in names:
+            raise ConfigError(f"{path}: there is no setting {key}{_near(key, names)}")
+    return words
+
+
+def stored(path: Path) -> list[str]:
+    """The keys of a TOML file as flags."""
+    try:
+        with path.open("rb") as file:
+            values = tomllib.load(file)
+    except FileNotFoundError:
+        raise ConfigError(f"there is no recipe {path}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from None
+    words = []
+    for key, value in values.items():
+        if isinstance(value, dict):
+            raise ConfigError(f"{path}: [{key}] is a table; a recipe has keys only, as in sync_every = 100")
+        if isinstance(value, bool):
+            words.append(spelled(key) if value else spelled(f"no_{key}"))
+        elif isinstance(value, list):
+            words += [spelled(key), *map(str, value)] if value else []
+        else:
+            words += [spelled(key), str(value)]
+    return words
+
+
+def to_toml(config: Any) -> str:
+    """The config as a recipe that gives the same run. Flags that are None, or only of this start, are left out."""
+    lines = []
+    for each in fields(config):
+        value = getattr(config, each.name)
+        if value is None or meaning(each).scope == "start":
+            continue
+        if isinstance(value, bool):
+            text = "true" if value else "false"
+        elif isinstance(value, (int, float)):
+            text = repr(value)
+        elif isinstance(value, tuple):
+            text = "[" + ", ".join(_quoted(v) for v in value) + "]"
+        else:
+            text = _quoted(str(value))
+        lines.append(f"{each.name} = {text}")
+    return "\n".join(lines) + "\n"
+
+
+def _quoted(text: str) -> str:
+    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+
+def _listed(allowed: Sequence[str]) -> str:
+    return " or ".join(filter(None, [", ".join(allowed[:-1]), allowed[-1]]))
+
+
+def _near(text: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(text, list(known), 1)
+    return f"; did you mean {close[0]}?" if close else ""
