@@ -21,6 +21,7 @@ TEXT = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
 COMMANDS = [line.removeprefix("$ ") for kind, block in BLOCKS if kind == "console" for line in block.splitlines()]
 PYTHON = [block for kind, block in BLOCKS if kind == "python"]
+TREE = next(block for kind, block in BLOCKS if kind == "" and block.startswith("diloco/"))
 FEWER = {"train": ["--steps", "4", "--batch", "4"], "compare": ["--steps", "4", "--batch", "4"]}
 
 
@@ -74,11 +75,11 @@ def test_the_longer_snippet_runs():
 
 def _sharded(rank, code):
     _, _, names = _snippet(0, code)
-    return names["diloco"]._sharding
+    return list(names["diloco"].state_dict())
 
 
 def test_the_fsdp_snippet_runs():
-    assert run(4, _sharded, PYTHON[1]) == ["shard 0 of 2", "shard 1 of 2"] * 2
+    assert run(4, _sharded, PYTHON[1]) == [["shard 0 of 2"], ["shard 1 of 2"]] * 2
 
 
 def _run(words, folder, **kwargs):
@@ -130,6 +131,5 @@ def test_make_runs_the_demo_recipe_and_the_tests(folder):
 def test_the_tree_and_the_links_name_files_that_exist():
     for name in re.findall(r"\]\(([\w./-]+)\)", TEXT):
         assert (ROOT / name).exists(), name
-    tree = next(block for kind, block in BLOCKS if kind == "" and block.startswith("diloco/"))
-    for name in re.findall(r"\b\w+\.py\b", tree):
+    for name in re.findall(r"\b\w+\.py\b", TREE):
         assert (ROOT / "diloco" / name).exists(), name
