@@ -4,8 +4,8 @@ Speed on 8M Gaussian values, as GB/s of fp32 and as a ratio to a warm `out.copy_
     encode  `pack`
     decode  chunk by chunk into the same warm memory as the copy, which is what the mean of a round does
     fresh   `unpack`, which also allocates its result: 32 MB of new pages, which cost as much as the decoding
-All are timed in turn, repetition by repetition; a ratio is the median over repetitions, so that a machine whose speed
-drifts gives the same figure.
+All are timed in turn, repetition by repetition. A ratio is the median over repetitions, so a machine that becomes
+slower meanwhile gives the same figure.
 Loss: relative error |x − decoded| / |x| and cosine between x and decoded, on the same values.
 """
 

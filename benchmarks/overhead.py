@@ -168,7 +168,7 @@ def measure_speed(arguments: argparse.Namespace) -> Record:
 
 
 def choose_batch(step: Callable[[int], None], seconds: float) -> int:
-    """A batch whose step takes about so long on the slower of the two cores."""
+    """A batch size for which a step takes about `seconds` on the slower of the two cores."""
     times = []
     for _ in range(4):
         began = time.perf_counter()
@@ -180,7 +180,7 @@ def choose_batch(step: Callable[[int], None], seconds: float) -> int:
 
 
 def cpu_seconds() -> dict[str, float]:
-    """Of the communication thread, and of all others but this one: gloo's."""
+    """CPU time of the communication thread, and of all threads but it and this one: gloo's."""
     threads = [t.ident for t in threading.enumerate() if t.name == "diloco" and t.ident]
     communication = sum(time.clock_gettime(time.pthread_getcpuclockid(ident)) for ident in threads)
     return {"thread": communication, "gloo": time.process_time() - time.thread_time() - communication}

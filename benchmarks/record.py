@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 RESULTS = Path(__file__).parent / "results"
-"""Of the benchmarks; those of a study are in the study's own folder."""
+"""Where benchmarks write. A study writes into its own folder."""
 
 Record = dict[str, Any]
 

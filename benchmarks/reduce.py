@@ -51,7 +51,7 @@ def main() -> None:
     values: Record = {}
     for replicas in (2, 4):
         with network(replicas) as net:
-            net.shape(LINK)  # else packets are lost to the kernel's own queues, and are counted twice
+            net.shape(LINK)  # without it the kernel's own queues lose packets, which are then counted twice
             found = values[f"bytes_{replicas}"] = summary(run(net, "bytes"), replicas, arguments.fragment)
         print(f"M={replicas}: " + ", ".join(f"{key} {value:.4g}" for key, value in found.items()))
     with network(2) as net:
@@ -70,7 +70,7 @@ def main() -> None:
 
 def run(net: Network, worker: str) -> list[Record]:
     environment = {"MASTER_ADDR": net.address(0), "MASTER_PORT": "29500", "GLOO_SOCKET_IFNAME": DEVICE}
-    environment["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # else each process warns that addresses in a namespace have no names
+    environment["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # addresses in a namespace have no names: a warning
     arguments = [*sys.argv[1:], "--worker", worker]
     return processes.run("benchmarks.reduce", arguments, len(net.namespaces), environment, net.command, seconds=600)
 
@@ -130,7 +130,7 @@ def mean(reduce: Collective, values: torch.Tensor, index: int) -> Round:
 
 
 def counters() -> dict[str, int]:
-    """Of this namespace since it was made: bytes through its interface, and TCP segments sent again."""
+    """Counted in this namespace since it was made: bytes through its interface, and TCP segments sent again."""
     statistic = Path("/sys/class/net") / DEVICE / "statistics"
     names, numbers = [line.split() for line in Path("/proc/net/snmp").read_text().splitlines() if line[:4] == "Tcp:"]
     return {

@@ -1,4 +1,4 @@
-"""What the bucket does to the loss: without faults, and with a slow member whose late work is carried or given up."""
+"""What the bucket does to the loss: without faults, and with a slow member (late work carried or given up)."""
 
 import json
 import os
@@ -33,7 +33,12 @@ def loss(folder: str) -> Record:
         place = Path(f"{folder}-{seed}")
         together = [_start(place, "collective", seed)]
         collective = _loss(together, place / "collective")
-        bucket = ["--bucket", str(place / "bucket"), "--quorum", "2"]  # else who starts first has rounds alone
+        bucket = [
+            "--bucket",
+            str(place / "bucket"),
+            "--quorum",
+            "2",
+        ]  # otherwise the first to start would close rounds alone
         members = [_start(place, name, seed, *bucket, "--member", name) for name in "ab"]
         pairs.append((collective, _loss(members, place / "a")))
     ratios = [b / a for a, b in pairs]

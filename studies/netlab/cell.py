@@ -17,7 +17,7 @@ BITS = 4
 BASELINE = 20
 """Steps of a baseline."""
 MOST_SECONDS, ENOUGH_SECONDS, LEAST_STEPS = 90.0, 60.0, 3
-"""Of a cell; of one below 10 %; and what it has at least."""
+"""The longest cell; the longest of those below 10 %; and the fewest steps of any."""
 UNLIMITED = 1e12
 """Bits a second that stand for a veth without a token bucket."""
 

@@ -1,4 +1,4 @@
-"""Beside the sweep: what training loses when the link is no limit, four replicas on unequal links, a lone swap."""
+"""Beside the sweep: what training loses on an unlimited link, four replicas on unequal links, a lone exchange."""
 
 import random
 import statistics
@@ -92,4 +92,4 @@ def wan(settings: Record) -> Record:
 
 CHECKS: dict[str, Callable[[Record], Record]] = {"stall": stall, "wan": wan, "swap": swap.measure}
 SECONDS = {"stall": 130.0, "wan": 130.0, "swap": 90.0}
-"""About so long each takes."""
+"""About how long each takes."""

@@ -35,7 +35,7 @@ class Lab:
     parameters: int = 0
 
     def run(self, steps: int, *, synced: bool, lead: int = 0, seconds: float = 600) -> Record:
-        """So many steps on every replica: seconds of the slowest, what each says, and what the interfaces carried."""
+        """Train on every replica: seconds of the slowest, what each says, and what the interfaces carried."""
         self._tell({"steps": steps, "lead": lead, "synced": synced})
         self._hear(seconds)  # "begun": the steps that do not count are over
         foreign, began = self._foreign(), time.monotonic()
@@ -110,7 +110,7 @@ class Lab:
 
 
 def ticks(pid: int) -> int:
-    """Of the clock, that a process spent outside the kernel."""
+    """Ticks of the clock that a process spent outside the kernel."""
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11])
 
 
@@ -175,14 +175,14 @@ def _environment(rank: int, replicas: int, net: Network) -> dict[str, str]:
         "MASTER_PORT": "29500",
         "GLOO_SOCKET_IFNAME": DEVICE,
         "OMP_NUM_THREADS": "1",
-        "TORCH_CPP_LOG_LEVEL": "ERROR",  # else each process warns that addresses in a namespace have no names
+        "TORCH_CPP_LOG_LEVEL": "ERROR",  # addresses in a namespace have no names: a warning
         "RUST_LOG": "error",
-        "TORCHINDUCTOR_COMPILE_THREADS": "1",  # else torchft's imports start processes that take the cores for 20 s
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",  # torchft's imports would start processes that take the cores for 20 s
     }
 
 
 def _die_with_parent() -> None:
-    """So that even `kill -9` of the lab leaves no replica behind."""
+    """Even `kill -9` of the lab must leave no replica behind."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 

@@ -105,7 +105,7 @@ class _DataParallel:
 
 
 def powersgd_values() -> float:
-    """Rank 1: a row and a column of each matrix, and all of what is no matrix."""
+    """Rank 1: a row and a column of each matrix, and all values that are not in a matrix."""
     matrix = [(SHAPE.width, SHAPE.width)] * 4 + [(SHAPE.width, SHAPE.mlp)] * 3
     layer = sum(map(sum, matrix)) + SHAPE.layer_parameters - sum(map(math.prod, matrix))
     return SHAPE.layers * layer + SHAPE.vocabulary + 2 * SHAPE.width
@@ -251,7 +251,7 @@ class _Torchft:
 
 
 def modules(model: Any, number: int) -> list[nn.ModuleList]:
-    """Consecutive layers; what is no layer goes with the first."""
+    """Consecutive layers; what is not a layer goes with the first."""
     layers = list(model.model.layers)
     size = len(layers) // number
     groups = [layers[i * size : (i + 1) * size] for i in range(number)]

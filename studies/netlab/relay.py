@@ -27,7 +27,7 @@ SNDBUF = 1 << 16
 
 @contextlib.contextmanager
 def far_apart(seconds: float) -> Iterator[Network]:
-    """Two hosts whose packets take so long each way."""
+    """Two hosts; a packet takes `seconds` from one to the other."""
     with network(2) as net:
         for host, namespace in enumerate(net.namespaces):
             if host == 0:

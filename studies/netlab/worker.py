@@ -1,6 +1,6 @@
 """One replica of the lab, on a core of its own. Reads commands from its input, answers each with a line of JSON.
 
-A command {"steps": 60, "lead": 6, "synced": true} trains so many steps after so many that do not count. Without
+A command {"steps": 60, "lead": 6, "synced": true} trains 60 steps after 6 that are not counted. Without
 `synced` it trains a second model of the same kind that nothing is attached to: the baseline, in the same process.
 """
 
@@ -27,7 +27,7 @@ def main() -> None:
     train(plain, None, 2)
     sync = SETUPS[settings["method"]].attach(trained, settings["addresses"]) if settings["method"] else None
     gc.collect()
-    gc.freeze()  # else it goes through all of torch again, at any time, in any method
+    gc.freeze()  # a collection would walk through all of torch, at any time, in any method
     answer({"parameters": sum(p.numel() for p in plain.model.parameters())})
     for line in sys.stdin:
         command = json.loads(line)
@@ -61,7 +61,7 @@ def answer(found: Record) -> None:
 
 
 def cpu_seconds() -> dict[str, float]:
-    """Of the training thread, of ours for communication, and of all others of the process."""
+    """CPU time of the training thread, of our communication thread, and of all others of the process."""
     threads = [t.ident for t in threading.enumerate() if t.name == "diloco" and t.ident]
     ours = sum(time.clock_gettime(time.pthread_getcpuclockid(ident)) for ident in threads)
     training = time.thread_time()

@@ -1,4 +1,4 @@
-"""Run the study: python -m studies.parity [--quick]. Interrupt it at any point; it goes on where it was.
+"""Run the study: python -m studies.parity [--quick]. Interrupt it at any point; it continues where it was.
 
 One run a core. Results are lines of results.jsonl beside this file, from which
 `python -m studies.parity.page` writes docs/parity.md.
@@ -78,12 +78,12 @@ def run_all(path: Path, rows: tuple[Row, ...], processes: int, seeds: int) -> di
 
 
 def _seconds(result: dict[str, Any], steps: int) -> float:
-    """Of a run with so many steps."""
+    """CPU seconds of a run, scaled to this number of steps."""
     return result["cpu_seconds"] * steps / result["cell"]["steps"]
 
 
 def minutes(runs: int, seconds: list[float], processes: int) -> float:
-    """For so many runs, at the mean of those that were done."""
+    """Time for this many runs, at the mean of those that were done."""
     return runs * fmean(seconds) / processes / 60
 
 

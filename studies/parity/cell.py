@@ -23,16 +23,16 @@ STEPS = 3000
 class Cell:
     width: int = 64
     replicas: int = 2
-    """0: data-parallel, one model on the whole batch."""
+    """0: data-parallel, one model on the complete batch."""
     lr: float
     outer_lr: float = 0.0
     momentum: float = 0.5
     sync_every: int = 30
     fragments: str = "strided:3"
-    """As in the trainer's flag; balanced:1 is the whole model at once."""
+    """As in the trainer's flag; balanced:1 is the complete model at once."""
     overlap: int = 1
     overlap_of_last: int | None = None
-    """Of the last replica, where it differs."""
+    """Overlap of the last replica, where it differs."""
     keep_local: float = 0.0
     codec: str = "e3m0"
     second: str | None = None
@@ -54,8 +54,8 @@ class Cell:
 
 @cache
 def _key(cell: Cell) -> str:
-    whole = [asdict(cell), asdict(SHAPES[cell.width]), BATCH, CONTEXT]
-    return hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()[:16]
+    everything = [asdict(cell), asdict(SHAPES[cell.width]), BATCH, CONTEXT]
+    return hashlib.sha256(json.dumps(everything, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def data_parallel(*, lr: float, width: int = 64, steps: int = STEPS, seed: int = 0) -> Cell:

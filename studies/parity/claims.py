@@ -120,7 +120,7 @@ def of_the_paper(results: Results) -> list[tuple[str, str, str, str]]:
 
 
 def below(limit: float, *found: Spread | None) -> str:
-    """Whether all are: by their whole intervals."""
+    """Whether all are, judged by their complete intervals."""
     seen = [each for each in found if each is not None]
     if len(seen) < len(found):
         return "not run"

@@ -11,7 +11,7 @@ KEPT = 1 / 8
 
 @dataclass
 class Zeroing:
-    """Random zeroing: each value is sent with probability KEPT, else as zero."""
+    """Random zeroing: each value is sent with probability KEPT, otherwise zero is sent."""
 
     generator: torch.Generator
 

@@ -71,8 +71,8 @@ Losses are in nats a byte on {EVALUATED:,} held-out bytes, of the model that `fi
 the loss, paired by seed, with the 95 % interval of their mean. Data-parallel and the rows that differ from streaming
 only in what is sent and when it is merged share one estimate of noise (two-way: a level for each row and for each
 seed; {noise(WIDTH, results).freedom} degrees of freedom at width {WIDTH}); every other row has the Student interval of
-its own differences, and none with one seed. A bar is met or missed when the whole interval is on one side of it,
-else unresolved.
+its own differences, and none with one seed. A bar is met or missed when the complete interval is on one side of it,
+and unresolved otherwise.
 
 ## The bars
 

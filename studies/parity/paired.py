@@ -26,7 +26,7 @@ def compared(row: Row, against: Row, results: Results, what: str = "final", of: 
 
 
 def noise(width: int, results: Results) -> Noise:
-    """Of a paired difference in percent, in common to the rows of this width that are alike."""
+    """Noise of a paired difference in percent, shared by the rows of this width that are alike."""
     cells = {row.name: tuned(row, results)[0] for row in ROWS if _alike(row, width)}
     keys = {(name, seed): replace(cell, seed=seed).key
             for name, cell in cells.items() if cell is not None for seed in range(1, MANY + 1)}  # fmt: skip

@@ -88,8 +88,8 @@ models from 35M parameters on, extrapolate to gaps of this height (below); they 
 which these sizes do not show. Here all sizes train on the same bytes, the published ones on the same number for each
 parameter: width {NARROW} and width {WIDE} differ in more than their size.
 
-**The gap opens late.** {_opening(results)} A comparison that ends in the middle of a run, or whose lr does not decay,
-would call it parity.
+**The gap opens late.** {_opening(results)} A comparison that ends in the middle of a run, or in which
+the lr does not decay, would call it parity.
 
 **Outer momentum 0.9 is too long a memory here.** It averages over ten rounds of {ROUNDS}: it is late in the first
 rounds, and late again while the lr decays (second plot). With its own best outer lr it is {gap("outer momentum 0.9")}
@@ -134,7 +134,7 @@ def changed(results: Results) -> str:
     gap = Gaps(results)
     return f"""
 - The trainer's outer momentum and outer lr, where they are not given, are 0.5 and 0.7 for models below 35M parameters
-  in runs of fewer than 150 rounds; else 0.9 and the scaling laws' value, as before. `Nesterov()` has the paper's
+  in runs of fewer than 150 rounds; otherwise 0.9 and the scaling laws' value, as before. `Nesterov()` has the paper's
   values. Measured were {ROUNDS} rounds and 89k parameters; the limits lie between that and the published runs, from 35M
   parameters and several hundred rounds on. `make demo` (690k parameters, 35 rounds) ends at 1.60 nats a byte, with
   `--outer-momentum 0.9 --outer-lr 0.7` at 1.88.

@@ -8,13 +8,13 @@ from studies.parity.cell import Cell, data_parallel
 LR, OUTER = "lr", "outer_lr"
 START = {LR: 0.0113, OUTER: 0.7}
 WIDTH, NARROW, WIDE = 32, 16, 64
-"""Of almost all rows, and of the two other sizes."""
+"""The width of almost all rows, and those of the two other sizes."""
 WIDTHS = (NARROW, WIDTH, WIDE)
 
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the report: a setting, what of it is tuned, and whose tuned values it takes over."""
+    """A line of the report: a setting, what is tuned, and the row from which it takes tuned values."""
 
     name: str
     cell: Cell
@@ -29,7 +29,7 @@ class Row:
 BASE = Cell(lr=0, width=WIDTH)
 """Streaming, overlap 1, E3M0; lr and outer_lr come from tuning."""
 PLAIN = {"fragments": "balanced:1", "overlap": 0, "codec": "float32"}
-"""The whole model at once, in fp32, waiting for the result."""
+"""The complete model at once, in fp32, waiting for the result."""
 DP, DILOCO, STREAMING = "data-parallel", "DiLoCo", "streaming, overlap 1, E3M0"
 
 
@@ -91,5 +91,5 @@ NAMED = {row.name: row for row in ROWS}
 
 
 def data_parallel_of(row: Row) -> Row:
-    """Of the same width."""
+    """The data-parallel row of the same width."""
     return NAMED[at_width(row.cell.width, DP)]

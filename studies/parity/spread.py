@@ -37,7 +37,7 @@ class Spread:
         return Spread(-self.mean, self.half_width, self.n)
 
     def __sub__(self, other: "Spread") -> "Spread":
-        """Of independent ones."""
+        """The difference of two independent means."""
         half_width = sqrt(self.half_width**2 + other.half_width**2)
         return Spread(self.mean - other.mean, half_width, min(self.n, other.n))
 

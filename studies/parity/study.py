@@ -19,7 +19,7 @@ QUICK_STEPS, QUICK_SEEDS = 1000, 2
 
 
 def quick(results: Results) -> tuple[Row, ...]:
-    """A few rows with the values that the whole study has found, in a third of the steps."""
+    """A few rows with the values that the complete study has found, in a third of the steps."""
     cells = {name: tuned(NAMED[name], results)[0] for name in QUICK}
     return tuple(Row(name, replace(cell, steps=QUICK_STEPS)) for name, cell in cells.items() if cell is not None)
 

@@ -10,7 +10,7 @@ from studies.parity.rows import LR, NAMED, OUTER, START, Row
 FACTOR = 2**0.5
 """Between neighbours of a grid. At half of it from the optimum the loss changes by less than seeds do."""
 NOISE = 0.2
-"""Percent: a neighbour that is better by less is no reason to move on. Chance is larger: a walk ends near the optimum,
+"""Percent: a neighbour that is better by less is not a reason to move. Chance is larger: a walk ends near the optimum,
 at one of several values that are as good."""
 
 Results = Mapping[str, dict[str, Any]]
