@@ -1,117 +1,41 @@
-"""The bucket with its threads, over real folders: members come, go, are slow, die and return."""
+"""Members come, go, are slow, die and return: on real threads over real folders, or on a virtual clock where it is a
+matter of time."""
 
+import random
 import threading
-import time
+from itertools import pairwise
 
 import pytest
 import torch
 
-from diloco import Balanced, ConfigError, DiLoCo, DiLoCoError, NotFinite
+from diloco import ConfigError, DiLoCoError, NotFinite
 from diloco.bucket import Bucket
 from diloco.bucket.members import Superseded
+from diloco.bucket.protocol import AHEAD
 from diloco.bucket.store.backend import Failure, open_store, probe
 from diloco.bucket.store.operations import Create, Delete, List, Oversized, Read, Size, Write
 from diloco.bucket.store.store import Store
-from tests.support.models import Tiny, adamw, anchors, flat, steps
+from diloco.bucket.timing import MemberOptions
+from diloco.reduce import Round
+from tests.support.members import PATIENT, Member, agree, until
+from tests.support.models import anchors, flat
+from tests.support.players import Paced, World, live
 
 
-class Member(threading.Thread):
-    """One member: a model, a loop, a reducer, in a thread."""
-
-    def __init__(
-        self, url, name, count, *, seed=0, pause=0.005, saved=None, die_at=None, backend=None, gate=None, **options
-    ):
-        super().__init__(daemon=True)
-        self.model = Tiny(seed)
-        self.optimizer = adamw(self.model)
-        options = {"heartbeat": 0.5, "poll": 0.02} | options
-        self.reduce = Bucket(str(url), name, backend=backend, **options)
-        self.diloco = DiLoCo(self.model, self.optimizer, sync_every=10, overlap=2, fragments=Balanced(3),
-                             reduce=self.reduce)  # fmt: skip
-        if saved:
-            self.model.load_state_dict(saved[0])
-            self.diloco.load_state_dict(saved[1])
-        self.count, self.pause, self.die_at, self.number = count, pause, die_at, ord(name[0])
-        self.gate = gate
-        self.error, self.begun, self.seconds, self.done = None, None, [], 0
-        self.states = {}
-        self.start()
-
-    def run(self):
-        try:
-            self.diloco.join()
-            self.begun = [part.state.index for part in self.diloco._fragments]
-            if self.gate:
-                self.gate.wait(30)
-                time.sleep(2 * 0.5)  # two heartbeats: all know each other
-            began = time.perf_counter()
-            for step in steps(self.model, self.optimizer, self.number, 1, self.count):
-                self.seconds.append(time.perf_counter() - began)
-                self.done = step
-                self.states |= {(p.number, p.state.index): p.state.fingerprint() for p in self.diloco._fragments}
-                if step == self.die_at:
-                    return self.vanish()
-                time.sleep(self.pause)
-                began = time.perf_counter()
-            self.diloco.finish()
-            self.states |= {(p.number, p.state.index): p.state.fingerprint() for p in self.diloco._fragments}
-        except BaseException as error:
-            self.error = error
-
-    def vanish(self):
-        """As after kill -9: no word to the others."""
-        self.reduce._end_threads()
-
-    def save(self):
-        return {k: v.clone() for k, v in self.model.state_dict().items()}, self.diloco.state_dict()
-
-    def end(self, seconds=60):
-        self.join(seconds)
-        assert not self.is_alive(), "it hangs"
-        if self.error:
-            raise self.error
-        return self
-
-    @property
-    def longest(self):
-        """Seconds of the longest step."""
-        return max(self.seconds)
-
-    @property
-    def rounds(self):
-        return list(self.diloco.stats.last)
-
-    @property
-    def held(self):
-        return [part.state.index for part in self.diloco._fragments]
+def rounds_of(member):
+    """(fragment, index, who was in it, whether the own delta counted) of each round that it took."""
+    return [(f, o.index, set(o.members), o.counted) for f, o in member.player.reduce.outcomes if isinstance(o, Round)]
 
 
-def agree(*members):
-    """Members that held the same round held the same bits."""
-    together = {}
-    for member in members:
-        for key, fingerprint in member.states.items():
-            assert together.setdefault(key, fingerprint) == fingerprint
-    return together
-
-
-def until(what, seconds=30):
-    deadline = time.monotonic() + seconds
-    while not what():
-        assert time.monotonic() < deadline, "it does not come"
-        time.sleep(0.01)
-
-
-def test_equal_members_are_in_all_rounds_and_hold_the_same_bits(tmp_path):
-    gate = threading.Barrier(3)
-    members = [Member(tmp_path, name, 60, seed=seed, gate=gate, grace=2.0) for seed, name in enumerate("abc")]
-    for member in members:
-        member.end()
-    assert len({member.reduce.run.id for member in members}) == 1
-    assert sum(member.reduce.run.created for member in members) == 1
-    agree(*members)
-    full = [round.members == 3 and round.counted for member in members for round in member.rounds]
-    assert sum(full) >= 0.75 * len(full)  # all, but where a busy machine starts one late
+def test_equal_members_are_in_all_rounds_and_hold_the_same_bits():
+    world = World()
+    members = [Paced(world, name, 0.1) for name in "abc"]
+    live(world, members, 30.0)
+    runs = [member.player.reduce.run for member in members]
+    assert len({run.id for run in runs}) == 1 and sum(run.created for run in runs) == 1
+    for member in members:  # that equal rounds have equal bits, the world checks at every round
+        taken = rounds_of(member)
+        assert len(taken) > 20 and all(names == {"a", "b", "c"} and counted for _, _, names, counted in taken)
 
 
 def test_strict_pace_has_all_members_in_every_round(tmp_path):
@@ -124,29 +48,34 @@ def test_strict_pace_has_all_members_in_every_round(tmp_path):
     assert len(rounds) >= 12 and all(round.members == 2 and round.counted for round in rounds)
 
 
-def test_a_slow_member_is_in_some_rounds_carries_the_rest_and_costs_the_others_nothing(tmp_path):
-    fast = [Member(tmp_path, name, 300, pause=0.004) for name in "ab"]
-    slow = Member(tmp_path, "s", 24, pause=0.1)
-    for member in (*fast, slow):
-        member.end()
-    agree(*fast, slow)
-    assert any(r.counted for r in slow.rounds) and any(not r.counted for r in slow.rounds)
-    # Never for a step of the slow one, which a hundred rounds would show; a busy machine may hold up a step or two.
-    assert all(sum(seconds > 0.09 for seconds in member.seconds) < 10 for member in fast)
+def test_a_slow_member_is_in_some_rounds_carries_the_rest_and_costs_the_others_nothing():
+    """A step of the slow one is longer than the grace. Beside it the others make as many steps and rounds as without
+    it."""
+    made = {}
+    for slow in (False, True):
+        world = World(1)
+        fast = [Paced(world, name, 0.1, grace=1.0) for name in "ab"]
+        members = [*fast, Paced(world, "s", 1.1, grace=1.0, begins=1.0)] if slow else fast
+        live(world, members, 120.0)
+        made[slow] = [(member.steps, len(member.rounds)) for member in fast]
+    assert made[True] == made[False] and min(made[True][0]) > 50
+    counted = [counted for *_, counted in rounds_of(members[-1])]
+    assert 5 < sum(counted) < len(counted) - 5
 
 
-def test_a_member_that_dies_is_not_waited_for_and_one_that_comes_is_in(tmp_path):
-    gate = threading.Barrier(2)
-    a = Member(tmp_path, "a", 400, gate=gate)
-    b = Member(tmp_path, "b", 400, die_at=40, gate=gate)
-    b.end()
-    c = Member(tmp_path, "c", 80, seed=7)
-    a.end()
-    c.end()
-    agree(a, b, c)
-    assert all(index > 0 for index in c.begun)
-    assert any(r.counted and r.members == 2 for r in c.rounds)
-    assert any(r.members == 2 for r in a.rounds[:9]) and a.longest < 2
+def test_a_member_that_dies_is_not_waited_for_and_one_that_comes_is_in():
+    """The rounds of a take 2 s, and 5 s more where they wait for the grace."""
+    world = World(1)
+    a, b = Paced(world, "a", 0.1, grace=5.0), Paced(world, "b", 0.1, dies=20.0)
+    c = Paced(world, "c", 0.1, begins=50.0)
+    live(world, (a, b, c), 80.0)
+    names = [(now, set(round.members)) for now, round in a.taken]
+    assert all(who == {"a", "b"} for now, who in names if now < 20.0)
+    assert all(who == {"a"} for now, who in names if 20.0 < now < 50.0)
+    waits = [later for (now, _), (later, _) in pairwise(names) if later - now > 2.0]
+    assert len([late for late in waits if late < 50.0]) == 2 and max(late for late in waits if late < 50.0) < 31.0
+    assert all(who == {"a", "c"} for now, who in names if now > 65.0)
+    assert [round.counted for round in c.rounds[-5:]] == [True] * 5
 
 
 def test_all_die_and_one_returns_with_its_checkpoint(tmp_path):
@@ -163,18 +92,19 @@ def test_all_die_and_one_returns_with_its_checkpoint(tmp_path):
     agree(back, alone)
 
 
-def test_leaving_is_known_at_once_and_finish_waits_for_nobody_that_has_left(tmp_path):
+def test_leaving_is_known_at_once_and_finish_waits_for_nobody_that_has_left(tmp_path, monkeypatch):
+    monkeypatch.setattr(MemberOptions, "ttl", 1e6)  # silence alone would never do: in strict pace a would wait for b
     gate = threading.Barrier(2)
-    a, b = (Member(tmp_path, name, 60, pace="strict", heartbeat=0.2, gate=gate) for name in "ab")
-    until(lambda: a.done > 15 and b.done > 15)
-    b.reduce.leave()
-    a.end(20)  # in strict pace it would wait for b until it is known to be gone
-    assert a.done == 60
+    a = Member(tmp_path, "a", 60, pace="strict", gate=gate)
+    b = Member(tmp_path, "b", 60, pace="strict", gate=gate, at={16: lambda: b.reduce.leave()}, die_at=16)
+    b.end()
+    a.end()
+    assert a.done == 60 and {round.members for round in a.rounds} == {1, 2}
 
 
 def test_two_processes_under_one_name_the_older_one_stops(tmp_path):
     first = Member(tmp_path, "a", 10_000, heartbeat=0.1)
-    until(lambda: first.done > 5)
+    until(lambda: first.done > 5, first)
     second = Member(tmp_path, "a", 20)
     second.end()
     with pytest.raises(Superseded, match="another process has joined the run as 'a'"):
@@ -182,10 +112,13 @@ def test_two_processes_under_one_name_the_older_one_stops(tmp_path):
 
 
 def test_nan_in_a_delta_resets_the_member_and_harms_nobody(tmp_path):
-    a, b = Member(tmp_path, "a", 120), Member(tmp_path, "b", 120)
-    until(lambda: b.done > 20)
-    with torch.no_grad():
-        b.model.head.weight[0, 0] = float("nan")  # after the next step it is in every parameter and in AdamW's moments
+    def spoil():  # on b's own thread: after the next step it is in every parameter and in AdamW's moments
+        with torch.no_grad():
+            b.model.head.weight[0, 0] = float("nan")
+
+    gate = threading.Barrier(2)
+    a = Member(tmp_path, "a", 80, grace=PATIENT, gate=gate)
+    b = Member(tmp_path, "b", 80, grace=PATIENT, gate=gate, at={21: spoil})
     a.end()
     b.end()
     agree(a, b)
@@ -195,21 +128,24 @@ def test_nan_in_a_delta_resets_the_member_and_harms_nobody(tmp_path):
 
 
 def test_a_member_whose_numbers_overflow_again_and_again_says_so(tmp_path):
-    gate = threading.Event()
-    a = Member(tmp_path, "a", 400, gate=gate)
-    a.optimizer.register_step_post_hook(lambda *_: a.model.head.weight.data.fill_(float("nan")))
-    gate.set()
+    gate = threading.Barrier(1)
+    a = Member(tmp_path, "a", gate=gate, at={1: lambda: a.optimizer.register_step_post_hook(spoil)})
+
+    def spoil(*_):
+        a.model.head.weight.data.fill_(float("nan"))
+
     with pytest.raises(NotFinite, match="inf or nan again, after going back to the anchors"):
         a.end()
 
 
 class Flaky:
-    """A store that fails as told."""
+    """A store that fails while it is down."""
 
     def __init__(self, backend):
-        self.backend, self.down = backend, threading.Event()
+        self.backend, self.down, self.tries = backend, threading.Event(), 0
 
     def attempt(self, operation):
+        self.tries += 1
         if self.down.is_set():
             raise Failure("500")
         return self.backend.attempt(operation)
@@ -217,15 +153,15 @@ class Flaky:
 
 def test_while_the_store_is_gone_training_goes_on_and_rounds_catch_up(tmp_path):
     store = Flaky(open_store(str(tmp_path)))
-    a = Member(tmp_path, "a", 400, backend=store)
-    until(lambda: a.done > 50)
+    a = Member(tmp_path, "a", backend=store)
+    until(lambda: min(a.held) > 0, a)
     store.down.set()
-    before, at = a.done, list(a.held)
-    until(lambda: a.done > before + 100)
-    assert max(now - then for now, then in zip(a.held, at, strict=True)) <= 1
+    steps, held = a.done, a.held
+    until(lambda: a.done > steps + 60, a)
+    assert all(now - then <= AHEAD for now, then in zip(a.held, held, strict=True))  # what was there already
     store.down.clear()
-    a.end()
-    assert min(a.held) > max(at) + 5 and a.longest < 2
+    until(lambda: min(a.held) > max(held) + AHEAD, a)
+    a.stop().end()
 
 
 class Refusing(Flaky):
@@ -237,11 +173,11 @@ class Refusing(Flaky):
 
 def test_refused_access_stops_the_member_with_the_reason(tmp_path):
     store = Refusing(open_store(str(tmp_path)))
-    a = Member(tmp_path, "a", 10_000, backend=store)
-    until(lambda: a.done > 5)
+    a = Member(tmp_path, "a", backend=store)
+    until(lambda: a.done > 5, a)
     store.down.set()
     with pytest.raises(DiLoCoError, match="refused"):
-        a.end(20)
+        a.end()
 
 
 @pytest.mark.parametrize("url", ["folder", "memory://x"])
@@ -275,11 +211,17 @@ class Overwrites(Flaky):
 
 
 class LooksFirst(Flaky):
+    """Looks whether the name is free, and writes afterwards: of eight at once, all find it free."""
+
+    def __init__(self, backend):
+        super().__init__(backend)
+        self.looked = threading.Barrier(8)
+
     def attempt(self, operation):
         if isinstance(operation, Create):
             if self.backend.attempt(Size(operation.name)) is not None:
                 return False
-            time.sleep(0.05)
+            self.looked.wait(PATIENT)
             self.backend.attempt(Write(operation.name, operation.data))
             return True
         return super().attempt(operation)
@@ -306,25 +248,27 @@ def test_wrong_addresses_are_refused_with_what_is_allowed(tmp_path):
 def test_operations_are_repeated_until_they_succeed(tmp_path):
     store = Flaky(open_store(str(tmp_path)))
     store.down.set()
-    threading.Timer(0.5, store.down.clear).start()
     client = Store(store)
-    began = time.monotonic()
-    client.perform(Write("x", b"y"))
-    assert time.monotonic() - began > 0.4
-    assert client.sent == 1
+    writing = threading.Thread(target=client.perform, args=(Write("x", b"y"),), daemon=True)
+    writing.start()
+    until(lambda: store.tries == 3)
+    assert client.sent == 0
+    store.down.clear()
+    writing.join(PATIENT)
+    assert not writing.is_alive() and client.sent == 1 and client.requests == 1
 
 
-def test_what_waits_to_be_repeated_goes_on_as_soon_as_anything_succeeds(tmp_path):
+def test_what_waits_to_be_repeated_goes_on_as_soon_as_anything_succeeds(tmp_path, monkeypatch):
+    monkeypatch.setattr(random, "uniform", lambda low, high: 1e6)  # by themselves they would pause for days
     store = Flaky(open_store(str(tmp_path)))
     store.down.set()
     client = Store(store)
     waiting = [threading.Thread(target=client.perform, args=(Write(f"{k}", b"y"),), daemon=True) for k in range(6)]
     for thread in waiting:
         thread.start()
-    time.sleep(3.5)  # by now they pause for seconds
+    until(lambda: len(client._news._waiters) == 6)
     store.down.clear()
     client.perform(Write("x", b"y"))
-    deadline = time.monotonic() + 0.3
     for thread in waiting:
-        thread.join(max(deadline - time.monotonic(), 0))
+        thread.join(PATIENT)
     assert not any(thread.is_alive() for thread in waiting)

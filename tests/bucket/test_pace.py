@@ -4,61 +4,9 @@ import threading
 
 import pytest
 
-from diloco.bucket.store.operations import All, Create
 from diloco.bucket.timing import LONGEST_GRACE
-from diloco.reduce import Round
-from tests.bucket.test_bucket import Member, agree, until
-from tests.support.players import SETTINGS, Player, World
-
-TICK = 0.05
-
-
-class Paced:
-    """A player whose steps take a while, and whose deltas are on their way for a while."""
-
-    def __init__(self, world, name, step, upload, begins=0.0, **options):
-        settings = SETTINGS | {"sync_every": 20}
-        self.player = Player(world, name, settings=settings, **options)
-        self.world, self.step, self.upload = world, step, upload
-        self.next_step = self.begins = begins
-        self.next_beat = self.next_poll = 0.0
-        self.arrives = None
-
-    def go_on(self):
-        now, player = self.world.now, self.player
-        if now < self.begins:
-            return
-        if not player.joined:
-            player.finish_tick(-1)
-        if now >= self.next_beat:
-            player.finish_tick(0)
-            self.next_beat = now + 2.0
-        if now >= self.next_step:
-            player.step()
-            self.next_step = now + self.step
-        while now >= self.next_poll:
-            operation = player.want(1)
-            if isinstance(operation, All) and any(
-                isinstance(o, Create) and "/d-" in o.name for o in operation.operations
-            ):
-                self.arrives = self.arrives or now + self.upload
-                if now < self.arrives:
-                    return
-                self.arrives = None
-            if not player.go(1):
-                self.next_poll = now + 0.5
-
-    @property
-    def rounds(self):
-        return [outcome for _, outcome in self.player.reduce.outcomes if isinstance(outcome, Round)]
-
-
-def live(world, members, seconds):
-    end = world.now + seconds
-    while world.now < end:
-        for member in members:
-            member.go_on()
-        world.now += TICK
+from tests.support.members import PATIENT, Member, agree, until
+from tests.support.players import Paced, World, live
 
 
 def together(member):
@@ -102,18 +50,26 @@ def test_the_grace_is_capped_whatever_another_says():
 @pytest.mark.parametrize("late", [3, 6, 9])
 def test_in_strict_pace_one_that_joins_off_phase_is_in_all_rounds_from_then_on(late, tmp_path):
     """Each would wait for the other with another fragment."""
-    a = Member(tmp_path, "a", 120, pace="strict", heartbeat=0.1)
-    until(lambda: a.done >= late)
+    reached, both = threading.Event(), threading.Event()
+
+    def wait_for_b():
+        reached.set()
+        assert both.wait(PATIENT)
+
+    a = Member(tmp_path, "a", 120, pace="strict", heartbeat=0.1, at={late: wait_for_b})
+    assert reached.wait(PATIENT)
     b = Member(tmp_path, "b", 60, pace="strict", heartbeat=0.1)
-    b.end(20)
-    a.end(20)
+    until(lambda: a.others and b.joined.is_set(), a, b)
+    both.set()
+    b.end()
+    a.end()
     agree(a, b)
     assert {round.fragment for round in b.rounds if round.sent_step == 60} == {0, 1, 2}  # finish() waits for all
     assert len(b.rounds) >= 12 and all(round.members == 2 and round.counted for round in b.rounds[-9:])
 
 
 def test_in_strict_pace_members_in_phase_keep_to_the_schedule(tmp_path):
-    """However unequal their speed: a call is answered only where they would wait for each other for ever."""
+    """However unequal their speed: a call is answered only where they would wait for each other forever."""
     gate = threading.Barrier(2)
     members = [Member(tmp_path, name, 40, pace="strict", pause=0.02 * k, gate=gate) for k, name in enumerate("ab")]
     for member in members:

@@ -56,9 +56,9 @@ class Members(RuleBasedStateMachine):
     def operations(self, data, fates):
         """Some store operations of one part of one member, each with its fate."""
         player = self.any(data)
-        slot = data.draw(st.sampled_from(list(player.slots)))
+        job = data.draw(st.sampled_from(list(player.jobs)))
         for fate in fates:
-            if not player.go(slot, fate):
+            if not player.go(job, fate):
                 break
 
     @precondition(lambda self: self.alive)

@@ -5,16 +5,16 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
 
 from diloco import ConfigError, DiLoCoError
 from diloco.bucket import find_run
+from diloco.bucket.protocol import AHEAD
 from diloco.bucket.store.backend import open_store, probe
 from diloco.bucket.store.operations import Create, List, Read
-from tests.bucket.test_bucket import Member, agree, until
+from tests.support.members import PATIENT, Member, agree, until
 from tests.support.s3 import ENVIRONMENT, Proxy, Server, free_port
 
 
@@ -53,11 +53,11 @@ def test_it_keeps_its_word_on_create_only_puts(proxy):
 
 def test_two_members_train_to_the_same_bits(proxy):
     gate = threading.Barrier(2)
-    members = [Member("s3://bucket/two", name, 40, pause=0.03, gate=gate) for name in "ab"]
+    members = [Member("s3://bucket/two", name, 40, gate=gate, grace=PATIENT) for name in "ab"]
     for member in members:
         member.end()
     agree(*members)
-    assert any(round.members == 2 for round in members[0].rounds)
+    assert all(round.members == 2 for round in members[0].rounds[:6])
 
 
 def test_a_bucket_that_is_not_there_is_said_at_once(proxy):
@@ -90,7 +90,7 @@ def test_a_server_whose_puts_overwrite_is_refused_with_the_reason(tmp_path, monk
 def test_a_server_that_is_not_there_is_said_at_once(monkeypatch):
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{free_port()}")
     with pytest.raises(DiLoCoError, match="the store does not answer"):
-        Member("s3://bucket/x", "a", 1).end(20)
+        Member("s3://bucket/x", "a", 1).end()
     with pytest.raises(DiLoCoError, match=r"s3://bucket/x: the store does not answer.*check the address"):
         find_run("s3://bucket/x")
 
@@ -100,32 +100,30 @@ def test_wrong_credentials_are_said_at_once(monkeypatch):
     try:
         server.make("bucket")
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.port}")
-        began = time.monotonic()
         with pytest.raises(ConfigError, match=r"access is refused.*check the credentials"):
             Member("s3://bucket/x", "a", 1).end()
-        assert time.monotonic() - began < 10
     finally:
         server.end()
 
 
 @pytest.mark.parametrize("mode", ["500", "cut"])
 def test_errors_and_replies_that_are_cut_off_are_tried_again(proxy, mode):
-    a = Member(f"s3://bucket/{mode}", "a", 120, pause=0.05)
-    until(lambda: a.done > 3 or a.error)
+    a = Member(f"s3://bucket/{mode}", "a")
+    until(lambda: a.done > 3, a)
     proxy.mode = mode
-    a.end(100)
-    assert proxy.harmed > 3
-    assert min(a.held) >= 2
-    assert a.reduce.session.rejected == 0  # a reply that is cut off is no bad object
+    held = max(a.held)
+    until(lambda: proxy.harmed > 3 and min(a.held) >= held + 2, a)
+    a.stop().end()
+    assert a.reduce.session.rejected == 0  # a reply that is cut off is not a bad object
 
 
 def test_while_the_server_is_gone_training_goes_on_and_rounds_catch_up(proxy):
-    a = Member("s3://bucket/gone", "a", 260, pause=0.03)
-    until(lambda: a.done > 15 or a.error)
+    a = Member("s3://bucket/gone", "a")
+    until(lambda: min(a.held) > 0, a)
     proxy.mode = "gone"
-    at, held = a.done, list(a.held)
-    until(lambda: a.done > at + 100)
-    assert max(now - then for now, then in zip(a.held, held, strict=True)) <= 1
+    steps, held = a.done, a.held
+    until(lambda: a.done > steps + 60, a)
+    assert all(now - then <= AHEAD for now, then in zip(a.held, held, strict=True))  # what was there already
     proxy.mode = "through"
-    a.end(100)
-    assert min(a.held) > max(held) + 2 and a.longest < 2
+    until(lambda: min(a.held) > max(held) + AHEAD, a)
+    a.stop().end()

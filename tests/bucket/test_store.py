@@ -2,6 +2,7 @@
 
 import threading
 import time
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import pytest
@@ -10,48 +11,75 @@ from torch import nn
 
 from diloco import Balanced, DiLoCo, Float32
 from diloco.bucket import Bucket
-from diloco.bucket.store.backend import Failure
+from diloco.bucket.store.backend import TIMEOUT, Failure
 from diloco.bucket.store.limit import LARGE, MAX_TRANSFERS, STEADY, TransferLimit
 from diloco.bucket.store.operations import All, Create, Work, Write
 from diloco.bucket.store.store import Closed, Store
+from tests.support.members import PATIENT, until
 
-TIMEOUT = 1.0
 
+class Memory:
+    """A store that answers at once."""
 
-class Link:
-    """A store behind an uplink that all who send share. Like obstore it gives up a request after TIMEOUT."""
-
-    def __init__(self, rate):
-        self.rate, self.lock, self.free, self.moved = rate, threading.Lock(), 0.0, 0
+    def __init__(self):
         self.stored = {}
 
     def attempt(self, operation):
-        began = time.monotonic()
-        for _ in range(0, len(operation.data), LARGE // 16):
-            with self.lock:
-                self.free = max(self.free, time.monotonic()) + LARGE / 16 / self.rate
-                wait = self.free - time.monotonic()
-                self.moved += LARGE // 16
-            time.sleep(max(wait, 0.0))
-            if time.monotonic() - began > TIMEOUT:
-                raise Failure("operation timed out")
         self.stored[operation.name] = len(operation.data)
 
 
+@dataclass
+class Batch:
+    """Large bodies that travel together."""
+
+    names: list[str] = field(default_factory=list)
+    failed: bool | None = None
+
+
+class Link(Memory):
+    """A store behind a link that carries two large bodies at a time: if more travel together, all of them time out.
+    Time is virtual: a batch leaves when as many bodies have come as may travel, and the heartbeat has passed them."""
+
+    CARRIES, BODIES = 2, 8
+
+    def __init__(self):
+        super().__init__()
+        self.now, self.batch, self.sizes, self.changed = 0.0, Batch(), [], threading.Condition()
+        self.client = Store(self, clock=lambda: self.now)
+
+    def attempt(self, operation):
+        with self.changed:
+            if len(operation.data) > LARGE:
+                batch = self.batch
+                batch.names.append(operation.name)
+                assert self.changed.wait_for(lambda: self.left(batch), PATIENT)
+                self.changed.notify_all()
+                if batch.failed:
+                    raise Failure("operation timed out")
+            super().attempt(operation)
+            self.changed.notify_all()
+
+    def left(self, batch):
+        if batch.failed is None and "beat" in self.stored:
+            rest = self.BODIES - sum(size > LARGE for size in self.stored.values())
+            if len(batch.names) >= min(self.client._transfers.allowed, rest):
+                self.sizes.append(len(batch.names))
+                batch.failed = len(batch.names) > self.CARRIES
+                self.now += TIMEOUT if batch.failed else 0.4 * TIMEOUT  # three would not make it
+                self.batch = Batch()
+        return batch.failed is not None
+
+
 def test_over_a_slow_link_as_many_large_bodies_travel_as_it_carries_and_small_ones_pass():
-    size = 3 * LARGE // 2
-    link = Link(size / 0.3)  # one takes 0.3 s, eight together 2.4
-    client = Store(link, timeout=TIMEOUT)
-    parts = All([Create(f"p{k}", bytes(size)) for k in range(8)])
-    sending = threading.Thread(target=client.perform, args=(parts,), daemon=True)
+    link = Link()
+    parts = All([Create(f"p{k}", bytes(LARGE + 1)) for k in range(link.BODIES)])
+    sending = threading.Thread(target=link.client.perform, args=(parts,), daemon=True)
     sending.start()
-    time.sleep(0.1)
-    began = time.monotonic()
-    client.perform(Write("beat", b"x"))
-    assert time.monotonic() - began < 1.0
-    sending.join(20)
-    assert len(link.stored) == 9
-    assert client._transfers.allowed < MAX_TRANSFERS and link.moved < 4 * 8 * size
+    until(lambda: len(link.batch.names) == link.BODIES)
+    link.client.perform(Write("beat", b"x"))
+    sending.join(PATIENT)
+    assert len(link.stored) == link.BODIES + 1
+    assert link.sizes == [8, 4, 2, 2, 2, 2] and link.client._transfers.allowed == 2
 
 
 def test_lanes_are_halved_once_for_all_that_time_out_together_and_come_back_when_transfers_are_quick():
@@ -74,7 +102,7 @@ def test_lanes_are_halved_once_for_all_that_time_out_together_and_come_back_when
 
 
 def test_who_waits_for_a_lane_is_let_go_when_the_store_is_closed_and_sends_nothing_stale():
-    client = Store(Link(1e12))
+    client = Store(Memory())
     client._transfers.allowed = 0
     errors = []
 
@@ -86,31 +114,34 @@ def test_who_waits_for_a_lane_is_let_go_when_the_store_is_closed_and_sends_nothi
 
     waiting = threading.Thread(target=send, daemon=True)
     waiting.start()
-    time.sleep(0.05)
+    until(lambda: client._transfers._changed._waiters)
     client.close()
-    waiting.join(5)
+    waiting.join(PATIENT)
     assert len(errors) == 1
-    link = Link(1e12)
-    client = Store(link)
+    memory = Memory()
+    client = Store(memory)
     assert client.perform(Create("x", bytes(2 * LARGE), lambda: True)) is None
-    assert not link.stored and client.sent == 0
+    assert not memory.stored and client.sent == 0
 
 
-class Watching(Float32):
-    """Says how many threads torch has where it is used."""
+class Watching:
+    """Float32 that notes on which thread it is used, and how many threads torch has there."""
 
     seen: ClassVar[set[tuple[str, int]]] = set()
 
     def encode(self, values):
         self.seen.add((threading.current_thread().name, torch.get_num_threads()))
-        return super().encode(values)
+        return Float32().encode(values)
 
     def decode(self, data, n):
         self.seen.add((threading.current_thread().name, torch.get_num_threads()))
-        return super().decode(data, n)
+        return Float32().decode(data, n)
+
+    def nbytes(self, n):
+        return Float32().nbytes(n)
 
     def __repr__(self):
-        return "Float32()"
+        return "Watching()"
 
 
 @pytest.fixture
@@ -129,11 +160,11 @@ def test_the_background_computes_on_one_thread_and_training_keeps_its_own(three_
         members.append(DiLoCo(model, sync_every=2, overlap=1, fragments=Balanced(4), codec=Watching(), reduce=reduce))
         members[-1].join()
     assert torch.get_num_threads() == 3
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + PATIENT
     while min(min(member.indices) for member in members) < 2 and time.monotonic() < deadline:
         for member in members:
             member.step()
-        time.sleep(0.05)
+        time.sleep(0.01)
     for member in members:
         member._leave()
     assert Watching.seen == {("bucket", 1)}
@@ -145,7 +176,7 @@ def test_the_background_computes_on_one_thread_and_training_keeps_its_own(three_
 
 
 def test_work_is_done_on_the_thread_that_asks_for_it_while_others_wait_for_the_store():
-    link = Link(1e12)
+    memory = Memory()
     work = Work(lambda: threading.current_thread().name)
-    answers = Store(link).perform(All([work, Write("x", b"1"), work, Write("y", b"2"), work]))
-    assert answers[::2] == [threading.current_thread().name] * 3 and set(link.stored) == {"x", "y"}
+    answers = Store(memory).perform(All([work, Write("x", b"1"), work, Write("y", b"2"), work]))
+    assert answers[::2] == [threading.current_thread().name] * 3 and set(memory.stored) == {"x", "y"}

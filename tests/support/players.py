@@ -154,31 +154,31 @@ class Player:
             self.diloco.load_state_dict(copy.deepcopy(checkpoint["diloco"]))
         parts = self.diloco._all_fragments()
         joining = self.reduce.joining(self.diloco._contract(), [p.state for p in parts], [p.codec for p in parts])
-        self.tasks: dict[int, Any] = {-1: joining}  # slot: generator
-        self.wanted: dict[int, Any] = {}  # slot: what it waits for
+        self.tasks: dict[int, Any] = {-1: joining}  # job: generator
+        self.wanted: dict[int, Any] = {}  # job: what it waits for
         self.joined = False
 
     def save(self):
         return copy.deepcopy({"model": self.model.state_dict(), "diloco": self.diloco.state_dict()})
 
     @property
-    def slots(self):
+    def jobs(self):
         """What may go on: joining, or the members (0) and each fragment (1, 2, …)."""
         return range(-1, 0) if not self.joined else range(1 + self.world.fragments)
 
-    def want(self, slot):
-        """The next operation of a slot; a tick begins if none is under way."""
-        if slot not in self.tasks:
-            self.tasks[slot] = self.reduce.ticks()[slot]()
-        if slot not in self.wanted:
-            self._send(slot, None)
-        return self.wanted.get(slot)
+    def want(self, job):
+        """The next operation of a job; a tick begins if none is under way."""
+        if job not in self.tasks:
+            self.tasks[job] = self.reduce.ticks()[job]()
+        if job not in self.wanted:
+            self._send(job, None)
+        return self.wanted.get(job)
 
-    def go(self, slot, fate="done"):
-        """Let the store do what a slot wants. Fates: done; lost (done, but the caller does not hear of it and tries
+    def go(self, job, fate="done"):
+        """Let the store do what a job wants. Fates: done; lost (done, but the caller does not hear of it and tries
         again later); refused (nothing is stored and the caller is told that something is there); slow (on its way, and
-        the caller tries again). Returns whether the slot has more to do."""
-        operation = self.want(slot)
+        the caller tries again). Returns whether the job has more to do."""
+        operation = self.want(job)
         if operation is None:
             return False
         if isinstance(operation, All):
@@ -190,8 +190,8 @@ class Player:
             answer = self._perform(operation, fate)
             if fate in ("lost", "slow"):
                 return True
-        self._send(slot, answer)
-        return slot in self.tasks
+        self._send(job, answer)
+        return job in self.tasks
 
     def _perform(self, operation, fate):
         puts = isinstance(operation, Create)
@@ -207,21 +207,21 @@ class Player:
             self.world.check()
         return answer
 
-    def _send(self, slot, answer):
-        self.wanted.pop(slot, None)
+    def _send(self, job, answer):
+        self.wanted.pop(job, None)
         try:
-            self.wanted[slot] = advance(self.tasks[slot], answer)
+            self.wanted[job] = advance(self.tasks[job], answer)
         except StopIteration as stop:
-            del self.tasks[slot]
-            if slot == -1:
+            del self.tasks[job]
+            if job == -1:
                 self.reduce.entered = stop.value
                 self.world.run = self.reduce.run.id
                 self.joined = True
                 self.diloco.join()
 
-    def finish_tick(self, slot):
+    def finish_tick(self, job):
         for _ in range(2000):
-            if not self.go(slot):
+            if not self.go(job):
                 return
         raise Violation("stuck: a tick does not end")
 
@@ -229,10 +229,10 @@ class Player:
         """A fair turn: everything that is under way ends, and a whole tick of each follows."""
         if not self.joined:
             self.finish_tick(-1)
-        for slot in self.slots:
-            if slot in self.tasks:
-                self.finish_tick(slot)
-            self.finish_tick(slot)
+        for job in self.jobs:
+            if job in self.tasks:
+                self.finish_tick(job)
+            self.finish_tick(job)
 
     def step(self):
         with torch.no_grad():
@@ -242,3 +242,68 @@ class Player:
     @property
     def held(self):
         return [part.state.index for part in self.diloco._fragments]
+
+
+class Paced:
+    """A player with a clock: its steps take a while, and its deltas travel for a while.
+
+    Args:
+        step, upload: seconds of a step, and of a delta on its way.
+        begins, dies: when it joins, and when it vanishes without a word.
+    """
+
+    TICK = 0.05
+
+    def __init__(self, world, name, step, upload=0.0, begins=0.0, dies=float("inf"), settings=None, **options):
+        self.player = Player(world, name, settings=SETTINGS | {"sync_every": 20} | (settings or {}), **options)
+        self.world, self.step, self.upload = world, step, upload
+        self.next_step = self.begins = begins
+        self.dies = dies
+        self.next_beat = 0.0
+        self.next_poll = [0.0] * world.fragments
+        self.arrives = [None] * world.fragments
+        self.steps = 0
+        self.taken = []  # (when, round)
+
+    def go_on(self):
+        now, player = self.world.now, self.player
+        if not self.begins <= now < self.dies:
+            return
+        if not player.joined:
+            player.finish_tick(-1)
+        if now >= self.next_beat:
+            player.finish_tick(0)
+            self.next_beat = now + 2.0
+        if now >= self.next_step:
+            player.step()
+            self.steps += 1
+            self.next_step = round(now + self.step, 6)
+        for fragment in range(self.world.fragments):
+            self._poll(fragment, now)
+        rounds = [outcome for _, outcome in player.reduce.outcomes if isinstance(outcome, Round)]
+        self.taken += [(now, round) for round in rounds[len(self.taken) :]]
+
+    def _poll(self, fragment, now):
+        while now >= self.next_poll[fragment]:
+            operation = self.player.want(1 + fragment)
+            each = operation.operations if isinstance(operation, All) else ()
+            if any(isinstance(o, Create) and "/d-" in o.name for o in each):
+                self.arrives[fragment] = self.arrives[fragment] or now + self.upload
+                if now < self.arrives[fragment]:
+                    return
+                self.arrives[fragment] = None
+            if not self.player.go(1 + fragment):
+                self.next_poll[fragment] = now + 0.5
+
+    @property
+    def rounds(self):
+        return [round for _, round in self.taken]
+
+
+def live(world, members, seconds):
+    """Let time pass for all of them."""
+    end = world.now + seconds
+    while world.now < end:
+        for member in members:
+            member.go_on()
+        world.now = round(world.now + Paced.TICK, 6)  # sums of 0.05 would drift
