@@ -15,7 +15,7 @@ from diloco.plan.plot import rate_text
 from diloco.plan.simulate import Group, Message, Method, simulate
 from diloco.plan.traffic import Array, Link
 from diloco.report.units import percent
-from diloco.runs.reader import Run, read
+from diloco.runs.reader import RecordedRun, read
 from diloco.schedule import Schedule
 
 
@@ -67,7 +67,7 @@ def compare(folder: Path, link: Link | None = None, round_trip: float = 0.0) -> 
     return Comparison(run.name, measured, predicted, used.rate, link is None)
 
 
-def _times(run: Run) -> tuple[Array, Array]:
+def _times(run: RecordedRun) -> tuple[Array, Array]:
     """Seconds of computing and of waiting, by replica and step; the steps that all replicas have."""
     replicas = [replica for replica in run.replicas if replica.steps]
     if not replicas:
@@ -81,11 +81,11 @@ def _times(run: Run) -> tuple[Array, Array]:
     return total - waiting, waiting
 
 
-def _rounds(run: Run) -> bool:
+def _rounds(run: RecordedRun) -> bool:
     return any(replica.rounds for replica in run.replicas)
 
 
-def _bytes(run: Run) -> list[float]:
+def _bytes(run: RecordedRun) -> list[float]:
     """Bytes that a replica sends for each fragment, as its rounds did."""
     seen: dict[int, float] = {}
     for replica in run.replicas:
@@ -94,7 +94,7 @@ def _bytes(run: Run) -> list[float]:
     return [seen.get(fragment, 0.0) for fragment in range(max(seen) + 1)]
 
 
-def _rate(run: Run) -> float:
+def _rate(run: RecordedRun) -> float:
     """Bits a second: the median over rounds; in each, the replica that came last waited for nobody."""
     flights: dict[tuple[int, int], tuple[float, float]] = {}
     for replica in run.replicas:

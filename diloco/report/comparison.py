@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from statistics import fmean, stdev
 
 from diloco.runs.config import distinguishes, reads
-from diloco.runs.reader import Run
+from diloco.runs.reader import RecordedRun
 
 
 @dataclass(frozen=True)
@@ -26,26 +26,29 @@ class Row:
     """One setting: means over its seeds."""
 
     label: str
-    runs: tuple[Run, ...]
-    loss: float | None
+    runs: tuple[RecordedRun, ...]
     gap: Gap | None
-    bytes_sent: float | None
     factor: float | None
+    loss: float | None
+    bytes_sent: float | None
     largest_burst: float | None
     seconds: float | None
     seconds_exposed: float | None
 
 
-def compare(runs: Sequence[Run]) -> list[Row]:
+_MEANS = ("loss", "bytes_sent", "largest_burst", "seconds", "seconds_exposed")
+
+
+def compare(runs: Sequence[RecordedRun]) -> list[Row]:
     """One row per setting, data-parallel first, the others in the order given."""
-    groups: dict[str, list[Run]] = {}
+    groups: dict[str, list[RecordedRun]] = {}
     for run, label in zip(runs, labels(runs), strict=True):
         groups.setdefault(label, []).append(run)
     rows = [_row(label, group, runs) for label, group in groups.items()]
     return sorted(rows, key=lambda row: row.runs[0].method != "dp")
 
 
-def labels(runs: Sequence[Run]) -> list[str]:
+def labels(runs: Sequence[RecordedRun]) -> list[str]:
     """What distinguishes each run from the others, its seed apart: the method, then what varies among its runs."""
     return [_label(run, _varied([other for other in runs if other.method == run.method])) for run in runs]
 
@@ -86,30 +89,26 @@ def _within(angle: float, freedom: int) -> float:
     return 2 / math.pi * (angle + math.sin(angle) * total) if odd else math.sin(angle) * total
 
 
-def _row(label: str, group: Sequence[Run], runs: Sequence[Run]) -> Row:
+def _row(label: str, group: Sequence[RecordedRun], runs: Sequence[RecordedRun]) -> Row:
     return Row(
         label=label,
         runs=tuple(group),
-        loss=_mean([run.loss for run in group]),
         gap=None if group[0].method == "dp" else _gap(group, runs),
-        bytes_sent=_mean([run.bytes_sent for run in group]),
         factor=_mean([run.factor for run in group]),
-        largest_burst=_mean([run.largest_burst for run in group]),
-        seconds=_mean([run.seconds for run in group]),
-        seconds_exposed=_mean([run.seconds_exposed for run in group]),
+        **{name: _mean([getattr(run.figures, name) for run in group]) for name in _MEANS},
     )
 
 
-def _gap(group: Sequence[Run], runs: Sequence[Run]) -> Gap | None:
-    data_parallel = [run for run in runs if run.method == "dp" and run.loss]
+def _gap(group: Sequence[RecordedRun], runs: Sequence[RecordedRun]) -> Gap | None:
+    data_parallel = [run for run in runs if run.method == "dp" and run.figures.loss]
     varied = _varied(data_parallel)
     gaps: dict[int, float] = {}
     for run in group:
         paired = [other for other in data_parallel if other.seed == run.seed]
-        if paired and run.loss is not None:
-            # With several of that seed (another lr, say): the one most like this run.
+        if paired and run.figures.loss is not None:
+            # If several have that seed (with different lr, say): the one that shares most settings with this run.
             like = max(paired, key=lambda other: sum(_setting(other, key) == _setting(run, key) for key in varied))
-            gaps[run.seed] = run.loss / (like.loss or math.nan) - 1
+            gaps[run.seed] = run.figures.loss / (like.figures.loss or math.nan) - 1
     if not gaps:
         return None
     mean, half_width = interval(list(gaps.values()))
@@ -121,17 +120,17 @@ def _mean(values: Sequence[float | None]) -> float | None:
     return fmean(known) if known else None
 
 
-def _varied(runs: Sequence[Run]) -> list[str]:
+def _varied(runs: Sequence[RecordedRun]) -> list[str]:
     """Keys in which two of the runs differ that both read them."""
     keys = dict.fromkeys(key for run in runs for key in run.config if distinguishes(key))
     return [key for key in keys if len({_setting(run, key) for run in runs if reads(run.method, key)}) > 1]
 
 
-def _setting(run: Run, key: str) -> str:
+def _setting(run: RecordedRun, key: str) -> str:
     value = run.config.get(key)
     return " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def _label(run: Run, varied: Sequence[str]) -> str:
+def _label(run: RecordedRun, varied: Sequence[str]) -> str:
     settings = [f"{key} {_setting(run, key)}" for key in varied if reads(run.method, key)]
     return ", ".join([run.method, *settings])

@@ -1,11 +1,15 @@
-"""What the HTML report draws, as plain lists for JSON: aligned, thinned to what a screen can show, without nan."""
+"""What the HTML report draws, ready for JSON: named columns, thinned to what a screen can show, without nan.
+
+Records keep the names of their fields (`runs/schema.py`) on the way into the page's scripts.
+"""
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
-from diloco.runs.reader import Replica, Run
+from diloco.runs.reader import RecordedRun, Replica
 from diloco.runs.schema import Round, Step
 
 POINTS = 2000
@@ -14,100 +18,142 @@ ROUNDS = 6000
 """Rounds of one replica on its timeline, at most; those of the slowest sync periods are always there."""
 SLOWEST = 3
 
-Column = list[float | None]
+PER_STEP = {"lr": "Learning rate", "grad_norm": "Norm of the gradient, before clipping"}
+"""Fields of a step that have a chart of their own, with a curve for each replica, and the titles of these charts."""
+
+Curve = tuple[str, str, Callable[[int], float | None]]
+"""Label, kind (which the page draws in a style of its own), and value at a step."""
 
 
-def loss(run: Run) -> dict[str, Any]:
-    """Loss of every replica in training, of the anchors and of one replica on held-out text, over common steps."""
-    width = _width(max((len(replica.steps) for replica in run.replicas), default=0))
-    curves = {f"replica {r.number}, training": _means(r.steps, width) for r in run.replicas}
-    curves["one replica, held-out"] = {e.step: e.replica_loss for e in run.evaluations}
-    curves["anchors, held-out"] = {e.step: e.loss for e in run.evaluations}
-    steps = sorted({step for curve in curves.values() for step in curve})
-    columns = [[_number(curve.get(step)) for step in steps] for curve in curves.values()]
-    return {
-        "labels": list(curves),
-        "steps": steps,
-        "columns": columns,
-        "width": width,
-        "unigram": _number(run.unigram_loss),
-    }
+def charts(run: RecordedRun) -> dict[str, Any]:
+    """The charts of one run over steps, by the id of the element that each is drawn in."""
+    per_step = {name: _per_replica(run, name, "number") for name in PER_STEP}
+    return {"loss": _loss(run), **per_step, **_traffic(run)}
 
 
-def traffic(run: Run) -> dict[str, Any]:
-    """Bytes that one replica sent, per step and in sum, beside those of data-parallel."""
-    replica = next((r for r in run.replicas if r.steps), None)
-    steps = replica.steps if replica else ()
-    width = _width(len(steps))
-    total: dict[int, float] = {_slot(step.step, width, steps): step.bytes_sent for step in steps}
-    if total and run.bytes_sent:
-        total[max(total)] = max(total[max(total)], run.bytes_sent)  # with the last rounds, after the last line
-    bursts: dict[int, float] = defaultdict(float)
-    if replica and replica.rounds:
-        for round in replica.rounds:
-            bursts[_first_step(round)] += round.bytes_sent
-    else:
-        before = [0, *(step.bytes_sent for step in steps)]
-        bursts |= {step.step: step.bytes_sent - sent for step, sent in zip(steps, before, strict=False)}
-    largest: dict[int, float] = {}
-    for at, sent in bursts.items():
-        slot = _slot(at, width, steps)
-        largest[slot] = max(largest.get(slot, 0), sent)
-    each = run.bytes_data_parallel / run.steps if run.bytes_data_parallel and run.steps else None
-    axis = sorted(total.keys() | largest.keys())
-    # A logarithmic axis has no place for zero: nothing sent is nothing drawn.
-    return {
-        "steps": axis,
-        "width": width,
-        "each": [_number(largest.get(step)) or None for step in axis],
-        "total": [_number(total.get(step)) or None for step in axis],
-        "data_parallel": _number(each),
-    }
-
-
-def timeline(run: Run) -> dict[str, Any]:
+def timeline(run: RecordedRun) -> dict[str, Any]:
     """Steps and rounds of every replica in seconds, and the windows that are worth a look."""
     sync_every = run.config.get("sync_every")
     period = sync_every if isinstance(sync_every, int) and sync_every > 0 else 100
     slowest = _slowest(run, period)
-    chosen = {number for number, _ in slowest}
     return {
-        "replicas": [_lanes(replica, period, chosen) for replica in run.replicas],
-        "fragments": 1 + max((round.fragment for r in run.replicas for round in r.rounds), default=-1),
-        "windows": [window for _, window in slowest],
+        "replicas": [_lanes(replica, period, set(slowest)) for replica in run.replicas],
+        "fragments": 1 + max((round.fragment for round in run.rounds), default=-1),
+        "windows": list(slowest.values()),
     }
 
 
-def against(run: Run, setting: int) -> dict[str, Any]:
-    """A run's curves for the comparison, each over steps, tokens, seconds and bytes sent."""
+def compared(run: RecordedRun, setting: int) -> dict[str, Any]:
+    """A run's loss for the comparison, each over steps, tokens, seconds and bytes sent."""
     steps = run.replicas[0].steps if run.replicas else ()
     at = {step.step: step for step in steps}
     width = _width(len(steps))
-    curves = [_means(replica.steps, width) for replica in run.replicas]
+    curves = [_means(replica.steps, "loss", width) for replica in run.replicas]
     training = []
     for step in sorted(curves[0]) if curves else []:
         values = [curve[step] for curve in curves if step in curve]
         training.append(_point(at.get(step), step, sum(values) / len(values)))
     held_out = [_point(at.get(e.step), e.step, e.loss) for e in run.evaluations]
-    return {"setting": setting, "seed": run.seed, "training": training, "heldOut": held_out}
+    return {"setting": setting, "seed": run.seed, "training": _columns(training), "held-out": _columns(held_out)}
 
 
-def _point(step: Step | None, number: int, value: float) -> list[float | None]:
-    if step is None:
-        return [number, None, None, None, _number(value)]
-    return [number, step.tokens, _number(step.seconds), step.bytes_sent or None, _number(value)]
+def _loss(run: RecordedRun) -> dict[str, Any]:
+    """Loss of every replica in training, of the anchors and of one replica on held-out text."""
+    one, anchors = ({e.step: getattr(e, name) for e in run.evaluations} for name in ("replica_loss", "loss"))
+    more: list[Curve] = [
+        ("one replica, held-out", "one replica", one.get),
+        ("anchors, held-out", "anchors", anchors.get),
+    ]
+    if (unigram := run.figures.unigram_loss) is not None:
+        more.append(("unigram model", "reference", lambda step: unigram))
+    return _per_replica(run, "loss", "nats", "training", sorted(anchors), more)
 
 
-def _slowest(run: Run, period: int) -> list[tuple[int, dict[str, Any]]]:
+def _per_replica(
+    run: RecordedRun, name: str, unit: str, what: str = "", steps: Sequence[int] = (), more: Sequence[Curve] = ()
+) -> dict[str, Any]:
+    """A field of the steps, with a curve for each replica; `more` curves have values at further `steps`."""
+    width = _width(max((len(replica.steps) for replica in run.replicas), default=0))
+    means = {", ".join(filter(None, (f"replica {r.number}", what))): _means(r.steps, name, width) for r in run.replicas}
+    axis = sorted({step for curve in means.values() for step in curve} | set(steps))
+    curves: list[Curve] = [(label, "replica", curve.get) for label, curve in means.items()]
+    return _chart(axis, unit, [*curves, *more], width)
+
+
+def _traffic(run: RecordedRun) -> dict[str, Any]:
+    """Bytes that one replica sent, per step and in sum, beside those of data-parallel."""
+    replica = next((r for r in run.replicas if r.steps), None)
+    steps = replica.steps if replica else ()
+    width = _width(len(steps))
+    total: dict[int, float] = {_slot(step.step, width, steps): step.bytes_sent for step in steps}
+    if total and run.figures.bytes_sent:
+        # The last rounds end after the last step is written.
+        total[max(total)] = max(total[max(total)], run.figures.bytes_sent)
+    largest: dict[int, float] = {}
+    for step, sent in _bursts(replica).items():
+        slot = _slot(step, width, steps)
+        largest[slot] = max(largest.get(slot, 0), sent)
+    axis = sorted(total.keys() | largest.keys())
+    # A logarithmic axis has no place for zero: nothing sent is nothing drawn.
+    each: list[Curve] = [("sent", "bars", lambda step: largest.get(step) or None)]
+    in_sum: list[Curve] = [("sent", "line", lambda step: total.get(step) or None)]
+    if run.figures.bytes_data_parallel and run.figures.steps:
+        by_step = run.figures.bytes_data_parallel / run.figures.steps
+        each.append(("data-parallel", "data-parallel", lambda step: by_step))
+        in_sum.append(("data-parallel", "data-parallel", lambda step: by_step * step))
+    return {"bytes-each": _chart(axis, "bytes", each), "bytes-total": _chart(axis, "bytes", in_sum)}
+
+
+def _bursts(replica: Replica | None) -> Mapping[int, float]:
+    """Bytes sent after each step: those of its rounds; without rounds (data-parallel), by the sums of the steps."""
+    if replica is None:
+        return {}
+    bursts: dict[int, float] = defaultdict(float)
+    for round in replica.rounds:
+        bursts[_first_step(round)] += round.bytes_sent
+    before = [0, *(step.bytes_sent for step in replica.steps)]
+    return bursts or {step.step: step.bytes_sent - sent for step, sent in zip(replica.steps, before, strict=False)}
+
+
+def _chart(steps: Sequence[int], unit: str, curves: Sequence[Curve], width: int = 1) -> dict[str, Any]:
+    drawn = [
+        {"label": label, "kind": kind, "values": [_number(value(step)) for step in steps]}
+        for label, kind, value in curves
+    ]
+    note = f"Each point of a replica is the mean of {width} steps." if width > 1 else ""
+    return {"steps": steps, "unit": unit, "curves": drawn, "note": note}
+
+
+def _point(step: Step | None, number: int, loss: float) -> dict[str, Any]:
+    tokens, seconds, sent = (step.tokens, step.seconds, step.bytes_sent or None) if step else (None, None, None)
+    return {"step": number, "tokens": tokens, "seconds": seconds, "bytes_sent": sent, "loss": loss}
+
+
+def _slowest(run: RecordedRun, period: int) -> dict[int, dict[str, Any]]:
     """The sync periods in which training waited longest; where it never waited, those with most time in flight."""
     groups: dict[int, list[Round]] = defaultdict(list)
-    for replica in run.replicas:
-        for round in replica.rounds:
-            groups[_first_step(round) // period].append(round)
-    waited = {number: sum(round.exposed_seconds for round in rounds) for number, rounds in groups.items()}
-    flight = {number: sum(round.flight_seconds for round in rounds) for number, rounds in groups.items()}
-    order = sorted(groups, key=lambda number: (-waited[number], -flight[number]))[:SLOWEST]
-    return [(number, _window(groups[number], waited[number])) for number in order]
+    for round in run.rounds:
+        groups[_first_step(round) // period].append(round)
+
+    def cost(number: int) -> tuple[float, float]:
+        rounds = groups[number]
+        return sum(round.exposed_seconds for round in rounds), sum(round.flight_seconds for round in rounds)
+
+    order = sorted(groups, key=cost, reverse=True)[:SLOWEST]
+    return {number: _window(groups[number], cost(number)[0]) for number in order}
+
+
+def _window(rounds: Sequence[Round], exposed: float) -> dict[str, Any]:
+    start = min(round.sent_seconds for round in rounds)
+    end = max(max(round.seconds, round.sent_seconds + round.flight_seconds) for round in rounds)
+    margin = 0.04 * (end - start)
+    return {
+        "start": _number(start - margin),
+        "end": _number(end + margin),
+        "first_step": min(map(_first_step, rounds)),
+        "last_step": max(round.step for round in rounds),
+        "exposed_seconds": _number(exposed),
+    }
 
 
 def _first_step(round: Round) -> int:
@@ -115,52 +161,41 @@ def _first_step(round: Round) -> int:
     return round.step if round.sent_step is None else round.sent_step
 
 
-def _window(rounds: Sequence[Round], waited: float) -> dict[str, Any]:
-    start = min(round.sent_seconds for round in rounds)
-    end = max(max(round.seconds, round.sent_seconds + round.flight_seconds) for round in rounds)
-    margin = 0.04 * (end - start)
-    steps = (min(map(_first_step, rounds)), max(round.step for round in rounds))
-    return {"start": _number(start - margin), "end": _number(end + margin), "steps": steps, "exposed": _number(waited)}
-
-
-def _lanes(replica: Replica, period: int, chosen: set[int]) -> dict[str, Any]:
-    rounds: Iterable[Round] = replica.rounds
-    if len(replica.rounds) > ROUNDS:
-        every = -(-len(replica.rounds) // ROUNDS)
-        rounds = [r for k, r in enumerate(replica.rounds) if _first_step(r) // period in chosen or k % every == 0]
+def _lanes(replica: Replica, period: int, slowest: set[int]) -> dict[str, Any]:
+    every = -(-len(replica.rounds) // ROUNDS)
+    rounds = [r for k, r in enumerate(replica.rounds) if k % every == 0 or _first_step(r) // period in slowest]
+    events = [event for event in replica.events if event.event in ("save", "resume", "stop")]
     return {
         "number": replica.number,
-        "steps": _blocks(replica.steps),
-        "rounds": [_bar(round) for round in rounds],
-        "left_out": len(replica.rounds) - len(list(rounds)),
-        "events": [[event.event, _number(event.seconds), event.step] for event in replica.events],
+        "steps": _columns(_blocks(replica.steps)),
+        "rounds": _columns([asdict(round) for round in rounds]),
+        "left_out": len(replica.rounds) - len(rounds),
+        "events": [{"event": e.event, "seconds": _number(e.seconds), "step": e.step} for e in events],
     }
 
 
-def _bar(round: Round) -> list[float | None]:
-    seconds = (round.sent_seconds, round.flight_seconds, round.seconds, round.exposed_seconds)
-    numbers = (round.fragment, round.index, round.sent_step, round.step, round.bytes_sent, round.members)
-    return [*map(_number, seconds), *numbers]
-
-
-def _blocks(steps: Sequence[Step]) -> list[list[float | None]]:
-    """Start, end, seconds waited, last step and number of steps of every block that is drawn as one."""
+def _blocks(steps: Sequence[Step]) -> list[dict[str, Any]]:
+    """Steps as they are drawn: each alone, or `count` of them as one block, up to `step`."""
     width = _width(len(steps))
-    blocks: list[list[float | None]] = []
+    blocks: list[dict[str, Any]] = []
     waited = 0.0
     for k in range(0, len(steps), width):
         first, last = steps[k], steps[min(k + width, len(steps)) - 1]
-        exposed = max(0.0, last.seconds_exposed - waited)
-        waited = last.seconds_exposed
-        start = first.seconds - first.step_seconds
-        blocks.append([_number(start), _number(last.seconds), _number(exposed), last.step, min(width, len(steps) - k)])
+        start, count = first.seconds - first.step_seconds, min(width, len(steps) - k)
+        exposed, waited = max(0.0, last.seconds_exposed - waited), last.seconds_exposed
+        blocks.append({"start": start, "end": last.seconds, "exposed": exposed, "step": last.step, "count": count})
     return blocks
 
 
-def _means(steps: Sequence[Step], width: int) -> dict[int, float]:
+def _columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Rows of the same keys, as one list for each key: a third of the size of objects."""
+    return {key: [_number(v) if isinstance(v := row[key], float) else v for row in rows] for key in (rows or [{}])[0]}
+
+
+def _means(steps: Sequence[Step], name: str, width: int) -> dict[int, float]:
     slots: dict[int, list[float]] = defaultdict(list)
     for step in steps:
-        slots[_slot(step.step, width, steps)].append(step.loss)
+        slots[_slot(step.step, width, steps)].append(getattr(step, name))
     return {slot: sum(values) / len(values) for slot, values in slots.items()}
 
 

@@ -1,4 +1,4 @@
-"""One run, or several over each other, as one HTML file that opens offline: nothing is fetched, all is inside."""
+"""One run, or a comparison of several, as one HTML file that opens offline: all it needs is inside."""
 
 import json
 import os
@@ -13,39 +13,41 @@ from diloco import __version__
 from diloco.errors import ConfigError
 from diloco.report import terminal, units
 from diloco.report.comparison import compare, labels
-from diloco.report.curves import against, loss, timeline, traffic
-from diloco.runs.reader import Run, read
+from diloco.report.curves import PER_STEP, charts, compared, timeline
+from diloco.runs.reader import RecordedRun, read
 
 
 def write(runs: Sequence[Path], out: Path) -> None:
     """Write the report of one run directory, or the comparison of several, to the file `out`."""
     if not runs:
-        raise ConfigError("no run to report on; give at least one folder that `diloco train` wrote")
+        raise ConfigError("there is no run to report on: give at least one folder that `diloco train` wrote")
     found = [read(folder) for folder in runs]
     page = _one(found[0]) if len(found) == 1 else _several(found)
     out.parent.mkdir(parents=True, exist_ok=True)
-    # Whoever looks at the report of a run that goes on must not find half a file.
+    # A reader of the report of a run that goes on must never find half a file.
     part = out.with_name(f".{out.name}.{os.getpid()}")
     part.write_text(page, encoding="utf-8")
     part.replace(out)
 
 
-def _one(run: Run) -> str:
+def _one(run: RecordedRun) -> str:
     return _render(
         title=run.name,
         about=terminal.about(run),
         run=run,
-        figures=_figures(run),
+        # The line under the title has the time.
+        figures=[row for row in terminal.rows(run) if row.name != "time"],
+        per_step=PER_STEP,
         settings=_settings(run.config),
         corpus=_corpus(run),
-        data={"kind": "run", "loss": loss(run), "timeline": timeline(run), "bytes": traffic(run)},
+        data={"kind": "run", "charts": charts(run), "timeline": timeline(run)},
     )
 
 
-def _several(runs: Sequence[Run]) -> str:
+def _several(runs: Sequence[RecordedRun]) -> str:
     rows = compare(runs)
     names = [row.label for row in rows]
-    curves = [against(run, names.index(label)) for run, label in zip(runs, labels(runs), strict=True)]
+    curves = [compared(run, names.index(label)) for run, label in zip(runs, labels(runs), strict=True)]
     return _render(
         title=" · ".join(dict.fromkeys(row.runs[0].method for row in rows)) + " compared",
         about=f"{len(runs)} runs, {len(rows)} settings, {max(len(row.runs) for row in rows)} seeds at most",
@@ -66,17 +68,12 @@ def _render(**values: Any) -> str:
     )
     environment.globals.update(units=units, gap=terminal.gap, version=__version__, asset=_text, run=None, rows=None)
     data = json.dumps(values.pop("data"), separators=(",", ":"), allow_nan=False)
-    # Inside a script element the parser looks for `</script`, whatever JSON thinks.
+    # The HTML parser looks for `</script` even inside a JSON string.
     return environment.get_template("report.html.jinja").render(**values, data=data.replace("<", "\\u003c"))
 
 
 def _text(name: str) -> str:
     return resources.files("diloco.report").joinpath("assets", name).read_text(encoding="utf-8")
-
-
-def _figures(run: Run) -> list[tuple[str, str, str]]:
-    """The terminal's lines, which are the ones that matter; its time of the run is in the line under the title."""
-    return [line for line in terminal.rows(run) if line[0] != "time"]
 
 
 def _settings(config: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -85,12 +82,12 @@ def _settings(config: Mapping[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
-def _common(runs: Sequence[Run]) -> dict[str, Any]:
+def _common(runs: Sequence[RecordedRun]) -> dict[str, Any]:
     first = runs[0].config
     return {key: value for key, value in first.items() if all(run.config.get(key) == value for run in runs)}
 
 
-def _corpus(run: Run) -> str:
+def _corpus(run: RecordedRun) -> str:
     corpus = run.summary.get("corpus")
     if not isinstance(corpus, dict):
         return ""

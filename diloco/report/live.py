@@ -2,11 +2,10 @@
 
 import sys
 import time
-import tomllib
 from collections import deque
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TextIO
+from typing import Self, TextIO
 
 from rich import box
 from rich.console import Console, Group, RenderableType
@@ -16,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from diloco.report import units
+from diloco.runs.reader import read_config
 from diloco.runs.schema import Record, Round, Step, from_line
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
@@ -64,7 +64,7 @@ class Live:
             return
         self.shown = now
         if not self.sync_every:
-            config = _config(self.folder / "config.toml")
+            config = read_config(self.folder)
             self.sync_every, self.steps = config.get("sync_every", 0), self.steps or config.get("steps", 0)
         for replica in self.watched:
             replica.read()
@@ -227,10 +227,3 @@ def sparkline(values: list[float], width: int = 20) -> str:
 def _clock(seconds: float) -> str:
     minutes, rest = divmod(int(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
-
-
-def _config(path: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError):
-        return {}

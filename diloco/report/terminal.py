@@ -1,7 +1,8 @@
-"""A run, or several, as tables in the terminal. Every number is one of the run directory's."""
+"""A run, or several, as tables in the terminal. Every number comes from the run directory."""
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -10,38 +11,53 @@ from rich.text import Text
 
 from diloco.report import units
 from diloco.report.comparison import Gap, compare
-from diloco.runs.reader import Run
+from diloco.runs.reader import RecordedRun
 
 
-def table(run: Run, report: Path | None = None) -> RenderableType:
-    """The figures of one run, a line each (what, how much, against what), and the path of its report."""
+class Figure(NamedTuple):
+    """A line of the table of one run."""
+
+    name: str
+    value: str
+    note: str
+
+
+def table(run: RecordedRun, report: Path | None = None) -> RenderableType:
+    """The figures of one run, a line each, and the path of its report."""
     lines = Table(box=box.SIMPLE_HEAD, show_header=False, pad_edge=False)
-    lines.add_column("what", no_wrap=True)
-    lines.add_column("how much", justify="right", style="bold", no_wrap=True)
-    lines.add_column("against", style="dim")
-    for what, much, against in rows(run):
-        lines.add_row(what, much, against)
+    lines.add_column(no_wrap=True)
+    lines.add_column(justify="right", style="bold", no_wrap=True)
+    lines.add_column(style="dim")
+    for row in rows(run):
+        lines.add_row(*row)
     report = report or run.folder / "report.html"
     end = [Text(f"report: {report}", overflow="fold")] if report.is_file() else []
     return Group(Text.assemble((run.name, "bold"), "  ", (about(run), "dim")), lines, *end)
 
 
-def rows(run: Run) -> list[tuple[str, str, str]]:
+def rows(run: RecordedRun) -> list[Figure]:
     """What `table` shows, as text."""
-    return [
-        ("loss of the anchors", units.loss(run.loss), _bits(run)),
-        ("loss of one replica", units.loss(run.replica_loss), _over(run.replica_loss, run.loss, "the anchors")),
-        ("loss of the unigram model", units.loss(run.unigram_loss), _over(run.unigram_loss, run.loss, "the anchors")),
-        ("sent per replica", units.size(run.bytes_sent), data_parallel(run)),
-        ("largest burst", units.size(run.largest_burst), "sent at once, in one round" if run.largest_burst else ""),
-        ("communication hidden", units.duration(run.seconds_hidden), "while training went on"),
-        ("communication exposed", units.duration(run.seconds_exposed), _waited(run)),
-        ("utilisation", units.percent(run.utilization), _lowest(run)),
-        ("time", units.duration(run.seconds), f"{run.steps} steps, {units.amount(run.tokens)} tokens"),
+    f = run.figures
+    figures = [
+        Figure("loss of the anchors", units.loss(f.loss), _bits(run)),
+        Figure("loss of one replica", units.loss(f.replica_loss), _than_anchors(f.replica_loss, f.loss)),
+        Figure("loss of the unigram model", units.loss(f.unigram_loss), _than_anchors(f.unigram_loss, f.loss)),
+        Figure("sent per replica", units.size(f.bytes_sent), data_parallel(run)),
+        Figure("largest burst", units.size(f.largest_burst), "sent at once, in one round" if f.largest_burst else ""),
+        Figure("communication hidden", units.duration(f.seconds_hidden), "while training continued"),
+        Figure("communication exposed", units.duration(f.seconds_exposed), _waited(run)),
+        Figure("utilisation", units.percent(run.utilization), _lowest(run)),
+        Figure("time", units.duration(f.seconds), f"{f.steps} steps, {units.amount(f.tokens)} tokens"),
     ]
+    if carried := sum(not round.counted for round in run.rounds):
+        much = f"{carried} of {len(run.rounds)}"
+        figures.insert(
+            -1, Figure("rounds carried", much, "own delta not sent or not counted; its work is in a later one")
+        )
+    return figures
 
 
-def comparison(runs: Sequence[Run]) -> Table:
+def comparison(runs: Sequence[RecordedRun]) -> Table:
     """One line per setting: loss, gap to data-parallel, bytes, seconds."""
     lines = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     rows = compare(runs)
@@ -75,42 +91,47 @@ def gap(value: Gap | None) -> str:
     return f"{value.mean * 100:+.2f}{spread} %"
 
 
-def about(run: Run) -> str:
+def about(run: RecordedRun) -> str:
     """Method, replicas, parameters, and how far it came if it did not finish."""
     parts = [run.method, f"{len(run.replicas)} replica" + "s" * (len(run.replicas) != 1)]
-    if run.parameters:
-        parts.append(f"{units.amount(run.parameters)} parameters")
+    if run.figures.parameters:
+        parts.append(f"{units.amount(run.figures.parameters)} parameters")
     if run.state != "finished":
         planned = f" of {run.steps_planned}" if run.steps_planned else ""
-        parts.append(f"{run.state}: step {run.steps}{planned}")
+        parts.append(f"{run.state}: step {run.figures.steps}{planned}")
     return ", ".join(parts)
 
 
-def data_parallel(run: Run) -> str:
+def data_parallel(run: RecordedRun) -> str:
     """The bytes of data-parallel in as many steps, and how many times fewer were sent."""
-    if run.bytes_data_parallel is None:
+    if run.figures.bytes_data_parallel is None:
         return ""
-    against = f"data-parallel in bf16: {units.size(run.bytes_data_parallel)}"
-    return against if run.factor is None or run.method == "dp" else f"{against}, {units.factor(run.factor)} as much"
+    text = f"data-parallel in bf16: {units.size(run.figures.bytes_data_parallel)}"
+    return text if run.factor is None or run.method == "dp" else f"{text}, {units.factor(run.factor)} as much"
 
 
-def _bits(run: Run) -> str:
-    return "" if run.bits_per_byte is None else f"nats per token; {run.bits_per_byte:.4f} bits per byte"
+def _bits(run: RecordedRun) -> str:
+    bits = run.figures.bits_per_byte
+    return "" if bits is None else f"nats per token; {bits:.4f} bits per byte"
 
 
-def _over(value: float | None, base: float | None, of: str) -> str:
-    return f"{units.percent(value / base - 1, signed=True)} against {of}" if value is not None and base else ""
+def _than_anchors(value: float | None, anchors: float | None) -> str:
+    return (
+        f"{units.percent(value / anchors - 1, signed=True)} relative to the anchors"
+        if value is not None and anchors
+        else ""
+    )
 
 
-def _waited(run: Run) -> str:
-    """Names the replica that waited much longer than the first, whose figure is shown."""
-    if run.waited_most and run.waited_most[1] > 1.2 * (run.seconds_exposed or 0.0) + 0.1:
+def _waited(run: RecordedRun) -> str:
+    """Names the replica that waited longest, if it waited much longer than the first, which the figure is of."""
+    if run.waited_most and run.waited_most[1] > 1.2 * (run.figures.seconds_exposed or 0.0) + 0.1:
         replica, seconds = run.waited_most
         return f"training waited; replica {replica.number}: {units.duration(seconds)}"
     return "training waited"
 
 
-def _lowest(run: Run) -> str:
+def _lowest(run: RecordedRun) -> str:
     """Utilisation is training / (training + exposed); beside it the planner's for the same steps and rounds."""
     planned = run.summary.get("predicted_utilization")
     return (

@@ -1,7 +1,8 @@
-"""The lines of a run directory: what each holds, and under which keys it is written and read. No torch.
+"""What a run directory holds, and under which keys it is written and read. No torch.
 
 A replica writes steps and evaluations to metrics.jsonl, rounds and events to events.jsonl, one JSON object a line.
-A field is written under its own name, unless its type is annotated with another key.
+The run writes its figures to summary.json. A field has its own name as its key, unless its type is annotated with
+another.
 """
 
 import json
@@ -73,6 +74,29 @@ class Event:
     """Further values, written beside the others."""
 
 
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """The numbers of summary.json. Bytes and seconds of communication are those of one replica."""
+
+    steps: int = 0
+    tokens: int = 0
+    """Of all replicas together."""
+    seconds: float | None = None
+    parameters: int | None = None
+    loss: Annotated[float | None, "eval/loss"] = None
+    """Of the anchors, on held-out text, in nats per token."""
+    bits_per_byte: Annotated[float | None, "eval/bits_per_byte"] = None
+    replica_loss: Annotated[float | None, "eval/replica_loss"] = None
+    """Of the first replica's own weights."""
+    unigram_loss: float | None = None
+    bytes_sent: int | None = None
+    bytes_data_parallel: int | None = None
+    """What data-parallel in bfloat16 would have sent in the same steps."""
+    largest_burst: int | None = None
+    seconds_hidden: float | None = None
+    seconds_exposed: float | None = None
+
+
 Record: TypeAlias = Step | Evaluation | Round | Event
 
 
@@ -112,6 +136,12 @@ def parse_object(text: bytes) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
+def figures(summary: Mapping[str, Any], so_far: Mapping[str, Any]) -> Figures:
+    """The figures of a summary; where it has none, those in `so_far`, by the names of the fields."""
+    given = {name: summary.get(key) for name, key in _keys(Figures)}
+    return Figures(**{**so_far, **{name: value for name, value in given.items() if isinstance(value, int | float)}})
+
+
 def _made(kind: Callable[..., Record], line: Mapping[str, Any], **more: Any) -> Record | None:
     try:
         return kind(**{name: read(line.get(key, 0)) for name, key, read in _FIELDS[kind]}, **more)
@@ -132,9 +162,14 @@ _READERS: dict[Any, Any] = {float: _float, int | None: _optional_int}
 
 def _field_table(kind: type) -> list[tuple[str, str, Callable[[Any], Any]]]:
     """(name, key on disk, conversion) of every field that has a key."""
-    types, annotated = get_type_hints(kind), get_type_hints(kind, include_extras=True)
-    named = [(f.name, getattr(annotated[f.name], "__metadata__", (f.name,))[0]) for f in fields(kind)]
-    return [(name, key, _READERS.get(types[name], types[name])) for name, key in named if name != "details"]
+    types = get_type_hints(kind)
+    return [(name, key, _READERS.get(types[name], types[name])) for name, key in _keys(kind) if name != "details"]
+
+
+def _keys(kind: type) -> list[tuple[str, str]]:
+    """(name, key on disk) of every field."""
+    types = get_type_hints(kind, include_extras=True)
+    return [(f.name, getattr(types[f.name], "__metadata__", (f.name,))[0]) for f in fields(kind)]
 
 
 _FIELDS: dict[Any, list[tuple[str, str, Callable[[Any], Any]]]] = {

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -13,11 +14,13 @@ from hypothesis import strategies as st
 from diloco.errors import ConfigError
 from diloco.report import html, terminal
 from diloco.report.comparison import compare, interval, student
-from diloco.report.curves import POINTS, loss, timeline
+from diloco.report.curves import PER_STEP, POINTS, charts, timeline
 from diloco.runs.reader import read
+from diloco.runs.schema import Round
 from tests.support.run_directory import (
     DATA_PARALLEL,
     SYNC_EVERY,
+    carry,
     make_run,
     replace_line,
     wait_at_end,
@@ -27,32 +30,26 @@ from tests.support.run_directory import (
 def test_a_finished_run_has_the_figures_of_its_summary(finished: Path) -> None:
     run, summary = read(finished), json.loads((finished / "summary.json").read_text())
     assert (run.name, run.method, run.state, len(run.replicas)) == ("demo", "streaming", "finished", 2)
-    assert (run.loss, run.replica_loss, run.unigram_loss) == (1.45, 1.49, 3.31)
-    assert run.bytes_sent == summary["bytes_sent"] and run.bytes_data_parallel == DATA_PARALLEL
+    figures = run.figures
+    assert (figures.loss, figures.replica_loss, figures.unigram_loss) == (1.45, 1.49, 3.31)
+    assert figures.bytes_sent == summary["bytes_sent"] and figures.bytes_data_parallel == DATA_PARALLEL
     assert run.factor == DATA_PARALLEL / summary["bytes_sent"]
-    assert run.seconds_exposed == summary["seconds_exposed"] > 0
+    assert figures.seconds_exposed == summary["seconds_exposed"] > 0
     spent = [sum(step.step_seconds for step in replica.steps) for replica in run.replicas]
     waited = [replica.steps[-1].seconds_exposed for replica in run.replicas]
     assert run.utilization == pytest.approx(min(1 - w / s for w, s in zip(waited, spent, strict=True)))
 
 
 def test_without_a_summary_the_last_lines_count(copied: Path) -> None:
-    whole = read(copied)
+    complete = read(copied)
     (copied / "summary.json").unlink()
     going_on = read(copied)
-    assert going_on.state == "unfinished"
-    assert going_on.loss == pytest.approx(whole.loss) and going_on.bits_per_byte == pytest.approx(whole.bits_per_byte)
-    for figure in (
-        "bytes_sent",
-        "largest_burst",
-        "seconds_hidden",
-        "seconds_exposed",
-        "utilization",
-        "steps",
-        "tokens",
-    ):
-        assert getattr(going_on, figure) == getattr(whole, figure), figure
-    assert going_on.unigram_loss is going_on.bytes_data_parallel is going_on.factor is None
+    assert going_on.state == "unfinished" and going_on.utilization == complete.utilization
+    for figure in ("loss", "replica_loss", "bits_per_byte"):
+        assert getattr(going_on.figures, figure) == pytest.approx(getattr(complete.figures, figure)), figure
+    for figure in ("bytes_sent", "largest_burst", "seconds_hidden", "seconds_exposed", "steps", "tokens"):
+        assert getattr(going_on.figures, figure) == getattr(complete.figures, figure), figure
+    assert going_on.figures.unigram_loss is going_on.figures.bytes_data_parallel is going_on.factor is None
 
 
 def test_utilization_is_of_the_replica_that_waited_most_and_counts_the_end(copied: Path) -> None:
@@ -61,7 +58,7 @@ def test_utilization_is_of_the_replica_that_waited_most_and_counts_the_end(copie
     trained = sum(step.step_seconds for step in second.steps) - waited
     wait_at_end(copied / "replica-1", seconds=10)
     assert read(copied).utilization == pytest.approx(trained / (trained + waited + 10))
-    assert read(copied).seconds_exposed == first.steps[-1].seconds_exposed
+    assert read(copied).figures.seconds_exposed == first.steps[-1].seconds_exposed
 
 
 def test_a_stopped_run_says_so(copied: Path) -> None:
@@ -112,7 +109,7 @@ def test_steps_done_again_after_a_resume_count_once_and_as_done_last(copied: Pat
 
 
 def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"no config\.toml.*diloco train"):
+    with pytest.raises(ConfigError, match=r"no config\.toml.*give a folder that `diloco train` wrote"):
         read(tmp_path)
     with pytest.raises(ConfigError, match="no run"):
         html.write([], tmp_path / "report.html")
@@ -152,18 +149,64 @@ def test_settings_are_named_by_what_varies_and_what_the_method_reads(tmp_path: P
 
 def test_long_curves_are_thinned_to_means_and_keep_their_ends(tmp_path: Path) -> None:
     run = read(make_run(tmp_path / "long", steps=2 * POINTS + 1))
-    curves = loss(run)
-    assert len(curves["steps"]) <= POINTS and curves["width"] == 3 and curves["steps"][-1] == 2 * POINTS + 1
+    loss = charts(run)["loss"]
+    assert len(loss["steps"]) <= POINTS and "mean of 3 steps" in loss["note"] and loss["steps"][-1] == 2 * POINTS + 1
     steps = run.replicas[0].steps
-    assert curves["columns"][0][0] == pytest.approx(sum(step.loss for step in steps[:3]) / 3, rel=1e-6)
+    assert loss["curves"][0]["values"][0] == pytest.approx(sum(step.loss for step in steps[:3]) / 3, rel=1e-6)
 
 
 def test_the_slowest_sync_periods_are_those_in_which_training_waited(finished: Path) -> None:
     windows = timeline(read(finished))["windows"]
     assert len(windows) == 3
     # The rounds that were sent after steps 160 and 210 took longer than `overlap` steps.
-    assert sorted(window["steps"][0] // SYNC_EVERY for window in windows[:2]) == [3, 4]
-    assert windows[0]["exposed"] >= windows[1]["exposed"] > windows[2]["exposed"] == 0
+    assert sorted(window["first_step"] // SYNC_EVERY for window in windows[:2]) == [3, 4]
+    exposed = [window["exposed_seconds"] for window in windows]
+    assert exposed[0] >= exposed[1] > exposed[2] == 0
+
+
+def test_carried_rounds_are_read_drawn_and_counted_in_the_table(copied: Path) -> None:
+    before = read(copied)
+    carry(copied / "replica-1", unsent=[3, 7], uncounted=[9])
+    run = read(copied)
+    assert len(run.rounds) == len(before.rounds), "none is left out"
+    assert [round.counted for round in run.replicas[1].rounds].count(False) == 3
+    drawn = timeline(run)["replicas"][1]["rounds"]
+    assert [(k, drawn["sent_step"][k] is None) for k, counted in enumerate(drawn["counted"]) if not counted] == [
+        (3, True), (7, True), (9, False),
+    ]  # fmt: skip
+    (row,) = [row for row in terminal.rows(run) if row.name == "rounds carried"]
+    assert row.value == f"3 of {len(run.rounds)}"
+    assert "rounds carried" not in [row.name for row in terminal.rows(before)]
+
+
+def test_a_run_whose_member_never_sent_has_a_timeline(copied: Path) -> None:
+    carry(copied / "replica-0", unsent=range(len(read(copied).replicas[0].rounds)))
+    run = read(copied)
+    assert all(round.sent_step is None for round in run.replicas[0].rounds)
+    assert len(timeline(run)["windows"]) == 3
+    assert [v for v in charts(run)["bytes-each"]["curves"][0]["values"] if v] == []
+
+
+def test_the_page_gets_every_field_of_a_round_by_its_name(finished: Path) -> None:
+    replica = read(finished).replicas[0]
+    drawn = timeline(read(finished))["replicas"][0]
+    assert drawn["rounds"].keys() == {field.name for field in fields(Round)}
+    for name, column in drawn["rounds"].items():
+        assert column == pytest.approx([getattr(round, name) for round in replica.rounds], rel=1e-6), name
+    assert drawn["steps"]["step"] == [step.step for step in replica.steps]
+    assert drawn["steps"]["count"] == [1] * len(replica.steps)
+    assert sum(drawn["steps"]["exposed"]) == pytest.approx(replica.steps[-1].seconds_exposed)
+    assert [(event["event"], event["step"]) for event in drawn["events"]] == [("save", s) for s in (100, 200, 300)]
+
+
+def test_every_field_of_a_step_that_is_listed_has_a_chart_with_a_curve_for_each_replica(finished: Path) -> None:
+    run = read(finished)
+    for name in PER_STEP:
+        chart = charts(run)[name]
+        assert [(curve["label"], curve["kind"]) for curve in chart["curves"]] == [
+            ("replica 0", "replica"), ("replica 1", "replica"),
+        ]  # fmt: skip
+        assert chart["curves"][1]["values"] == [getattr(step, name) for step in run.replicas[1].steps], name
 
 
 def test_the_report_needs_no_torch() -> None:

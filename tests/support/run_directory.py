@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -99,8 +100,21 @@ def replace_line(path: Path, number: int, text: str) -> None:
     path.write_text("".join(lines))
 
 
+def carry(replica: Path, unsent: Iterable[int] = (), uncounted: Iterable[int] = ()) -> None:
+    """Rewrite these rounds, by their order, as a member of a bucket writes those that its delta is not in."""
+    path = replica / "events.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    rounds = [line for line in lines if line["event"] == "round"]
+    for k in unsent:
+        nothing = {"sent_seconds": rounds[k]["seconds"], "flight_seconds": 0.0, "exposed_seconds": 0.0, "bytes_sent": 0}
+        rounds[k] |= {"sent_step": None, **nothing}  # an old line: without `counted`
+    for k in uncounted:
+        rounds[k] |= {"counted": False}
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
 def wait_at_end(replica: Path, seconds: float) -> None:
-    """The last round, for which nothing is left to train meanwhile, takes so long."""
+    """The last round, during which there is nothing left to train, takes this long."""
     end = {
         "event": "round", "seconds": 51.0 + seconds, "step": STEPS, "fragment": 0, "index": 5, "sent_step": STEPS,
         "members": 2, "sent_seconds": 51.0, "flight_seconds": seconds, "exposed_seconds": seconds, "bytes_sent": 0,

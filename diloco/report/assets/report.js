@@ -7,6 +7,8 @@ const color = name => {
   return colors.get(name);
 };
 const series = k => "c" + k % 8;
+// Columns by name, as objects.
+const rows = columns => (Object.values(columns)[0] ?? []).map((_, k) => Object.fromEntries(Object.entries(columns).map(([name, values]) => [name, values[k]])));
 const DASHES = [[], [6, 4], [2, 3], [10, 3, 2, 3]];
 
 const prefixed = (value, units) => {
@@ -66,70 +68,59 @@ const smoothed = (column, keep) => {
   return column.map(value => value == null ? null : (mean = mean == null ? value : keep * mean + (1 - keep) * value));
 };
 
-const drawLoss = () => {
-  const { labels, steps, columns, unigram, width } = page.loss;
-  const replicas = labels.length - 2;
-  const entry = chart("loss", () => {
-    const keep = +byId("smoothing").value;
-    const lines = labels.map((label, k) => k < replicas
-      ? { label, stroke: color(series(k)), width: 1.25, dash: DASHES[Math.floor(k / 8) % 4], points: { show: false } }
-      : k === replicas
-        ? { label, stroke: color("quiet"), width: 1.5, dash: [5, 4], points: { show: false } }
-        : { label, stroke: color("ink"), width: 2.5, points: { show: true, size: 5, fill: color("ink") } });
-    const data = [steps, ...columns.map((column, k) => k < replicas ? smoothed(column, keep) : column)];
-    if (unigram != null) {
-      lines.push({ label: "unigram model", stroke: color("quiet"), width: 1, dash: [2, 4], points: { show: false } });
-      data.push(steps.map(() => unigram));
-    }
-    return { data, options: {
-      ...base("steps", counts(), axis({ size: 46 })), scales: { x: { time: false } },
-      series: [{ label: "step", value: legend(whole) }, ...lines.map(line => ({ spanGaps: true, value: legend(nats), ...line }))],
-    } };
+// How each kind of curve is drawn; k counts the curves of a chart.
+const plain = { points: { show: false } };
+const STYLES = {
+  replica: k => ({ stroke: color(series(k)), width: 1.25, dash: DASHES[Math.floor(k / 8) % 4], ...plain }),
+  "one replica": () => ({ stroke: color("quiet"), width: 1.5, dash: [5, 4], ...plain }),
+  anchors: () => ({ stroke: color("ink"), width: 2.5, points: { show: true, size: 5, fill: color("ink") } }),
+  reference: () => ({ stroke: color("quiet"), width: 1, dash: [2, 4], ...plain }),
+  bars: (k, few) => ({ stroke: color("c0"), paths: uPlot.paths.bars({ size: [0.6, 6, 2] }), fill: color("c0"), points: { show: few ? undefined : false }, spanGaps: false }),
+  line: () => ({ stroke: color("c0"), width: 2, ...plain }),
+  "data-parallel": () => ({ stroke: color("c1"), width: 2, dash: [7, 4], ...plain }),
+};
+const FORMATS = { nats, bytes: size, number: value => value == null ? "–" : String(+value.toPrecision(3)) };
+
+const drawChart = (id, { steps, unit, curves, note }) => {
+  const entry = chart(id, () => {
+    const keep = unit === "nats" ? +byId("smoothing").value : 0;
+    const data = [steps, ...curves.map(({ kind, values }) => kind === "replica" ? smoothed(values, keep) : values)];
+    const lines = curves.map(({ label, kind }, k) => ({ label, spanGaps: true, value: legend(FORMATS[unit]), ...STYLES[kind](k, steps.length < 400) }));
+    const options = { ...base("steps", counts(), axis({ size: unit === "nats" ? 46 : 58 })), scales: { x: { time: false } }, series: [{ label: "step", value: legend(whole) }, ...lines] };
+    if (unit === "nats") return { data, options };
+    options.height = Math.min(260, height());
+    if (unit !== "bytes") return { data, options };
+    const all = curves.flatMap(({ values }) => values).filter(value => value > 0);
+    if (!all.length) return { data: [[]], options };
+    const [low, high] = all.reduce(([a, b], value) => [Math.min(a, value), Math.max(b, value)], [Infinity, 0]);
+    const range = [10 ** Math.floor(Math.log10(low) - 0.3), 10 ** Math.ceil(Math.log10(high) + 0.05)];
+    return { data, options: { ...options, axes: [options.axes[0], logarithmic({ size: 64 })], scales: { x: { time: false }, y: { distr: 3, range } } } };
   });
-  byId("smoothing").addEventListener("change", entry.redraw);
-  if (width > 1) byId("loss").insertAdjacentHTML("beforebegin", `<p class="caption">Each point of a replica is the mean of ${width} steps.</p>`);
+  if (unit === "nats") byId("smoothing").addEventListener("change", entry.redraw);
+  if (note) byId(id).insertAdjacentHTML("beforebegin", `<p class="caption">${note}</p>`);
 };
 
-const drawBytes = (id, column, dataParallel, bars) => chart(id, () => {
-  const { steps } = page.bytes;
-  const values = page.bytes[column];
-  const data = [steps, values];
-  const sent = bars
-    ? { paths: uPlot.paths.bars({ size: [0.6, 6, 2] }), fill: color("c0"), points: { show: steps.length < 400 ? undefined : false } }
-    : { width: 2, spanGaps: true, points: { show: false } };
-  const lines = [{ label: "sent", stroke: color("c0"), ...sent }];
-  if (page.bytes.data_parallel != null) {
-    data.push(steps.map(dataParallel));
-    lines.push({ label: "data-parallel", stroke: color("c1"), width: 2, dash: [7, 4], points: { show: false } });
-  }
-  const all = data.slice(1).flat().filter(value => value > 0);
-  const range = all.length ? [10 ** Math.floor(Math.log10(Math.min(...all)) - 0.3), 10 ** Math.ceil(Math.log10(Math.max(...all)) + 0.05)] : [1, 10];
-  return { data: all.length ? data : [[]], options: {
-    ...base("steps", counts(), logarithmic({ size: 64 })),
-    height: Math.min(260, height()), scales: { x: { time: false }, y: { distr: 3, range } },
-    series: [{ label: "step", value: legend(whole) }, ...lines.map(line => ({ value: legend(size), ...line }))],
-  } };
-});
+// What the comparison may be drawn over, by the names of the columns.
+const OVER = { step: ["step", whole], tokens: ["tokens", amount], seconds: ["seconds", value => value == null ? "–" : seconds(value)], bytes_sent: ["sent", size] };
 
-const drawComparison = (id, key) => {
+const drawComparison = id => {
   const entry = chart(id, () => {
-    const over = +byId("over").value, keep = key === "training" ? +byId("smoothing").value : 0;
+    const over = byId("over").value, keep = id === "training" ? +byId("smoothing").value : 0;
     const tables = page.runs.map(run => {
-      const points = run[key].filter(point => point[over] != null);
-      return [points.map(point => point[over]), smoothed(points.map(point => point[4]), keep)];
+      const points = rows(run[id]).filter(point => point[over] != null);
+      return [points.map(point => point[over]), smoothed(points.map(point => point.loss), keep)];
     });
     const seeds = [...new Set(page.runs.map(run => run.seed))];
     const several = seeds.length > 1;
     const lines = page.runs.map(run => ({
-      label: page.settings[run.setting] + (several ? `, seed ${run.seed}` : ""), stroke: color(series(run.setting)), width: key === "heldOut" ? 2 : 1.25,
+      label: page.settings[run.setting] + (several ? `, seed ${run.seed}` : ""), stroke: color(series(run.setting)), width: id === "held-out" ? 2 : 1.25,
       dash: DASHES[seeds.indexOf(run.seed) % 4], spanGaps: true, value: legend(nats), points: { show: false },
     }));
     const data = tables.some(table => table[0].length) ? uPlot.join(tables) : [[]];
-    const name = ["step", "tokens", "seconds", "sent"][over];
-    const show = [whole, amount, value => value == null ? "–" : seconds(value), size][over];
-    const x = over === 3 ? logarithmic({ size: 34 }) : { ...counts(), ...(over === 2 && { incrs: undefined, values: (u, ticks) => ticks.map(tick => tick + " s") }) };
+    const [name, show] = OVER[over];
+    const x = over === "bytes_sent" ? logarithmic({ size: 34 }) : { ...counts(), ...(over === "seconds" && { incrs: undefined, values: (u, ticks) => ticks.map(tick => tick + " s") }) };
     const options = {
-      ...base("comparison", x, axis({ size: 46 })), scales: { x: { time: false, distr: over === 3 ? 3 : 1 } },
+      ...base("comparison", x, axis({ size: 46 })), scales: { x: { time: false, distr: over === "bytes_sent" ? 3 : 1 } },
       series: [{ label: name, value: legend(show) }, ...lines],
     };
     return { data, options };

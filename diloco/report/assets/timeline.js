@@ -1,9 +1,10 @@
 // The timeline of one run: a lane of training and a lane per fragment for every replica, on one canvas, over seconds.
 const drawTimeline = () => {
-  const { replicas, fragments, windows } = page.timeline;
+  const { fragments, windows } = page.timeline;
+  const replicas = page.timeline.replicas.map(replica => ({ ...replica, steps: rows(replica.steps), rounds: rows(replica.rounds) }));
   const frame = byId("timeline"), canvas = frame.querySelector("canvas"), tip = frame.querySelector(".tip"), bar = byId("windows");
   const LANE = 13, GAP = 2, HEAD = 20, AXIS = 22, BETWEEN = 12;
-  const ends = replicas.flatMap(r => [...r.steps.map(s => s[1]), ...r.rounds.map(b => Math.max(b[2], b[0] + b[1]))]);
+  const ends = replicas.flatMap(({ steps, rounds }) => [...steps.map(block => block.end), ...rounds.map(round => Math.max(round.seconds, round.sent_seconds + round.flight_seconds))]);
   const end = ends.reduce((a, b) => Math.max(a, b), 0);
   if (!end) { frame.innerHTML = '<p class="empty">Nothing written yet.</p>'; return; }
   const full = [0, end * 1.005];
@@ -49,32 +50,48 @@ const drawTimeline = () => {
       g.fillStyle = color("quiet"); g.fillText(lane ? (left > 70 ? "fragment " : "frag. ") + (lane - 1) : "training", 0, y(lane) + LANE / 2 + 1);
     }
     steps(g, replica, y(0));
-    for (const round of replica.rounds) bars(g, round, y(round[4] + 1));
-    for (const [event, at, step] of replica.events) {
-      if (!["save", "resume", "stop"].includes(event) || x(at) < left) continue;
+    for (const round of replica.rounds) bars(g, round, y(round.fragment + 1));
+    for (const { event, seconds: at, step } of replica.events) {
+      if (x(at) < left) continue;
       g.fillStyle = color("ink"); g.beginPath(); g.moveTo(x(at) - 3.5, y(0) - 6); g.lineTo(x(at) + 3.5, y(0) - 6); g.lineTo(x(at), y(0) - 1); g.fill();
       hits.push({ box: [x(at) - 5, x(at) + 5, y(0) - 8, y(0)], text: `${event} after step ${step}\nat ${seconds(at)}` });
     }
   };
   const steps = (g, replica, y) => {
-    for (const [from, to, exposed, step, count] of replica.steps) {
-      const spot = clipped(g, "compute", from, to, y, LANE);
+    for (const { start, end, exposed, step, count } of replica.steps) {
+      const spot = clipped(g, "compute", start, end, y, LANE);
       if (!spot) continue;
-      if (exposed > 0) clipped(g, "exposed", to - exposed, to, y, LANE);
+      if (exposed > 0) clipped(g, "exposed", end - exposed, end, y, LANE);
       if (spot[1] - spot[0] > 4) { g.fillStyle = color("page"); g.fillRect(spot[1] - 0.5, y, 1, LANE); }
       const name = count > 1 ? `steps ${step - count + 1} to ${step}` : `step ${step}`;
-      hits.push({ box: [...spot, y, y + LANE], text: `${name}: ${seconds(to - from)}` + (exposed > 0 ? `\nwaited ${seconds(exposed)}` : "") });
+      hits.push({ box: [...spot, y, y + LANE], text: `${name}: ${seconds(end - start)}` + (exposed > 0 ? `\nwaited ${seconds(exposed)}` : "") });
     }
   };
-  const bars = (g, [sent, flight, applied, exposed, fragment, index, sentStep, step, bytes, members], y) => {
-    const there = sent + flight;
+  const bars = (g, round, y) => {
+    const { sent_seconds: sent, seconds: applied, exposed_seconds: exposed } = round;
+    const there = sent + round.flight_seconds;
     if (applied > there) clipped(g, "flight", there, applied, y + LANE / 2 - 0.5, 1);
-    const spot = clipped(g, "flight", sent, there, y + 1, LANE - 2);
+    const spot = round.counted ? clipped(g, "flight", sent, there, y + 1, LANE - 2) : hollow(g, sent, there, y + 1, LANE - 2);
     if (exposed > 0) clipped(g, "exposed", Math.max(sent, there - exposed), there, y + 1, LANE - 2);
     if (x(applied) >= left) { g.fillStyle = color("ink"); const thick = spot && spot[1] - spot[0] < 5 ? 1 : 2; g.fillRect(Math.round(x(applied)) - thick / 2, y, thick, LANE); }
-    if (spot) hits.push({ box: [spot[0] - 3, Math.max(spot[1], x(applied)) + 3, y, y + LANE], text:
-      `fragment ${fragment}, round ${index}\nsent after step ${sentStep}, applied after ${step}\nin flight ${seconds(flight)}, exposed ${seconds(exposed)}\n${size(bytes)}, ${members} members` });
+    if (spot) hits.push({ box: [spot[0] - 3, Math.max(spot[1], x(applied)) + 3, y, y + LANE], text: described(round) });
   };
+  // A carried round: an outline, at least as wide as it is high, around its tick where nothing was sent.
+  const hollow = (g, from, to, y, h) => {
+    const spot = clipped(g, "flight", from, to, y, h);
+    if (!spot) return null;
+    const wide = Math.max(h, spot[1] - spot[0]), a = spot[1] - spot[0] < h ? (spot[0] + spot[1] - wide) / 2 : spot[0];
+    g.clearRect(a, y, wide, h);
+    g.strokeStyle = color("flight"); g.lineWidth = 1.5; g.strokeRect(a + 0.75, y + 0.75, wide - 1.5, h - 1.5);
+    return [a, a + wide];
+  };
+  const described = round => [
+    `fragment ${round.fragment}, round ${round.index}`,
+    ...(round.counted ? [] : [round.sent_step == null ? "carried: this replica did not send in this round" : "carried: its delta was not counted"]),
+    (round.sent_step == null ? "" : `sent after step ${round.sent_step}, `) + `applied after ${round.sent_step == null ? "step " : ""}${round.step}`,
+    `in flight ${seconds(round.flight_seconds)}, exposed ${seconds(round.exposed_seconds)}`,
+    `${size(round.bytes_sent)} sent, ${size(round.bytes_received)} received, ${round.members} members`,
+  ].join("\n");
 
   const show = (next, button) => {
     const span = Math.min(Math.max(next[1] - next[0], end / 20000), full[1]);
@@ -92,7 +109,7 @@ const drawTimeline = () => {
   };
   const all = add("whole run", "0", full);
   windows.forEach((w, k) => add(k ? `${["", "second", "third"][k]} slowest` : "slowest sync period",
-    `steps ${w.steps[0]} to ${w.steps[1]}, exposed ${seconds(w.exposed)} on all replicas`, [w.start, w.end]));
+    `steps ${w.first_step} to ${w.last_step}, exposed ${seconds(w.exposed_seconds)} on all replicas`, [w.start, w.end]));
   if (replicas.length > 4) {
     const select = document.createElement("select");
     select.setAttribute("aria-label", "Replica");
@@ -124,7 +141,7 @@ const drawTimeline = () => {
   });
   canvas.addEventListener("pointerleave", () => { tip.hidden = true; });
   const omitted = replicas.reduce((sum, r) => sum + r.left_out, 0);
-  if (omitted) { byId("left-out").hidden = false; byId("left-out").textContent = `${whole(omitted)} rounds outside the slowest sync periods are left out, evenly.`; }
+  if (omitted) { byId("left-out").hidden = false; byId("left-out").textContent = `${whole(omitted)} rounds outside the slowest sync periods are not drawn; those that are drawn are spread evenly.`; }
   let before = 0;
   new ResizeObserver(() => { if (frame.clientWidth !== before) { before = frame.clientWidth; draw(); } }).observe(frame);
   built.push({ redraw: draw });
