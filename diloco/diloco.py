@@ -6,6 +6,7 @@ After each step, for each fragment that is due:
 """
 
 import contextlib
+import enum
 import time
 from collections.abc import Iterator
 from typing import Any, Self
@@ -13,10 +14,9 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from diloco.arguments import check_kinds, default_reduce
 from diloco.codec import E3M0, Codec, Float32
 from diloco.errors import ConfigError, DiLoCoError, Mismatch, NotFinite
-from diloco.flat import checksum, forget_not_finite, reshard, shard_id
+from diloco.flat import WHOLE, ShardId, checksum, forget_not_finite, reshard, shard_id
 from diloco.fragment import Fragmenter, Piece, Strided
 from diloco.hook import Optimizers, as_list, attach
 from diloco.module import find_layers, frozen, trainable, trained_buffers, unwrap
@@ -25,6 +25,15 @@ from diloco.reduce import Dropped, Jump, Reduce, Round
 from diloco.schedule import Schedule, check_overlap
 from diloco.stats import Stats
 from diloco.sync import FragmentSync
+
+
+class _Life(enum.Enum):
+    APART = enum.auto()  # not with the others yet, or not any more since a state was loaded
+    JOINED = enum.auto()
+    ANCHORS = enum.auto()  # inside anchors(): the model does not hold the local values
+    FINISHING = enum.auto()  # what is in flight is applied without regard to overlap
+    FINISHED = enum.auto()
+    LEFT = enum.auto()  # by an error
 
 
 class DiLoCo:
@@ -39,6 +48,7 @@ class DiLoCo:
         keep_local: weight of the local value when the result is applied (α).
         codec: numbers on the wire.
         outer: what the mean delta does to the anchor.
+        feedback: share of what the codec lost of the last delta that goes into the next one; 0: off.
         reduce: who computes the mean; by default `Collective()` over all ranks.
     """
 
@@ -53,12 +63,15 @@ class DiLoCo:
         keep_local: float = 0.0,
         codec: Codec = E3M0(),  # noqa: B008
         outer: Outer = Nesterov(),  # noqa: B008
+        feedback: float = 0.0,
         reduce: Reduce | None = None,
     ) -> None:
         check_overlap(overlap, sync_every)
         if not 0 <= keep_local <= 1:
             raise ConfigError(f"keep_local={keep_local}: give a number from 0 (take the anchor) to 1 (never take it)")
-        check_kinds(fragments, codec, outer)
+        if not 0 <= feedback <= 1:
+            raise ConfigError(f"feedback={feedback}: give a number from 0 (off) to 1 (all that the codec lost)")
+        _check_kinds(fragments, codec, outer)
         self._optimizers = as_list(optimizer)  # refuses what is none, before anything is done
         self._model = model = unwrap(model)
         reshard(model)  # after a forward without a backward FSDP2 shows gathered parameters, which it frees later
@@ -68,9 +81,9 @@ class DiLoCo:
         self.schedule = Schedule(sync_every, len(pieces))
         self.overlap, self.keep_local = overlap, keep_local
         self._shard = shard_id(parameters.values())
-        self.reduce = default_reduce(self._shard) if reduce is None else reduce
+        self.reduce = _default_reduce(self._shard) if reduce is None else reduce
         self._shapes = shapes
-        self._fragments = [FragmentSync(i, piece, parameters, outer, codec) for i, piece in enumerate(pieces)]
+        self._fragments = [FragmentSync(i, piece, parameters, outer, codec, feedback) for i, piece in enumerate(pieces)]
         # Buffers stay local, and finish() averages those that training changes, exactly: a fragment without a slot.
         buffers = trained_buffers(model)
         rest = tuple(Piece(name, 0, len(b) if b.dim() else 1) for name, b in buffers.items())
@@ -79,16 +92,14 @@ class DiLoCo:
         self.stats = Stats()
         self._work, self._tokens = 0.0, False
         self._spoiled: int | None = None  # the step at which local values were given up, until a delta counts again
-        self._joined = self._finished = self._closed = self._showing_anchors = False
+        self._life = _Life.APART
         self._detach = attach(optimizer, self.join, self.step)
 
     @torch.no_grad()
     def step(self) -> None:
         """What happens after an inner step. Called by the optimizer's hook; call it yourself only without one."""
-        if not self._joined:
+        if self._life is not _Life.JOINED:
             self._meet(self._all_fragments())  # the step is done: what was there at construction is the start
-        if self._showing_anchors:
-            raise DiLoCoError("optimizer.step() inside anchors(): the model holds the anchors there; leave it first")
         self.step_count += 1
         if not self._tokens:
             self._work += 1
@@ -99,7 +110,7 @@ class DiLoCo:
             for fragment in self._fragments:
                 slot = self.schedule.sends_at(fragment.number, self.step_count)
                 since = self.step_count - fragment.sent_step
-                if self.reduce.due(fragment.number, fragment.state.index + 1, since, slot):
+                if self.reduce.due(fragment.number, since, slot):
                     self._send(fragment)
         if self.overlap == 0:
             for fragment in self._fragments:
@@ -111,7 +122,8 @@ class DiLoCo:
 
     def _apply(self, fragment: FragmentSync) -> None:
         """Apply what has arrived: `overlap` steps after the send, or at once if nothing is under way."""
-        while (sent := fragment.in_flight) is None or self.step_count >= sent.step + self.overlap or self._finished:
+        finishing = self._life is _Life.FINISHING
+        while (sent := fragment.in_flight) is None or self.step_count >= sent.step + self.overlap or finishing:
             began = time.perf_counter()
             outcome = self.reduce.take(fragment.number, fragment.state.index + 1)
             exposed = time.perf_counter() - began
@@ -149,8 +161,9 @@ class DiLoCo:
 
         Where the weights differ, the first replica's are taken, or those of a replica that is ahead after a resume.
         """
-        if self._joined:
+        if self._life is _Life.JOINED:
             return
+        self._check_open()
         fragments = self._all_fragments()
         self._find_buffers()
         if self.step_count == 0 and not any(fragment.state.index for fragment in fragments):
@@ -162,13 +175,12 @@ class DiLoCo:
                 self._apply(fragment)  # rounds that others finished before this replica came
 
     def _meet(self, fragments: list[FragmentSync]) -> None:
-        if self._closed:
-            raise DiLoCoError("this DiLoCo has finished or left the other replicas: make a new one to go on")
+        self._check_open()
         reshard(self._model)
         states = self.reduce.join(self._contract(), [f.state for f in fragments], [f.codec for f in fragments])
-        self._joined = True
+        self._life = _Life.JOINED
         for fragment, state in zip(fragments, states, strict=True):
-            if state is not fragment.state:
+            if state is not None:
                 fragment.jump(state, self._work)
         reshard(self._model)
         # What was under way when the state was saved is sent again, in the same order: equal deltas, equal mean.
@@ -179,12 +191,12 @@ class DiLoCo:
     @torch.no_grad()
     def finish(self) -> None:
         """Sync every fragment a last time and detach. All replicas are equal then, whatever their step counts were."""
-        if self._finished:
+        if self._life in (_Life.FINISHING, _Life.FINISHED):
             return
         self.join()
         self._detach()
         self.reduce.settle()
-        self._finished = True
+        self._life = _Life.FINISHING
         fragments = self._all_fragments()
         self._find_buffers()
         for fragment in fragments:
@@ -220,17 +232,19 @@ class DiLoCo:
     @contextlib.contextmanager
     def anchors(self) -> Iterator[None]:
         """Put the agreed weights into the model, to evaluate or export them, and take them out again."""
+        if self._life is _Life.ANCHORS:
+            self._check_open()
+        before, self._life = self._life, _Life.ANCHORS
         saved = [(fragment, torch.empty_like(fragment.state.anchor)) for fragment in self._fragments]
         with torch.no_grad():
             for fragment, values in saved:
                 fragment.view.read(values)
                 fragment.view.write(fragment.state.anchor)
         reshard(self._model)
-        self._showing_anchors = True
         try:
             yield
         finally:
-            self._showing_anchors = False
+            self._life = before if self._life is _Life.ANCHORS else self._life
             with torch.no_grad():
                 for fragment, values in saved:
                     fragment.view.write(values)
@@ -258,12 +272,11 @@ class DiLoCo:
                 f"the saved state has {len(parts)} fragments, this model {len(fragments)}: use the model and the "
                 "fragments of the run that was saved"
             )
-        if self._closed:
-            raise DiLoCoError("load a state before finish(), into a new DiLoCo")
+        self._check_open()
         for fragment in fragments:
             fragment.load_state_dict(parts[str(fragment.number)])
         self.step_count, self._work, self._tokens = saved["step"], saved["work"], saved["tokens"]
-        self._joined = False
+        self._life = _Life.APART
 
     @property
     def indices(self) -> list[int]:
@@ -297,7 +310,39 @@ class DiLoCo:
 
     def _leave(self) -> None:
         """Closes the line, so that the others do not wait for this replica."""
-        if not self._closed:
+        if self._life not in (_Life.FINISHED, _Life.LEFT):
             self._detach()
-            self._joined, self._closed = False, True
+            self._life = _Life.FINISHED if self._life is _Life.FINISHING else _Life.LEFT
             self.reduce.leave()
+
+    def _check_open(self) -> None:
+        if self._life is _Life.ANCHORS:
+            raise DiLoCoError(
+                "inside anchors() the model holds the anchors: leave it before optimizer.step(), finish(), "
+                "load_state_dict() or another anchors()"
+            )
+        if self._life not in (_Life.APART, _Life.JOINED):
+            raise DiLoCoError("this DiLoCo has left the other replicas, by finish() or an error: make a new one")
+
+
+def _check_kinds(fragments: object, codec: object, outer: object) -> None:
+    for name, value, method, examples in (
+        ("fragments", fragments, "split", "Strided(layers=3) or Balanced(8)"),
+        ("codec", codec, "encode", "E3M0() or BFloat16()"),
+        ("outer", outer, "step", "Nesterov(lr=0.4)"),
+    ):
+        if not hasattr(value, method) or isinstance(value, (str, type)):
+            raise ConfigError(f"{name}={value!r}: give an object, as in {examples}")
+
+
+def _default_reduce(shard: ShardId) -> Reduce:
+    from diloco.reduce.collective import Collective
+
+    if shard != WHOLE:
+        raise ConfigError(
+            "the parameters are sharded, so only ranks that hold the same shard may talk: make a mesh with a dimension "
+            'for the replicas, mesh = init_device_mesh(device, (replicas, shards), mesh_dim_names=("replica", '
+            '"shard")), shard over mesh["shard"], and pass reduce=Collective(mesh.get_group("replica"), '
+            'shards=mesh.get_group("shard"))'
+        )
+    return Collective()

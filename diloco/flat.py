@@ -124,15 +124,21 @@ class FlatView:
         for span in self.spans:
             span.rows().copy_(span.of(values), non_blocking=True)
 
-    def subtract(self, anchor: Tensor, out: Tensor) -> Callable[[], None]:
-        """out ← anchor − the model's values. Call what is returned before reading `out`: copies may be under way."""
+    def subtract(self, anchor: Tensor, out: Tensor, residual: Tensor | None = None) -> Callable[[], None]:
+        """out ← anchor − the model's values (+ residual). Call what is returned before reading `out`: copies may be
+        under way."""
         devices = set()
         for span in self.spans:
             rows, a, o = span.rows(), span.of(anchor), span.of(out)
             if rows.device.type == "cpu":
                 torch.sub(a, rows, out=o)
+                if residual is not None:
+                    o.add_(span.of(residual))
             else:
-                o.copy_(a.to(rows.device, non_blocking=True) - rows, non_blocking=True)
+                delta = a.to(rows.device, non_blocking=True) - rows
+                if residual is not None:
+                    delta += span.of(residual).to(rows.device, non_blocking=True)
+                o.copy_(delta, non_blocking=True)
                 devices.add(rows.device)
         events = [(torch.Event(device), torch.accelerator.current_stream(device)) for device in devices]
         for event, stream in events:

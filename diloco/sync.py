@@ -33,7 +33,15 @@ class InFlight:
 
 
 class FragmentSync:
-    def __init__(self, number: int, pieces: Fragment, tensors: dict[str, Tensor], outer: Outer, codec: Codec) -> None:
+    def __init__(
+        self,
+        number: int,
+        pieces: Fragment,
+        tensors: dict[str, Tensor],
+        outer: Outer,
+        codec: Codec,
+        feedback: float = 0.0,
+    ) -> None:
         self.number, self.pieces, self.outer, self.codec = number, pieces, outer, codec
         self.view = FlatView(pieces, tensors)
         self.state = State(0, host(self.view.size), outer.state(self.view.size))
@@ -42,11 +50,14 @@ class FragmentSync:
         self.in_flight: InFlight | None = None
         self.sent_step = 0
         self.counted = 0.0  # work that is in the anchor
+        self.feedback = feedback
+        # What the codec lost of the deltas that counted, for the next one. Never changed while a delta is being taken.
+        self.residual = host(self.view.size) if feedback else None
 
     def take_delta(self, step: int, work: float) -> InFlight:
         """Take the delta against the anchor, never against the merged local value."""
         values = self._buffer(self.view.size)
-        ready = self.view.subtract(self.state.anchor, values)
+        ready = self.view.subtract(self.state.anchor, values, self.residual)
         self.sent_step = step
         self.in_flight = InFlight(self.state.index + 1, step, work, work - self.counted, values, ready, time.time())
         return self.in_flight
@@ -59,7 +70,9 @@ class FragmentSync:
         def delta() -> Delta:
             sent.ready()
             fault = self.view.find_fault(sent.values)
-            return Delta(sent.values, sent.weight, tokens, state.fingerprint(), fault)
+            return Delta(
+                sent.values, sent.weight, tokens, state.fingerprint(), fault, feedback=self.residual is not None
+            )
 
         return delta
 
@@ -74,26 +87,44 @@ class FragmentSync:
         assert self.in_flight is not None or not round.counted
         old = self.state
         state = self.state = old if round.counted else self._copy(old)
-        if sum(round.members.values()) > 0:  # else nobody has trained since, and momentum alone must not move anything
+        trained = sum(round.members.values()) > 0
+        if trained:  # otherwise momentum alone must not move anything
             self.outer.step(state.anchor, round.mean, state.outer)
         state.index = round.index
         if self.in_flight is not None and round.counted:
             self.view.merge(state.anchor, keep_local)
             self.counted = self.in_flight.work
+            if trained:
+                self._keep_loss(self.in_flight.values, round)
         else:
             self.view.carry(state.anchor, old.anchor)
         self.in_flight = None
+
+    def _keep_loss(self, sent: Tensor, round: Round) -> None:
+        """residual ← feedback · (what was sent − what the others decoded of it)."""
+        if self.residual is None:
+            return
+        if round.own is None:  # another delta than the last one counted: what it lost is not known
+            self._forget_residual()
+        else:
+            torch.sub(sent, round.own(), out=self.residual).mul_(self.feedback)
+
+    def _forget_residual(self) -> None:
+        if self.residual is not None:
+            self.residual = host(self.view.size)  # a new one: a copy of the old one to a device may be under way
 
     def jump(self, state: State, work: float) -> None:
         """Take a state as it is; local work since the last round is given up."""
         self.state = state if state.anchor is self.state.anchor else self._copy(state)
         self.in_flight, self.counted = None, work
+        self._forget_residual()
         self.view.write(self.state.anchor)
 
     def go_back(self, work: float) -> None:
         """Give up local values for the anchor; what is under way stays so."""
         self.view.write(self.state.anchor)
         self.counted = work if self.in_flight is None else self.counted
+        self._forget_residual()
 
     def find(self, tensors: Mapping[str, Tensor]) -> None:
         """Read and write these from now on."""
@@ -133,6 +164,7 @@ class FragmentSync:
             buffer, f = io.BytesIO(), self.in_flight
             torch.save((f.index, f.step, f.work, f.weight, f.values), buffer)
             flight = bytearray(buffer.getvalue())
+        residual = {} if self.residual is None else {"residual": self.residual}
         return {
             "pieces": self._pieces(),
             "index": self.state.index,
@@ -141,6 +173,7 @@ class FragmentSync:
             "anchor": self.state.anchor,
             "outer": self.state.outer,
             "flight": flight,  # no tensor: checkpoints want the same tensors in every save, and a flight comes and goes
+            **residual,
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
@@ -158,6 +191,8 @@ class FragmentSync:
         self.state = State(saved["index"], self.state.anchor, self.state.outer)
         self.state.anchor.copy_(saved["anchor"])
         self.state.outer.copy_(saved["outer"])
+        if self.residual is not None:
+            self.residual.copy_(saved["residual"]) if "residual" in saved else self.residual.zero_()
         self.sent_step, self.counted, self.in_flight = saved["sent_step"], saved["counted"], None
         if saved["flight"]:
             index, step, work, weight, values = torch.load(io.BytesIO(saved["flight"]), weights_only=True)

@@ -92,7 +92,7 @@ class Bucket:
         self.session: Session | None = None
         self.run: Run | None = None
 
-    def join(self, contract: Contract, states: Sequence[State], codecs: Sequence[Codec]) -> list[State]:
+    def join(self, contract: Contract, states: Sequence[State], codecs: Sequence[Codec]) -> list[State | None]:
         self._end_threads()
         probe(self._root)  # Probe first: it fails at once, where a retried operation would hang.
         self._backend = backend_of_shard(
@@ -103,7 +103,7 @@ class Bucket:
         self._start_threads()
         return entered
 
-    def joining(self, contract: Contract, states: Sequence[State], codecs: Sequence[Codec]) -> Task[list[State]]:
+    def joining(self, contract: Contract, states: Sequence[State], codecs: Sequence[Codec]) -> Task[list[State | None]]:
         """The part of `join` that uses the store, as a task."""
         agreed = contract_of(contract, self._rounds, self._max_work)
         proposal = Run(secrets.token_hex(8), agreed, (), self._note, created=True)
@@ -126,7 +126,7 @@ class Bucket:
         self._entering, self._finishing, self._last_sent = True, False, False
         return entered
 
-    def due(self, fragment: int, index: int, steps: int, slot: bool) -> bool:
+    def due(self, fragment: int, steps: int, slot: bool) -> bool:
         with self._lock:
             self._check()
             self._entering = False

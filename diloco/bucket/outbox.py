@@ -2,14 +2,16 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
+from torch import Tensor
 
 from diloco.bucket.rounds import Contribution, Record, delta_fields, delta_name, norm_of
 from diloco.bucket.session import Session
 from diloco.bucket.store.envelope import Sealed, put
 from diloco.bucket.store.operations import Task, Work
-from diloco.codec import Codec, pack
+from diloco.codec import Codec, pack, unpack
 from diloco.reduce import Delta
 
 
@@ -39,6 +41,7 @@ class Fate:
     seconds: float  # since the last one was taken
     tried: bool  # at least one was encoded
     counted: Contribution | None  # the one that the record names
+    own: Callable[[], Tensor] | None  # its values as the others decode them, if it is the last taken and they are asked
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,7 @@ class Outbox:
         self._putting = False
         self.acknowledged: Contribution | None = None  # by the store
         self._own: dict[str, Contribution] = {}  # by digest: all that were encoded for this round
+        self._newest: str | None = None  # digest of the delta taken last, once it is encoded, if its values are asked
         self._sent = 0  # bytes, for this round
         self._began = 0.0
         self._steps_from: int | None = 0  # own steps count from here on
@@ -83,7 +87,7 @@ class Outbox:
     def accept(self, index: int, delta: Callable[[], Delta]) -> None:
         """A delta was taken; the background encodes and puts it."""
         self._never_sent, self._steps_from, self._began = False, 0, self._session.clock()
-        self._waiting = _Waiting(index, delta)
+        self._waiting, self._newest = _Waiting(index, delta), None
 
     def deliver(self, is_open: Callable[[int], bool]) -> Task[Delivered | Spoiled | Abandoned]:
         """Encode the waiting delta and put it. `is_open`: whether the round with this index still is."""
@@ -101,6 +105,7 @@ class Outbox:
             return Spoiled()
         sealed, own = encoded
         self._own[own.digest] = own
+        self._newest = own.digest if delta.feedback else None
         if not is_open(waiting.index):
             return Abandoned()  # it may still count: put in an earlier incarnation, it is the same object
         self._putting = True
@@ -131,11 +136,13 @@ class Outbox:
     def fate(self, record: Record) -> Fate:
         counted = next((self._own[e.digest] for e in record.entries if e.digest in self._own), None)
         seconds = self._session.clock() - self._began if self._own else 0.0
-        return Fate(self._sent, seconds, bool(self._own), counted)
+        last = counted is not None and counted.digest == self._newest
+        own = partial(unpack, self._codec, counted.payload, self._n) if counted is not None and last else None
+        return Fate(self._sent, seconds, bool(self._own), counted, own)
 
     def clear(self, counted: bool) -> None:
         """The round is over, or no longer waited for."""
-        self._waiting = self.acknowledged = None
+        self._waiting = self.acknowledged = self._newest = None
         self._own.clear()
         self._sent = 0
         if not counted:

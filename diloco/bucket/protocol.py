@@ -170,7 +170,9 @@ class FragmentProtocol:
             self.session.event("not counted", fragment=self.number, index=index, rounds=MISSED)
         self.outbox.clear(counted)
         self._closer = record.by
-        return Round(index, followed.mean, record.members, counted, fate.sent, followed.received, fate.seconds)
+        return Round(
+            index, followed.mean, record.members, counted, fate.sent, followed.received, fate.seconds, own=fate.own
+        )
 
     @property
     def expects_outcome(self) -> bool:

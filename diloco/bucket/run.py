@@ -77,14 +77,14 @@ def _create_run(proposal: Run, key: bytes | None, states: Sequence[State]) -> Ta
     return replace(run, created=run.id == proposal.id)
 
 
-def starting_state(protocol: FragmentProtocol, state: State) -> Task[State]:
-    """The state that this member starts with: the one it brings, if that belongs to the run and is recent, otherwise
-    the newest snapshot. The rounds closed since are followed from there."""
+def starting_state(protocol: FragmentProtocol, state: State) -> Task[State | None]:
+    """The state that this member starts with: the one it brings, if that belongs to the run and is recent, then
+    None is returned, otherwise the newest snapshot. The rounds closed since are followed from there."""
     previous = yield from _previous(protocol, state)
     if previous is not None:
         yield from protocol.snapshots.refresh()
         protocol.start_from(state, previous)
-        return state
+        return None
     loaded = yield from protocol.snapshots.load()
     if loaded is None:
         raise DiLoCoError(f"the bucket has no usable snapshot of fragment {protocol.number}: somebody has deleted them")

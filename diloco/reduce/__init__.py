@@ -1,7 +1,8 @@
 """Reduce: who computes the mean of the deltas over the replicas. Three answers to one question, one seam.
 
-`local` runs M replicas in one process, `collective` uses a torch.distributed group. A reducer knows fragments only as
-numbers and flat values, nothing of models.
+`reduce.local` runs M replicas in one process, `reduce.collective` uses a torch.distributed group with fixed members,
+and `diloco.bucket` lets members come and go, with a folder or an object store between them. A reducer knows fragments
+only as numbers and flat values, and nothing of models.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -40,6 +41,7 @@ class Delta:
     tokens: bool  # which of the two
     fingerprint: int  # of the state that the delta is against
     fault: int | None = None  # the span that holds inf or nan
+    feedback: bool = False  # the round must tell `own`
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,7 @@ class Round:
     received: int = 0
     seconds: float = 0.0  # from send to result
     faults: Mapping[str, int] = field(default_factory=dict)  # member → span; then nothing is applied
+    own: Callable[[], Tensor] | None = None  # this replica's delta as the others decoded it; None: not asked, not known
 
 
 @dataclass(frozen=True)
@@ -74,11 +77,11 @@ class Dropped:
 class Reduce(Protocol):
     """All calls come from the training thread. Only `join`, `take` of a round that was sent, and `settle` may wait."""
 
-    def join(self, contract: Contract, states: Sequence[State], codecs: Sequence[Codec]) -> list[State]:
-        """Compare the contract; agree on every fragment's state. Returns the same object where it needs no change."""
+    def join(self, contract: Contract, states: Sequence[State], codecs: Sequence[Codec]) -> list[State | None]:
+        """Compare the contract; agree on every fragment's state. Returns the states to take; None: the own one."""
         ...
 
-    def due(self, fragment: int, index: int, steps: int, slot: bool) -> bool:
+    def due(self, fragment: int, steps: int, slot: bool) -> bool:
         """Whether to send now. `steps`: own steps since the last send; `slot`: the schedule says so."""
         ...
 

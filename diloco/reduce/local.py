@@ -7,15 +7,18 @@ So the order of execution, and with it every random number, is the same each tim
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeVar
+
+from torch import Tensor
 
 from diloco.codec import Codec
 from diloco.errors import ConfigError, DiLoCoError, PeerLost
 from diloco.reduce import Contract, Delta, Dropped, Round, State
 from diloco.reduce.contract import compare, sources
 from diloco.reduce.header import Header, Kind, check_round
-from diloco.reduce.mean import GATHER, reference_mean
+from diloco.reduce.mean import GATHER, decode_cuts, encode_cuts, mean_of_encoded
 
 T = TypeVar("T")
 
@@ -61,7 +64,7 @@ class _Board:
         self.waiting: dict[int, Callable[[], bool]] = {}
         self.joins: list[_Join] = []
         self.deltas: dict[tuple[int, int], dict[int, Delta]] = {}
-        self.outcomes: dict[tuple[int, int], tuple[Round | DiLoCoError, set[int]]] = {}
+        self.outcomes: dict[tuple[int, int], _Outcome] = {}
         self.dropped: set[tuple[int, tuple[int, int]]] = set()
         self.settled: set[int] = set()
         self.gone: set[int] = set()
@@ -106,6 +109,15 @@ class _Join:
     done: set[int] = field(default_factory=set)
 
 
+@dataclass
+class _Outcome:
+    """What the collective would give to all replicas, who has taken it, and the deltas as they were encoded."""
+
+    round: Round | DiLoCoError
+    encoded: list[list[Tensor]]
+    taken: set[int] = field(default_factory=set)
+
+
 class Local:
     """One replica's view of the board. Made by `run`."""
 
@@ -115,7 +127,7 @@ class Local:
         self._began: dict[tuple[int, int], float] = {}
         self._joins = 0
 
-    def join(self, contract: Contract, states: Sequence[State], codecs: Sequence[Codec]) -> list[State]:
+    def join(self, contract: Contract, states: Sequence[State], codecs: Sequence[Codec]) -> list[State | None]:
         self._codecs = codecs
         if len(self._board.joins) == self._joins:
             self._board.joins.append(_Join())
@@ -128,7 +140,7 @@ class Local:
         offers = [meeting.offers[m] for m in range(self.replicas)]
         compare([theirs for theirs, _ in offers])
         held = [[(s.index, s.fingerprint()) for s in theirs] for _, theirs in offers]
-        out = list(states)
+        out: list[State | None] = [None] * len(states)
         for i, source in enumerate(sources(held)):
             if source is not None and held[source][i] != held[self.replica][i]:
                 theirs = offers[source][1][i]
@@ -137,7 +149,7 @@ class Local:
         self._wait("join", lambda: len(meeting.done) == self.replicas)
         return out
 
-    def due(self, fragment: int, index: int, steps: int, slot: bool) -> bool:
+    def due(self, fragment: int, steps: int, slot: bool) -> bool:
         return slot
 
     def send(self, fragment: int, index: int, delta: Callable[[], Delta]) -> None:
@@ -159,17 +171,20 @@ class Local:
         if len(deltas) < self.replicas:
             del deltas[self.replica]
             return Dropped()
+        codec = self._codecs[fragment]
         if key not in board.outcomes:
-            board.outcomes[key] = _outcome(index, [deltas[m] for m in range(self.replicas)], fragment, board.mean_codec,
-                                           self._codecs[fragment]), set()  # fmt: skip
-        outcome, taken = board.outcomes[key]
-        taken.add(self.replica)
-        if len(taken) == self.replicas:
+            ordered = [deltas[m] for m in range(self.replicas)]
+            board.outcomes[key] = _Outcome(*_outcome(index, ordered, fragment, board.mean_codec, codec))
+        outcome, asked = board.outcomes[key], deltas[self.replica].feedback
+        outcome.taken.add(self.replica)
+        if len(outcome.taken) == self.replicas:
             del board.outcomes[key], board.deltas[key]
-        if isinstance(outcome, DiLoCoError):
-            raise outcome
-        return Round(mean=outcome.mean.clone(), index=index, members=outcome.members, faults=outcome.faults,
-                     sent=outcome.sent, received=outcome.sent, seconds=time.perf_counter() - began)  # fmt: skip
+        if isinstance(outcome.round, DiLoCoError):
+            raise outcome.round
+        mean, own = outcome.round.mean.clone(), None
+        if asked and outcome.encoded:
+            own = partial(decode_cuts, codec, outcome.encoded[self.replica], len(mean), self.replicas)
+        return replace(outcome.round, mean=mean, seconds=time.perf_counter() - began, own=own)
 
     def applied(self, fragment: int, state: State) -> None:
         pass
@@ -191,13 +206,12 @@ class Local:
         if not until():
             gone = ", ".join(str(m) for m in sorted(self._board.gone))
             reason = f"replica {gone} is gone without finish()" if gone else "replicas wait for different rounds"
-            raise PeerLost(f"{what}: {reason}, so this one would wait for ever")
+            raise PeerLost(f"{what}: {reason}, so this one would wait forever")
 
 
 def _outcome(
     index: int, deltas: list[Delta], fragment: int, mean_codec: Codec | None, codec: Codec
-) -> Round | DiLoCoError:
-    """What the collective would give to all replicas: a round, or the same error."""
+) -> tuple[Round | DiLoCoError, list[list[Tensor]]]:
     faults = [-1 if d.fault is None else d.fault for d in deltas]
     headers = [
         Header(Kind.ROUND, d.tokens, fragment, index, d.weight, d.fingerprint, fault)
@@ -206,12 +220,14 @@ def _outcome(
     try:
         check_round(headers)
     except DiLoCoError as error:
-        return error
+        return error, []
     members = {str(m): d.weight for m, d in enumerate(deltas)}
     named = {str(m): fault for m, fault in enumerate(faults) if fault >= 0}
     if named or not any(d.weight for d in deltas):
-        return Round(index, deltas[0].values, members, faults=named)
-    mean = reference_mean(codec, mean_codec or codec, [d.values for d in deltas], [d.weight for d in deltas])
-    replicas, n = len(deltas), len(mean)
+        return Round(index, deltas[0].values, members, faults=named), []
+    replicas, n = len(deltas), len(deltas[0].values)
+    encoded = [encode_cuts(codec, d.values, replicas) for d in deltas]
+    mean = mean_of_encoded(codec, mean_codec or codec, encoded, [d.weight for d in deltas], n)
     legs = replicas - 1 if replicas <= GATHER else 2 * (replicas - 1) / replicas
-    return Round(index, mean, members, sent=round(legs * codec.nbytes(n)))
+    nbytes = round(legs * codec.nbytes(n))
+    return Round(index, mean, members, sent=nbytes, received=nbytes), encoded

@@ -8,7 +8,7 @@ from torch import Tensor
 from diloco.codec import Codec, chunks, pack, unpack
 
 GATHER = 3
-"""Up to so many replicas everyone gathers all deltas: one quantisation, one round trip; fewest bytes at 2, and 1.5
+"""Up to this many replicas everyone gathers all deltas: one quantisation, one round trip; fewest bytes at 2, and 1.5
 times the fewest at 3. Above, each replica averages one share and the shares are gathered."""
 
 
@@ -43,14 +43,37 @@ def parts(n: int, replicas: int) -> list[slice]:
     return [slice(min(i * size, n), min((i + 1) * size, n)) for i in range(replicas)]
 
 
-def reference_mean(codec: Codec, mean_codec: Codec, deltas: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """What the replicas of a collective would agree on, bit for bit."""
-    n = len(deltas[0])
-    if len(deltas) <= GATHER:
-        return mean(codec, [pack(codec, d) for d in deltas], weights, n)
+def cuts(n: int, replicas: int) -> list[slice]:
+    """How a delta is cut before it is encoded: a part for each replica that averages one, or not at all."""
+    return parts(n, replicas) if replicas > GATHER else [slice(0, n)]
+
+
+def encode_cuts(codec: Codec, values: Tensor, replicas: int) -> list[Tensor]:
+    return [pack(codec, values[cut]) for cut in cuts(len(values), replicas)]
+
+
+def decode_cuts(codec: Codec, payloads: Sequence[Tensor], n: int, replicas: int) -> Tensor:
     out = torch.empty(n, dtype=torch.float32, device="cpu")
-    for part in parts(n, len(deltas)):
-        size = part.stop - part.start
-        averaged = mean(codec, [pack(codec, d[part]) for d in deltas], weights, size)
-        out[part] = unpack(mean_codec, pack(mean_codec, averaged), size)
+    for cut, payload in zip(cuts(n, replicas), payloads, strict=True):
+        out[cut] = unpack(codec, payload, cut.stop - cut.start)
     return out
+
+
+def reference_mean(codec: Codec, mean_codec: Codec, deltas: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    """What the replicas of a collective agree on, bit for bit."""
+    encoded = [encode_cuts(codec, delta, len(deltas)) for delta in deltas]
+    return mean_of_encoded(codec, mean_codec, encoded, weights, len(deltas[0]))
+
+
+def mean_of_encoded(
+    codec: Codec, mean_codec: Codec, encoded: Sequence[Sequence[Tensor]], weights: Sequence[float], n: int
+) -> Tensor:
+    """The same, of what `encode_cuts` gave for each replica."""
+    replicas = len(encoded)
+    if replicas <= GATHER:
+        return mean(codec, [payloads[0] for payloads in encoded], weights, n)
+    averages = [
+        pack(mean_codec, mean(codec, [payloads[i] for payloads in encoded], weights, cut.stop - cut.start))
+        for i, cut in enumerate(cuts(n, replicas))
+    ]
+    return decode_cuts(mean_codec, averages, n, replicas)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from benchmarks import processes
 from benchmarks.record import Record
 from diloco.plan.traffic import TCP
-from diloco.reduce.groups import Line
+from diloco.reduce.groups import Groups
 from studies.netlab.relay import far_apart
 from tests.support.netns import DEVICE, Network, Rate, network
 
@@ -45,19 +45,15 @@ def _run(net: Network) -> Record:
     return {kind: [max(pair) for pair in zip(*(r[kind] for r in reports), strict=True)] for kind in reports[0]}
 
 
-def exchange(line: Line, mine: torch.Tensor) -> None:
-    line.submit("swap", lambda at: at.all_to_all([mine] * 2, [NBYTES] * 2)).result()
-
-
 def main() -> None:
     dist.init_process_group("gloo")
     mine, rank = torch.zeros(NBYTES, dtype=torch.uint8), dist.get_rank()
     out = torch.empty(2 * NBYTES, dtype=torch.uint8)
     kinds: dict[str, Callable[[], object]] = {"all_gather": lambda: dist.all_gather_single(out, mine)}
     for streams in (1, STREAMS):
-        line = Line([0, 1], 120.0)
-        line.open(streams, "gloo", [rank], [rank])
-        kinds[f"swap_{streams}"] = partial(exchange, line, mine)
+        groups = Groups([0, 1], 120.0)
+        groups.open(streams, [rank], [rank])
+        kinds[f"swap_{streams}"] = partial(groups.all_to_all, [mine] * 2, [NBYTES] * 2)
     found: dict[str, list[float]] = {kind: [] for kind in kinds}
     for repetition in range(REPETITIONS + 1):
         for kind, move in kinds.items():

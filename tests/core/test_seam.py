@@ -17,10 +17,10 @@ class Script:
 
     def join(self, contract, states, codecs):
         self.contract = contract
-        return list(states)
+        return [None] * len(states)
 
-    def due(self, fragment, index, steps, slot):
-        self.asked.append((fragment, index, steps, slot))
+    def due(self, fragment, steps, slot):
+        self.asked.append((fragment, steps, slot))
         return slot or len(self.asked) in self.calls
 
     def send(self, fragment, index, delta):
@@ -124,7 +124,7 @@ def test_a_replica_sends_when_it_is_called_and_is_asked_with_its_own_steps():
     for _ in range(4):
         step()
     assert [(i, d.values.item()) for _, i, d in script.sent] == [(1, -2.0), (1, -4.0)]  # called after 2, slot after 4
-    assert script.asked == [(0, 1, 1, False), (0, 1, 2, False), (0, 1, 1, False), (0, 1, 2, True)]
+    assert script.asked == [(0, 1, False), (0, 2, False), (0, 1, False), (0, 2, True)]
 
 
 def test_a_round_in_which_nobody_trained_moves_nothing_not_even_by_momentum():

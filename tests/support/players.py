@@ -117,7 +117,8 @@ class Driven(Bucket):
 
     def join(self, contract, states, codecs):
         self._entering = False
-        for fragment, state in enumerate(self.entered):
+        for fragment, (mine, entered) in enumerate(zip(states, self.entered, strict=True)):
+            state = entered or mine
             self.indices[fragment] = state.index
             self.world.holds(fragment, state.index, state.fingerprint())
         return self.entered

@@ -1,0 +1,65 @@
+"""The communication thread: jobs one after another, in the order in which they were submitted, beside training."""
+
+import atexit
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class CommThread:
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[tuple[Callable[..., Any], tuple[Any, ...], Future[Any]] | None]
+        self._jobs = queue.SimpleQueue()
+        self._exit, self._exiting = threading.Lock(), False
+        # torch keeps the number of threads for each thread, but new threads inherit what was set last.
+        threads, ready = torch.get_num_threads(), threading.Event()
+        self._thread = threading.Thread(target=self._serve, args=(ready,), name="diloco", daemon=True)
+        self._thread.start()
+        atexit.register(self._at_exit)
+        ready.wait()
+        torch.set_num_threads(threads)
+
+    def submit(self, job: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        assert not kwargs
+        future: Future[T] = Future()
+        self._jobs.put((job, args, future))
+        return future
+
+    def close(self, last: Callable[[], None]) -> None:
+        """Stop after the job under way and `last`. Wait for it only briefly: the job may wait for other replicas."""
+        self.submit(last)
+        self._jobs.put(None)
+        self._thread.join(timeout=1.0)
+        if not self._thread.is_alive():
+            atexit.unregister(self._at_exit)
+
+    def unless_exiting(self, act: Callable[[], None]) -> None:
+        """For a job: do what would abort the process while the interpreter ends. Then it sleeps until the end."""
+        with self._exit:
+            if not self._exiting:
+                act()
+                return
+        threading.Event().wait()
+
+    def _at_exit(self) -> None:
+        with self._exit:
+            self._exiting = True
+
+    def _serve(self, ready: threading.Event) -> None:
+        torch.set_num_threads(1)  # one core's worth of work; the others belong to training
+        torch.get_num_threads()  # reading the value pins it for this thread
+        ready.set()
+        while (queued := self._jobs.get()) is not None:
+            job, args, future = queued
+            try:
+                future.set_result(job(*args))
+            except BaseException as error:
+                future.set_exception(error)
+            del queued, job, args, future  # they hold a delta and a mean, and the next job may come much later
