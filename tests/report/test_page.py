@@ -9,7 +9,7 @@ import pytest
 
 from diloco.report import html
 from diloco.runs.reader import read
-from tests.support.run_directory import STEPS, make_run, replace_line
+from tests.support.run_directory import STEPS, carry, make_run, replace_line
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 browser = pytest.mark.skipif(CHROMIUM is None, reason="no chromium, chromium-browser or google-chrome on the PATH")
@@ -73,6 +73,35 @@ def test_the_timeline_goes_to_the_slowest_sync_period_and_tells_what_is_under_th
     tip = re.search(r'class="tip"[^>]*>([^<]*)', drawn)
     assert tip and tip[1].startswith("fragment 1, round 2\nsent after step 160, applied after 162\nin flight 510 ms")
     assert re.search(r'<button type="button" title="steps 150 to 192[^>]*aria-pressed="true"', drawn)
+
+
+@browser
+def test_a_carried_round_is_drawn_as_an_outline_and_says_why(copied: Path, tmp_path: Path) -> None:
+    carry(copied / "replica-0", unsent=[4], uncounted=[9])
+    html.write([copied], tmp_path / "report.html")
+    touch = """<script>{
+        const canvas = document.querySelector("#timeline canvas"), told = new Set();
+        const { left, top, width } = canvas.getBoundingClientRect();
+        for (let x = left; x < left + width; x++) {  // along the lane of fragment 4, which has rounds 4 and 9
+            canvas.dispatchEvent(new PointerEvent("pointermove", { clientX: x, clientY: top + 123 }));
+            if (!document.querySelector(".tip").hidden) told.add(document.querySelector(".tip").textContent);
+        }
+        const list = document.createElement("ul");
+        list.id = "told";
+        for (const text of told) list.append(Object.assign(document.createElement("li"), { textContent: text }));
+        document.body.append(list);
+    }</script></body>"""
+    page = tmp_path / "touched.html"
+    page.write_text((tmp_path / "report.html").read_text().replace("</body>", touch))
+    drawn = chromium(page, tmp_path / "profile", "--dump-dom", "--window-size=1280,900")
+    told = re.findall("<li>(fragment[^<]*)", drawn)
+    rounds = [round for round in read(copied).replicas[0].rounds if round.fragment == 4]
+    assert [text.splitlines()[0] for text in told] == [f"fragment 4, round {round.index}" for round in rounds]
+    first, second, *others = [text.splitlines()[1] for text in told]
+    assert first == "carried: this replica did not send in this round"
+    assert second == "carried: its delta was not counted"
+    assert all(text.startswith("sent after step") for text in others)
+    assert 'class="swatch carried"' in drawn and "rounds carried" in drawn
 
 
 @browser
