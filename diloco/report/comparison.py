@@ -68,7 +68,8 @@ def interval(values: Sequence[float]) -> tuple[float, float | None]:
 def student(freedom: int) -> float:
     """The t that 95 % of Student's distribution lie within, both sides.
 
-    The probability within ±t is a finite sum in θ = atan(t/√ν) for whole ν (Abramowitz and Stegun, 26.7.3 and 26.7.4).
+    The probability within ±t is a finite sum in θ = atan(t/√ν) if ν is an integer
+    (Abramowitz and Stegun, 26.7.3 and 26.7.4).
 
     >>> [round(student(n), 3) for n in (1, 2, 5, 30)]
     [12.706, 4.303, 2.571, 2.042]

@@ -23,12 +23,12 @@ _HISTORY = 512
 
 
 class Live:
-    """Show a run to whoever started it. Call `refresh` as often as is convenient; it keeps its own pace.
+    """Show a run in the terminal that started it. Call `refresh` as often as is convenient; it keeps its own pace.
 
     Args:
         folder: the run directory; it may still be empty.
-        steps: of the whole run; 0 if only its config.toml will tell.
-        every: seconds between two plain lines, when `stream` is no terminal.
+        steps: steps of the complete run; 0: take them from config.toml as soon as it is written.
+        every: seconds between two plain lines, when `stream` is not a terminal.
     """
 
     def __init__(
@@ -169,7 +169,7 @@ class _Watched:
         ]
 
     def _in_flight(self, step: Step, sync_every: int) -> str:
-        """The fragments, as f3, where the rounds so far tell which and they are few; else how many."""
+        """The fragments, as f3, if the rounds so far tell which they are and they are few; otherwise their number."""
         due = sorted(f for f, sent in self.sent.items() if sync_every and sent + sync_every <= step.step)
         if 0 < step.in_flight == len(due) <= 3:
             return " ".join(f"f{fragment}" for fragment in due)
@@ -186,7 +186,7 @@ class _Watched:
 
 
 class _Tail:
-    """The whole lines that were added to a file since the last look."""
+    """The complete lines that were added to a file since the last look."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -201,9 +201,9 @@ class _Tail:
                 new = file.read()
         except FileNotFoundError:
             return []
-        whole = new[: new.rfind(b"\n") + 1]
-        self.offset += len(whole)
-        return list(filter(None, map(from_line, whole.splitlines())))
+        complete = new[: new.rfind(b"\n") + 1]
+        self.offset += len(complete)
+        return list(filter(None, map(from_line, complete.splitlines())))
 
 
 def sparkline(values: list[float], width: int = 20) -> str:

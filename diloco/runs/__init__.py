@@ -1,1 +1,1 @@
-"""The run directory: one schema, used by whoever writes and whoever reads it."""
+"""The run directory: its settings, folder, schema, writer and reader."""
