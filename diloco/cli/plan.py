@@ -16,8 +16,7 @@ from diloco.formats import FORMATS
 from diloco.plan import check, plot, quantity, table
 from diloco.plan.choose import Choice, Limits, Settings, choose
 from diloco.plan.costs import Conditions, Prices, Row, candidates, rows
-from diloco.plan.model import Model, as_fragments, equal, named
-from diloco.plan.recipe import recipe
+from diloco.plan.model import Model, model_of_layers, model_of_preset, parse_fragments
 from diloco.plan.simulate import Group, utilization
 from diloco.plan.traffic import Link
 
@@ -93,7 +92,7 @@ def main(config: PlanConfig) -> int:
     steps = _steps(config, model)
     limits = Limits(
         sync_every=config.sync_every,
-        fragments=None if config.fragments is None else as_fragments(config.fragments, len(model.layers)),
+        fragments=None if config.fragments is None else parse_fragments(config.fragments, len(model.layers)),
         overlap=config.overlap,
         codec=config.codec,
         most_overlap=config.most_overlap,
@@ -111,7 +110,7 @@ def main(config: PlanConfig) -> int:
         given = {"batch": config.batch, "context": config.context if config.batch is not None else None}
         given["tokens"] = None if config.tokens is None else quantity.count(config.tokens)
         extra = {name: value for name, value in given.items() if value is not None}
-        config.write.write_text(recipe(choice, config.replicas, config.model, extra), encoding="utf-8")
+        config.write.write_text(table.recipe(choice, config.replicas, config.model, extra), encoding="utf-8")
     _print(_as_json(lines, choice, notes) if config.json else table.plan_tables(conditions, lines, choice, notes))
     return 0
 
@@ -127,12 +126,12 @@ def _read_model(config: PlanConfig) -> Model:
     if config.model is not None:
         if config.parameters is not None or config.layers is not None:
             raise ConfigError(f"model={config.model!r} and parameters or layers: give either a preset or both numbers")
-        return named(config.model)
+        return model_of_preset(config.model)
     if config.parameters is None or config.layers is None:
         raise ConfigError("no model: give --model 1b, or --parameters 7b and --layers 32")
     if config.layers < 1:
         raise ConfigError(f"layers={config.layers}: give a whole number of at least 1")
-    return equal(quantity.count(config.parameters, "parameters"), config.layers, config.parameters)
+    return model_of_layers(quantity.count(config.parameters, "parameters"), config.layers, config.parameters)
 
 
 def _group(config: PlanConfig) -> Group:

@@ -1,4 +1,4 @@
-"""A finished run against the simulator: the measured step times replayed over the link, and what comes out.
+"""Check the simulator with a finished run: replay the measured step times over the link.
 
 Measured utilisation is the time of all steps without what they waited for rounds, divided by the time of all steps.
 Predicted is the simulator's, given the run's step times, the bytes of its rounds and the link. If the link is not
@@ -36,15 +36,10 @@ class Comparison:
         return f"utilisation: predicted {predicted}, measured {measured} ({link}{source})"
 
 
-def line(folder: Path, link: Link | None = None, round_trip: float = 0.0) -> str:
-    """One line for a report."""
-    return str(compare(folder, link, round_trip))
-
-
 def compare(folder: Path, link: Link | None = None, round_trip: float = 0.0) -> Comparison:
     run = read(folder)
     if run.config.get("bucket"):
-        raise ConfigError(f"{folder}: a member of a bucket, which waits for no round: give a run without one")
+        raise ConfigError(f"{folder}: a member of a bucket never waits for a round; give a run without a bucket")
     computing, waiting = _times(run)
     measured = float(computing.sum() / (computing + waiting).sum())
     replicas, steps = computing.shape
@@ -60,10 +55,10 @@ def compare(folder: Path, link: Link | None = None, round_trip: float = 0.0) -> 
         return [(0, nbytes[fragment]) for fragment in schedule.sends(step)]
 
     # A round's bytes are what one replica sends, so it counts as an exchange of two whatever the reducer did.
-    each = Method(1, sends, lambda n: n, schedule.sync_every, overlap, in_turn=True)
+    method = Method(1, sends, lambda n: n, schedule.sync_every, overlap, by_fragment=True)
     group = Group(float(computing.mean()), 2, round_trip)
     used = link or Link.same(_rate(run))
-    predicted = float(simulate(each, group, used, steps, times=computing)[0])
+    predicted = float(simulate(method, group, used, steps, times=computing)[0])
     return Comparison(run.name, measured, predicted, used.rate, link is None)
 
 
@@ -103,5 +98,5 @@ def _rate(run: RecordedRun) -> float:
             flights[key] = min(flights.get(key, (np.inf, 0.0)), (round.flight_seconds, float(round.bytes_sent)))
     rates = [8 * sent / seconds for seconds, sent in flights.values() if seconds > 0 and sent > 0]
     if not rates:
-        raise ConfigError(f"{run.folder}: its rounds tell no rate; give --link")
+        raise ConfigError(f"{run.folder}: no rate can be read from its rounds: give --link")
     return float(np.median(rates))

@@ -1,15 +1,17 @@
 """Choose the settings for a link: the gentlest ones that are within 1 % of the best utilisation.
 
-Gentle is what costs least loss in the published runs: first a small `sync_every`, then a small `overlap`, then the
-paper's three layers a fragment. Nothing is taken that was not tried there: overlap up to 5, sync_every up to 300.
+The gentlest settings are those that cost least loss in the published runs: first a small `sync_every`, then a small
+`overlap`, then the paper's three layers in a fragment. Only values that were tried there are chosen: overlap up to 5,
+sync_every up to 300.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from diloco import laws
 from diloco.errors import ConfigError
-from diloco.plan import methods as method
+from diloco.formats import format_named
+from diloco.plan import methods
 from diloco.plan.model import Model
 from diloco.plan.simulate import Group, Method, utilization
 from diloco.plan.traffic import CODECS, Link, Reduce
@@ -17,20 +19,12 @@ from diloco.report.units import percent
 from diloco.schedule import check_overlap
 
 SYNC_EVERY = (30, 50, 75, 100, 150, 200, laws.LARGEST_SYNC_EVERY)
-"""Below 30 deltas are small and noisy, and loss does not fall."""
-FRAGMENTS = (
-    "strided:3",
-    "strided:2",
-    "strided:1",
-    "strided:4",
-    "strided:6",
-    "balanced:10",
-    "balanced:20",
-    "balanced:40",
-)
+"""Below 30, deltas are small and noisy, and loss does not fall."""
+FRAGMENTS = ("strided:3", "strided:2", "strided:1", "strided:4", "strided:6",
+             "balanced:10", "balanced:20", "balanced:40")  # fmt: skip
 """The paper's choice first."""
 LEAST_ROUNDS = 50
-"""Of each fragment in a run: fewer say little to the outer momentum."""
+"""The fewest rounds of a fragment in a run: the outer momentum needs some to settle."""
 TOLERANCE = 0.01
 
 
@@ -44,7 +38,7 @@ class Settings:
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What may be chosen. What is given is not chosen."""
+    """What may be chosen. A setting that is given stays as it is."""
 
     sync_every: int | None = None
     fragments: str | None = None
@@ -53,13 +47,13 @@ class Limits:
     most_overlap: int = laws.SAFE_OVERLAP
     most_sync_every: int = laws.LARGEST_SYNC_EVERY
     steps: int | None = None
-    """Of the run."""
+    """Steps of the run, if they are known."""
     target: float | None = None
     """Utilisation that is enough."""
 
     def __post_init__(self) -> None:
-        if self.codec is not None and self.codec not in CODECS:
-            raise ConfigError(f"codec={self.codec!r}: known are {', '.join(CODECS)}")
+        if self.codec is not None:
+            format_named(self.codec)
         if self.target is not None and not 0 < self.target <= 1:
             raise ConfigError(f"target={self.target}: give a utilisation above 0 and up to 1, such as 0.95")
         if self.sync_every is not None and self.sync_every < 1:
@@ -75,20 +69,20 @@ class Choice:
     settings: Settings
     utilization: float
     best: float
-    """Of all settings that may be chosen."""
+    """The largest utilisation of all settings that may be chosen."""
     outer_lr: float
     reasons: dict[str, str]
 
 
-def built(settings: Settings, model: Model, reduce: Reduce = "collective", *, in_turn: bool = True) -> Method:
-    """Streaming with these settings; by default with rounds as this library makes them."""
-    return method.streaming(
+def method_of(settings: Settings, model: Model, reduce: Reduce = "collective") -> Method:
+    """Streaming with these settings, in rounds as this library makes them."""
+    return methods.streaming(
         model.fragments(settings.fragments),
         len(model.layers),
         settings.sync_every,
         settings.overlap,
         CODECS[settings.codec],
-        in_turn=in_turn,
+        by_fragment=True,
         reduce=reduce,
     )
 
@@ -102,16 +96,13 @@ def allowed(model: Model, limits: Limits) -> Iterator[Settings]:
                 yield Settings(sync_every, fragments, overlap, codec)
 
 
-def choose(
-    model: Model, group: Group, link: Link, limits: Limits, *, reduce: Reduce = "collective", in_turn: bool = True
-) -> Choice:
+def choose(model: Model, group: Group, link: Link, limits: Limits, *, reduce: Reduce = "collective") -> Choice:
     """The gentlest settings within 1 % of the best utilisation, or, if a target is given, that reach it."""
     known: dict[Settings, float] = {}
 
     def share(settings: Settings) -> float:
         if settings not in known:
-            each = built(settings, model, reduce, in_turn=in_turn)
-            known[settings] = float(utilization(each, group, link)[0])
+            known[settings] = float(utilization(method_of(settings, model, reduce), group, link)[0])
         return known[settings]
 
     grid = list(allowed(model, limits))
@@ -125,10 +116,16 @@ def choose(
     sync_every = next(h for h, settings in widest.items() if max(map(share, settings)) >= enough)
     chosen = next(s for s in grid if s.sync_every == sync_every and share(s) >= enough)
     lr, nearest = laws.outer_lr(group.replicas)
-    reasons = _reasons(chosen, share(chosen), best, limits, model) | {
-        "outer_lr": f"best for {nearest} replicas in {laws.SCALING_LAWS}; it depends on replicas, not on model size"
+    reasons = {
+        "sync_every": f"the smallest that is enough ({percent(share(chosen), digits=1)} busy; "
+        f"the most within the limits is {percent(best, digits=1)}); loss rises slowly with it",
+        "fragments": f"{len(model.fragments(chosen.fragments))} fragments, {_why_fragments(chosen.fragments)}",
+        "overlap": _why_overlap(chosen.overlap, share(chosen)),
+        "codec": f"4 bits a value, a quarter of bfloat16, without visible loss in {laws.STREAMING}",
+        "outer_lr": f"best for {nearest} replicas in {laws.SCALING_LAWS}; it depends on replicas, not on model size",
     }
-    return Choice(chosen, share(chosen), best, lr, reasons)
+    given = {name: "given" for name in asdict(chosen) if getattr(limits, name) is not None}
+    return Choice(chosen, share(chosen), best, lr, reasons | given)
 
 
 def _sync_everys(limits: Limits) -> list[int]:
@@ -151,32 +148,13 @@ def _fragments(model: Model, limits: Limits) -> list[str]:
     return [text for text in FRAGMENTS if text.startswith("balanced") or int(text[8:]) <= len(model.layers)]
 
 
-def _reasons(chosen: Settings, share: float, best: float, limits: Limits, model: Model) -> dict[str, str]:
-    count = len(model.fragments(chosen.fragments))
-    enough = f"{percent(share, digits=1)} busy; the most within the limits is {percent(best, digits=1)}"
-    given = "given"
-    return {
-        "sync_every": given
-        if limits.sync_every is not None
-        else f"the smallest that is enough ({enough}); loss rises slowly with it",
-        "fragments": given
-        if limits.fragments is not None
-        else f"{count} fragments, "
-        + ("the paper's choice" if chosen.fragments == "strided:3" else _why(chosen.fragments)),
-        "overlap": given
-        if limits.overlap is not None
-        else (
-            ("blocking is enough on this link" if share >= 0.9 else "nothing hides a round on this link")
-            if chosen.overlap == 0
-            else f"the fewest steps that hide a round; {laws.STREAMING} saw no loss up to {laws.SAFE_OVERLAP}"
-        ),
-        "codec": given
-        if limits.codec is not None
-        else f"4 bits a value, a quarter of bfloat16, without visible loss in {laws.STREAMING}",
-    }
+def _why_fragments(fragments: str) -> str:
+    if fragments == "strided:3":
+        return "the paper's choice"
+    return "of equal size, for the smallest burst" if fragments.startswith("balanced") else "which fit this link better"
 
 
-def _why(fragments: str) -> str:
-    return (
-        "of equal size, for the smallest burst" if fragments.startswith("balanced") else "for a better fit to the link"
-    )
+def _why_overlap(overlap: int, share: float) -> str:
+    if overlap:
+        return f"the fewest steps that hide a round; {laws.STREAMING} saw no loss up to {laws.SAFE_OVERLAP}"
+    return "blocking is enough on this link" if share >= 0.9 else "no overlap hides a round on this link"

@@ -1,13 +1,13 @@
-"""The methods as messages: data-parallel, DiLoCo and streaming, in the paper's grain and in this library's.
+"""The methods as messages: data-parallel, DiLoCo and streaming, as the paper simulates them and as this library runs.
 
-The paper's: every layer is a message of its own, sent when its backward pass has ended and awaited by its forward pass.
-This library's (`in_turn`): a fragment is one round, sent after the step and awaited `overlap` steps later by the whole
-model; rounds run one after another on the communication thread.
+The paper: every layer is a message of its own, sent when its backward pass has ended and awaited by its forward pass.
+This library (`by_fragment`): a fragment is one round, sent after the step and awaited `overlap` steps later by the
+complete model; rounds run one after another on the communication thread.
 """
 
 from collections.abc import Iterable, Sequence
 
-from diloco.plan.model import size
+from diloco.plan.model import count_values
 from diloco.plan.simulate import Message, Method
 from diloco.plan.traffic import CODECS, Bytes, Reduce
 from diloco.schedule import Schedule, check_overlap
@@ -20,7 +20,7 @@ def data_parallel(pieces: Sequence[float], nbytes: Bytes = CODECS["bfloat16"]) -
 
 
 def bucketed(pieces: Sequence[float], first: float, others: float) -> list[float]:
-    """Layers as DDP sends them: from the last on, in buckets that leave when so many values are reached, or at the end.
+    """Layers as DDP sends them: from the last on, in buckets that are sent when they hold this many values.
 
     >>> bucketed([3, 3, 3, 3], first=1, others=100)
     [9.0, 0.0, 0.0, 3.0]
@@ -34,10 +34,12 @@ def bucketed(pieces: Sequence[float], first: float, others: float) -> list[float
 
 
 def diloco(
-    pieces: Sequence[float], sync_every: int, nbytes: Bytes, *, in_turn: bool = False, reduce: Reduce = "collective"
+    pieces: Sequence[float], sync_every: int, nbytes: Bytes, *, by_fragment: bool = False, reduce: Reduce = "collective"
 ) -> Method:
     """Everything after every `sync_every` steps, blocking."""
-    return streaming([list(enumerate(pieces))], len(pieces), sync_every, 0, nbytes, in_turn=in_turn, reduce=reduce)
+    return streaming(
+        [list(enumerate(pieces))], len(pieces), sync_every, 0, nbytes, by_fragment=by_fragment, reduce=reduce
+    )
 
 
 def streaming(
@@ -47,7 +49,7 @@ def streaming(
     overlap: int,
     nbytes: Bytes,
     *,
-    in_turn: bool = False,
+    by_fragment: bool = False,
     reduce: Reduce = "collective",
 ) -> Method:
     """Fragment after fragment by the library's schedule."""
@@ -56,28 +58,14 @@ def streaming(
     due: dict[int, Sequence[Message]] = {}
     for step in range(sync_every, 2 * sync_every):
         sent = [fragments[f] for f in schedule.sends(step)]
-        due[step % sync_every] = [(0, size(f)) for f in sent] if in_turn else _descending(m for f in sent for m in f)
+        due[step % sync_every] = (
+            [(0, count_values(f)) for f in sent] if by_fragment else _descending(m for f in sent for m in f)
+        )
 
     def sends(step: int) -> Sequence[Message]:
         return due[step % sync_every] if step >= sync_every else ()  # first after a full sync_every
 
-    return Method(layers, sends, nbytes, sync_every, overlap, reduce, in_turn, first=sync_every)
-
-
-def evenly(fragments: Sequence[Sequence[Message]], layers: int, sync_every: int, overlap: int, nbytes: Bytes) -> Method:
-    """Streaming as in the paper's table: a fragment every round(sync_every / fragments) steps, from the first on."""
-    spacing = max(1, round(sync_every / len(fragments)))
-    return spaced(fragments, layers, spacing, overlap, nbytes)
-
-
-def spaced(fragments: Sequence[Sequence[Message]], layers: int, spacing: int, overlap: int, nbytes: Bytes) -> Method:
-    """A fragment every `spacing` steps."""
-    messages = [_descending(fragment) for fragment in fragments]
-
-    def sends(step: int) -> Sequence[Message]:
-        return messages[step // spacing % len(messages)] if step % spacing == 0 else ()
-
-    return Method(layers, sends, nbytes, spacing * len(fragments), overlap)
+    return Method(layers, sends, nbytes, sync_every, overlap, reduce, by_fragment, first=sync_every)
 
 
 def _descending(messages: Iterable[Message]) -> list[Message]:

@@ -11,7 +11,7 @@ from diloco.presets import PRESETS, Shape
 
 @dataclass(frozen=True)
 class Model:
-    """Layers of equal compute, and what is no layer: tensors as (rows, values a row), the input embedding first."""
+    """Layers of equal compute, and the other tensors as (rows, values a row), the input embedding first."""
 
     name: str
     layers: tuple[float, ...]
@@ -22,7 +22,8 @@ class Model:
         return sum(self.layers) + sum(rows * width for rows, width in self.rest)
 
     def pieces(self) -> tuple[float, ...]:
-        """Values that a whole sync moves for each layer. What is no layer is needed first and ready last: layer 0."""
+        """Values that a sync of the complete model moves for each layer. Tensors outside the layers count as part of
+        layer 0, which is needed first and ready last."""
         return (self.layers[0] + self.parameters - sum(self.layers), *self.layers[1:])
 
     def fragments(self, text: str) -> list[list[Message]]:
@@ -31,7 +32,7 @@ class Model:
         if isinstance(cutter, (Strided, Sequential)) and cutter.layers > len(self.layers):
             kind = text.partition(":")[0]
             raise ConfigError(
-                f"fragments={text!r} with {len(self.layers)} layers: take {kind}:1 to {kind}:{len(self.layers)}"
+                f"fragments={text!r} with {len(self.layers)} layers: give {kind}:1 to {kind}:{len(self.layers)}"
             )
         layers = {f"layers.{i}": (max(round(n), 1), 1) for i, n in enumerate(self.layers)}
         rest = [(f"rest.{i}", shape) for i, shape in enumerate(self.rest)]
@@ -39,7 +40,7 @@ class Model:
         return [self._messages(fragment) for fragment in split]
 
     def _messages(self, fragment: Fragment) -> list[Message]:
-        """The pieces by layer; what is not a layer is one message, at layer 0."""
+        """The pieces by layer; those outside the layers are one message, at layer 0."""
         out: list[Message] = []
         rest = 0
         for piece in fragment:
@@ -52,28 +53,28 @@ class Model:
         return [(0, rest), *out] if rest else out
 
 
-def size(fragment: Sequence[Message]) -> float:
+def count_values(fragment: Sequence[Message]) -> float:
     return sum(values for _, values in fragment)
 
 
-def equal(parameters: float, layers: int, name: str = "") -> Model:
+def model_of_layers(parameters: float, layers: int, name: str = "") -> Model:
     """All parameters in equal layers, as in the paper's simulator."""
     return Model(name or f"{parameters:.3g} parameters", (parameters / layers,) * layers)
 
 
-def of_shape(shape: Shape, name: str) -> Model:
+def model_of_shape(shape: Shape, name: str) -> Model:
     embedding, norm = (shape.vocabulary, shape.width), (shape.width, 1)
     head = () if shape.tied else (embedding,)
     return Model(name, (shape.layer_parameters,) * shape.layers, (embedding, norm, *head))
 
 
-def named(name: str) -> Model:
+def model_of_preset(name: str) -> Model:
     if name.lower() not in PRESETS:
-        raise ConfigError(f"model={name!r}: known are {', '.join(PRESETS)}; or give parameters and layers")
-    return of_shape(PRESETS[name.lower()], name.lower())
+        raise ConfigError(f"model={name!r}: give one of {', '.join(PRESETS)}, or give --parameters and --layers")
+    return model_of_shape(PRESETS[name.lower()], name.lower())
 
 
-def as_fragments(text: str, layers: int) -> str:
+def parse_fragments(text: str, layers: int) -> str:
     """ "8" → "strided:3" for 24 layers: a bare number is the number of fragments."""
     if not text.lstrip("-").isdigit():
         fragmenter(text)
@@ -81,6 +82,6 @@ def as_fragments(text: str, layers: int) -> str:
     count = int(text)
     if not 1 <= count <= layers:
         raise ConfigError(
-            f"fragments={text!r} with {layers} layers: take 1 to {layers}, or balanced:N, which also cuts layers"
+            f"fragments={text!r} with {layers} layers: give 1 to {layers}, or balanced:N, which also cuts layers"
         )
     return f"strided:{-(-layers // count)}"

@@ -6,16 +6,15 @@ fragment every round(100 / fragments) steps; 400 steps. Three reporting rules, t
 fifteen payload scales were tried on Table 4, so its score is in-sample; the other checks are not.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from diloco.plan import closed
-from diloco.plan import methods as method
-from diloco.plan.model import equal
-from diloco.plan.simulate import Group, Method, needed, simulate
-from diloco.plan.traffic import Link
+from diloco.plan import methods
+from diloco.plan.model import model_of_layers
+from diloco.plan.simulate import Group, Message, Method, required_rates, simulate
+from diloco.plan.traffic import Bytes, Link, least_rate
 
 TARGETS = (0.5, 0.8, 0.9, 0.95, 0.99)
 GRID = tuple(round(float(x), 2) for x in np.logspace(-1, 3, 50))
@@ -106,23 +105,41 @@ def bits4(n: float) -> float:
     return n / 2
 
 
-def methods(parameters: float, layers: int, sync_every: int = 100) -> dict[str, Method]:
-    """Table 4's five rows."""
-    model = equal(parameters, layers)
+def rows(parameters: float, layers: int, sync_every: int = 100) -> dict[str, Method]:
+    """The five rows of Table 4."""
+    model = model_of_layers(parameters, layers)
     pieces, strided = model.pieces(), model.fragments("strided:3")
     return {
-        "Data-Parallel": method.data_parallel(pieces, bits16),
-        "Vanilla DiLoCo": method.diloco(pieces, sync_every, bits16),
-        "Streaming DiLoCo": method.evenly(strided, layers, sync_every, 0, bits16),
-        "+ overlapped com.": method.evenly(strided, layers, sync_every, 1, bits16),
-        "+ overlapped FP4 com.": method.evenly(strided, layers, sync_every, 1, bits4),
+        "Data-Parallel": methods.data_parallel(pieces, bits16),
+        "Vanilla DiLoCo": methods.diloco(pieces, sync_every, bits16),
+        "Streaming DiLoCo": _streaming(strided, layers, sync_every, 0, bits16),
+        "+ overlapped com.": _streaming(strided, layers, sync_every, 1, bits16),
+        "+ overlapped FP4 com.": _streaming(strided, layers, sync_every, 1, bits4),
     }
+
+
+def _streaming(
+    fragments: Sequence[Sequence[Message]], layers: int, sync_every: int, overlap: int, nbytes: Bytes
+) -> Method:
+    """Streaming as in the paper's table: a fragment every round(sync_every / fragments) steps, from the first step."""
+    return _fragment_every(max(1, round(sync_every / len(fragments))), fragments, layers, overlap, nbytes)
+
+
+def _fragment_every(
+    steps: int, fragments: Sequence[Sequence[Message]], layers: int, overlap: int, nbytes: Bytes
+) -> Method:
+    messages = [sorted(fragment, reverse=True) for fragment in fragments]
+
+    def sends(step: int) -> Sequence[Message]:
+        return messages[step // steps % len(messages)] if step % steps == 0 else ()
+
+    return Method(layers, sends, nbytes, steps * len(fragments), overlap)
 
 
 def table_4(scale: float = SCALE) -> list[Cell]:
     cells: list[Cell] = []
     for size, (parameters, layers, seconds) in SIZES.items():
-        for name, each in methods(parameters * scale, layers).items():
+        for name, each in rows(parameters * scale, layers).items():
             cells += _cells(f"Table 4, {size}", name, each, seconds, TABLE_4[size][name])
     return cells
 
@@ -130,39 +147,43 @@ def table_4(scale: float = SCALE) -> list[Cell]:
 def other_tables() -> list[Cell]:
     """Tables that were not used to find the rules, with nominal sizes."""
     cells: list[Cell] = []
-    for (size, parameters, layers, seconds), rows in SCALING_LAWS_6.items():
-        pieces = equal(parameters, layers).pieces()
-        for sync_every, published in rows.items():
-            each = method.diloco(pieces, sync_every, bits16) if sync_every > 1 else method.data_parallel(pieces, bits16)
+    for (size, parameters, layers, seconds), published_rows in SCALING_LAWS_6.items():
+        pieces = model_of_layers(parameters, layers).pieces()
+        for sync_every, published in published_rows.items():
+            each = (
+                methods.diloco(pieces, sync_every, bits16) if sync_every > 1 else methods.data_parallel(pieces, bits16)
+            )
             row = f"sync_every {sync_every}" if sync_every > 1 else "Data-Parallel"
             cells += _cells(f"2503.09799 Table 6, {size}", row, each, seconds, published)
     for size, published in EAGER_5.items():
         parameters, layers, seconds = SIZES[size]
-        fragments = equal(parameters, layers).fragments("strided:3")
-        each = method.spaced(fragments, layers, 1, 1, bits4)
+        fragments = model_of_layers(parameters, layers).fragments("strided:3")
+        each = _fragment_every(1, fragments, layers, 1, bits4)
         cells += _cells(f"2502.12996 Table 5, {size}", "overlap 1, FP4", each, seconds, published)
     return cells
 
 
 def checks() -> list[Check]:
-    """Single numbers."""
+    """Published numbers that stand alone, outside the tables."""
     parameters, layers, seconds = SIZES["1B"]
-    rows = methods(parameters * SCALE, layers)
+    named = rows(parameters * SCALE, layers)
     group, gigabit = Group(seconds), Link.same(1e9)
-    slow = {name: 1 / float(simulate(rows[name], group, gigabit, STEPS)[0]) for name in rows}
-    deepseek = equal(671e9, 61)
-    fp4 = method.evenly(deepseek.fragments("strided:3"), 61, 100, 1, bits4)
-    hundred = equal(1e11, 108)
+    slow = {name: 1 / float(simulate(named[name], group, gigabit, STEPS)[0]) for name in named}
+    deepseek = model_of_layers(671e9, 61)
+    fp4 = _streaming(deepseek.fragments("strided:3"), 61, 100, 1, bits4)
+    hundred = model_of_layers(1e11, 108)
     sweep = [
-        needed(method.streaming(hundred.fragments("strided:3"), 108, 100, overlap, bits4), Group(4.9), [0.99])[0]
+        required_rates(methods.streaming(hundred.fragments("strided:3"), 108, 100, overlap, bits4), Group(4.9), [0.99])[
+            0
+        ]
         for overlap in (5, 10)
     ]
-    floors = [closed.least_rate(n * 4, 100, t) / 1e9 for n, _, t in SIZES.values()]
+    floors = [least_rate(n * 4, 100, t) / 1e9 for n, _, t in SIZES.values()]
     return [
         Check("Table 1: slowdown of data-parallel at 1 Gbit/s", "162.5", f"{slow['Data-Parallel']:.1f}"),
         Check("Table 1: slowdown of streaming at 1 Gbit/s", "1.30", f"{slow['+ overlapped FP4 com.']:.2f}"),
         Check("Figure 16: DeepSeek-V3, streaming, near full utilisation", "about 4 Gbit/s",
-              f"{needed(fp4, Group(20.1), [0.99])[0] / 1e9:.1f} Gbit/s at 99 %"),
+              f"{required_rates(fp4, Group(20.1), [0.99])[0] / 1e9:.1f} Gbit/s at 99 %"),
         Check("100B: overlap 10 instead of 5, rate for 99 %", "little gain",
               f"{sweep[0] / 1e9:.2f} and {sweep[1] / 1e9:.2f} Gbit/s"),
         Check("least rate for full utilisation, FP4, 1B / 10B / 100B", "–",
@@ -170,10 +191,10 @@ def checks() -> list[Check]:
     ]  # fmt: skip
 
 
-def printed(each: Method, seconds: float) -> list[int]:
+def printed(method: Method, seconds: float) -> list[int]:
     """A row of the table by the paper's rule: the last grid point that falls short of each target."""
-    steps = max(STEPS, 2 * each.period)
-    shares = simulate(each, Group(seconds), Link.same(np.array(GRID) * 1e9), steps)
+    steps = max(STEPS, 2 * method.period)
+    shares = simulate(method, Group(seconds), Link.same(np.array(GRID) * 1e9), steps)
     out = []
     for target in TARGETS:
         reached = np.flatnonzero(shares >= target)
@@ -188,6 +209,6 @@ def score(cells: Iterable[Cell]) -> tuple[int, int, int]:
     return sum(c.computed == c.published for c in cells), sum(c.steps <= 1 for c in cells), len(cells)
 
 
-def _cells(table: str, row: str, each: Method, seconds: float, published: str) -> list[Cell]:
-    points = printed(each, seconds)
+def _cells(table: str, row: str, method: Method, seconds: float, published: str) -> list[Cell]:
+    points = printed(method, seconds)
     return [Cell(table, row, *cell) for cell in zip(TARGETS, published.split(), points, strict=True)]

@@ -1,4 +1,4 @@
-"""How busy a replica is when it shares what it learnt over a link: the paper's simulator (sections 3.1 and appendix).
+"""How busy a replica is when it syncs over a link: the paper's simulator (section 3.1 and appendix).
 
 A step of T seconds is a forward pass (T/3) and a backward pass (2T/3) over L equal layers. When the backward pass of a
 layer that is due has ended, its message queues for the link, which carries one at a time. The forward pass of that
@@ -6,8 +6,8 @@ layer, `overlap` steps later than the next, waits for it. Utilisation is time co
 
 That is all of the paper. Beyond it, and off by default, are round trips, headers, codec time, cores that training and
 communication share, links that differ up and down, more than two replicas, replicas of unequal speed and jitter
-(`Group`), and rounds as this library makes them (`in_turn`): a whole fragment after the step, one round after another,
-awaited by the whole model.
+(`Group`), and rounds as this library makes them (`by_fragment`): a complete fragment after
+the step, one round after another, awaited by the complete model.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from diloco.plan.traffic import Array, Bytes, Link, Reduce, moved, transfer, trips
+from diloco.plan.traffic import Array, Bytes, Link, Reduce, round_bytes, round_trips, transfer_seconds
 
 Message = tuple[int, float]
 """(layer, values): sent when the layer's backward pass has ended, awaited by its forward pass."""
@@ -40,8 +40,9 @@ class Method:
     """After how many steps the sends repeat."""
     overlap: int = 0
     reduce: Reduce = "collective"
-    in_turn: bool = False
-    """Whether a round begins only when the one before has ended; else messages follow each other on the link."""
+    by_fragment: bool = False
+    """Whether a message is the round of a complete fragment, which begins only when the round before has ended.
+    Otherwise messages follow each other on the link."""
     first: int = 1
     """The step from which the sends repeat."""
 
@@ -52,7 +53,7 @@ class Method:
 
 @dataclass(frozen=True)
 class Group:
-    """The replicas and what lies between them, but for the rate of the link."""
+    """The replicas and what lies between them, except the rate of the link."""
 
     step_seconds: float
     replicas: int = 2
@@ -60,7 +61,7 @@ class Group:
     codec_ns: float = 0.0
     """Nanoseconds that the communication thread needs to encode and decode a value."""
     speeds: tuple[float, ...] = ()
-    """Of each replica, 1 is `step_seconds` a step. Empty: all 1."""
+    """Speed of each replica; 1 takes `step_seconds` a step. Empty: all 1."""
     jitter: float = 0.0
     """Standard deviation of a step's time, as a share of it, independent from step to step."""
     seed: int = 0
@@ -81,9 +82,9 @@ class Group:
 def simulate(
     method: Method, group: Group, link: Link, steps: int, *, begin: int = 1, times: Array | None = None
 ) -> Array:
-    """Utilisation of a run of so many steps, with all that is under way at its end awaited; for each link.
+    """Utilisation of a run of this many steps, for each link. The run ends when all that is in flight has arrived.
 
-    `begin` is the number of its first step; `times` the seconds of each step of each replica, if they are known.
+    `begin`: the number of its first step. `times`: the seconds of each step of each replica, if they are known.
     """
     times = group.step_times(steps) if times is None else times
     state = _start(method, group, link, times)
@@ -102,10 +103,11 @@ def utilization(method: Method, group: Group, link: Link) -> Array:
     return np.where(dead & (method.values() > 0) & (group.replicas > 1), 0.0, share)
 
 
-def needed(method: Method, group: Group, targets: Sequence[float], like: Link | None = None) -> list[float]:
+def required_rates(method: Method, group: Group, targets: Sequence[float], like: Link | None = None) -> list[float]:
     """The least rate, in bits a second, at which utilisation reaches each target; inf if none does.
 
-    Of both directions; or, if a link is given, of its slower one, the other in proportion.
+    The rate is that of both directions. If a link is given, it is that of its slower direction, and the other keeps its
+    ratio.
     """
     like = like or Link.same(1.0)
     low, high = np.full(len(targets), 1e3), np.full(len(targets), 1e15)
@@ -140,16 +142,16 @@ class _State:
 
 def _start(method: Method, group: Group, link: Link, times: Array) -> _State:
     costs: dict[float, tuple[Array, float]] = {}
-    latency = group.round_trip * trips(group.replicas, method.reduce)
+    latency = group.round_trip * round_trips(group.replicas, method.reduce)
 
     def cost(values: float) -> tuple[Array, float]:
         """Seconds that a message occupies the link, and seconds that it takes to arrive after that."""
         if values not in costs:
-            up, down = moved(values, method.nbytes, group.replicas, method.reduce)
-            busy = transfer(group.wire * up, group.wire * down, link, method.reduce)
+            up, down = round_bytes(values, method.nbytes, group.replicas, method.reduce)
+            busy = transfer_seconds(group.wire * up, group.wire * down, link, method.reduce)
             if group.replicas > 1:
                 busy = busy + values * group.codec_ns * 1e-9
-            costs[values] = (busy + latency, 0.0) if method.in_turn else (busy, latency)
+            costs[values] = (busy + latency, 0.0) if method.by_fragment else (busy, latency)
         return costs[values]
 
     links, lost = len(cost(1.0)[0]), group.busy_ns * 1e-9 if group.replicas > 1 else 0.0

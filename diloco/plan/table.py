@@ -1,4 +1,4 @@
-"""What `diloco plan` prints, as text."""
+"""What `diloco plan` prints and writes, as text."""
 
 import io
 import json
@@ -10,10 +10,12 @@ from diloco import laws
 from diloco.plan import paper
 from diloco.plan.choose import Choice
 from diloco.plan.costs import Conditions, Row
+from diloco.plan.plot import rate_text
+from diloco.presets import PRESETS
 from diloco.report.units import percent, size
 
 TRAINING_BYTES = 16
-"""Of a parameter: weight, gradient and two moments, in fp32."""
+"""Bytes of a parameter in training: weight, gradient and two moments, in fp32."""
 
 
 def plan_tables(conditions: Conditions, rows: list[Row], choice: Choice, notes: list[str]) -> str:
@@ -59,7 +61,7 @@ def plan_tables(conditions: Conditions, rows: list[Row], choice: Choice, notes: 
 
 
 def notes(conditions: Conditions, choice: Choice, memory: float | None) -> list[str]:
-    """What one should know when reading the tables."""
+    """What the reader of the tables should know."""
     settings, group, parameters = choice.settings, conditions.group, conditions.model.parameters
     estimate = laws.loss_gap(parameters, group.replicas, settings.sync_every, settings.overlap)
     caution = f" Caution: {estimate.caution}." if estimate.caution else ""
@@ -77,6 +79,30 @@ def notes(conditions: Conditions, choice: Choice, memory: float | None) -> list[
             f"Weights, gradients and optimizer ({size(asked)}, activations not counted) {verdict} in {size(memory)}."
         )
     return out
+
+
+def recipe(choice: Choice, replicas: int, model: str | None = None, extra: dict[str, int] | None = None) -> str:
+    """The recommendation as a recipe for `diloco train`, each setting with its reason. `extra`: values as given."""
+    settings, reasons = choice.settings, choice.reasons
+    entries: list[tuple[str, object, str]] = [
+        ("replicas", replicas, "given"),
+        ("method", "streaming", f"{percent(choice.utilization, digits=1)} busy on this link, says `diloco plan`"),
+        ("sync_every", settings.sync_every, reasons["sync_every"]),
+        ("fragments", settings.fragments, reasons["fragments"]),
+        ("overlap", settings.overlap, reasons["overlap"]),
+        ("keep_local", 0.0, "the default: the agreed value replaces the local one"),
+        ("codec", settings.codec, reasons["codec"]),
+    ]
+    if model not in PRESETS or PRESETS[model].parameters >= laws.FITTED[0]:  # otherwise the trainer knows better
+        entries.append(("outer_lr", choice.outer_lr, reasons["outer_lr"]))
+    if model is not None:
+        entries.insert(0, ("model", model, "given"))
+    entries += [(name, value, "given") for name, value in (extra or {}).items()]
+    return "\n".join(f"# {reason}\n{name} = {_toml(value)}" for name, value, reason in entries) + "\n"
+
+
+def _toml(value: object) -> str:
+    return f'"{value}"' if isinstance(value, str) else repr(value)
 
 
 def paper_tables() -> str:
@@ -117,7 +143,7 @@ def _cells(title: str, cells: list[paper.Cell]) -> str:
 
 
 def _table(title: str, head: list[str], lines: list[list[str]], left: int = 1) -> str:
-    """Rendered for the terminal's width, but never so narrow that figures break."""
+    """As wide as the terminal, but never so narrow that figures break."""
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
@@ -134,6 +160,4 @@ def _table(title: str, head: list[str], lines: list[list[str]], left: int = 1) -
 
 
 def _rate(rate: float) -> str:
-    from diloco.plan.plot import rate_text
-
     return "never" if rate == float("inf") else rate_text(rate)

@@ -19,9 +19,9 @@ Reduce = Literal["collective", "bucket", "ring"]
 CODECS: dict[str, Bytes] = {name: row.nbytes for name, row in FORMATS.items()}
 
 GATHER = 3
-"""Up to so many replicas everyone gets all deltas; above, everyone averages a part (reduce/mean.py)."""
+"""Up to this many replicas, each gets all deltas; with more, each averages a part (reduce/mean.py)."""
 TCP = 1.06
-"""Bytes on an Ethernet for each of payload: frames of 1,514 bytes carry 1,448, and some acknowledgements go apart."""
+"""Bytes on an Ethernet for each byte of payload: frames of 1,514 bytes carry 1,448, plus acknowledgements."""
 FILLED = 0.94
 """Share of a link's rate that TCP fills where the link is the limit: fitted to the network lab (docs/benchmarks.md)."""
 WIRE = TCP / FILLED
@@ -51,10 +51,10 @@ class Link:
         return Link(rates * (self.up / self.rate), rates * (self.down / self.rate))
 
 
-def moved(n: float, nbytes: Bytes, replicas: int, reduce: Reduce = "collective") -> tuple[float, float]:
+def round_bytes(n: float, nbytes: Bytes, replicas: int, reduce: Reduce = "collective") -> tuple[float, float]:
     """Bytes that a replica sends and receives in a round of n values.
 
-    >>> [moved(1000, CODECS["bfloat16"], replicas) for replicas in (2, 3, 4)]
+    >>> [round_bytes(1000, CODECS["bfloat16"], replicas) for replicas in (2, 3, 4)]
     [(2000, 2000), (4000, 4000), (3000, 3000)]
     """
     others = replicas - 1
@@ -71,10 +71,10 @@ def moved(n: float, nbytes: Bytes, replicas: int, reduce: Reduce = "collective")
     return both, both
 
 
-def trips(replicas: int, reduce: Reduce = "collective") -> float:
+def round_trips(replicas: int, reduce: Reduce = "collective") -> float:
     """Round trips of a round: headers go round a ring, half a trip a hop; a swap of payloads is announced, then sent.
 
-    >>> trips(2), trips(8), trips(8, "ring")
+    >>> round_trips(2), round_trips(8), round_trips(8, "ring")
     (1.5, 5.5, 7.0)
     """
     if replicas == 1:
@@ -87,8 +87,13 @@ def trips(replicas: int, reduce: Reduce = "collective") -> float:
     return around + (1 if replicas <= GATHER else 2)
 
 
-def transfer(up: float, down: float, link: Link, reduce: Reduce = "collective") -> Array:
-    """Seconds on the link. Both directions at once; through a bucket one after the other: first put, then got."""
+def least_rate(bits: float, sync_every: float, step_seconds: float) -> float:
+    """Bits a second below which no overlap reaches full utilisation: all bits must pass within `sync_every` steps."""
+    return bits / (sync_every * step_seconds)
+
+
+def transfer_seconds(up: float, down: float, link: Link, reduce: Reduce = "collective") -> Array:
+    """Seconds on the link. Both directions run at once; through a bucket, a replica first puts and then gets."""
     sending, receiving = _seconds(up, link.up), _seconds(down, link.down)
     return sending + receiving if reduce == "bucket" else np.maximum(sending, receiving)
 

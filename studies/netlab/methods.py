@@ -15,7 +15,7 @@ from benchmarks.record import Record
 from diloco import Balanced, DiLoCo
 from diloco.codec import E3M0, Codec, Float32
 from diloco.plan import methods as plan
-from diloco.plan.model import of_shape
+from diloco.plan.model import model_of_shape
 from diloco.plan.simulate import Method
 from diloco.plan.traffic import CODECS
 from diloco.reduce.collective import Collective
@@ -27,7 +27,7 @@ OVERLAP = SYNC_EVERY // FRAGMENTS
 TIMEOUT = 900.0
 BUCKETS = (1 << 20, 25 << 20)
 """Bytes of DDP's first bucket and of the others."""
-MODEL = of_shape(SHAPE, "netlab")
+MODEL = model_of_shape(SHAPE, "netlab")
 
 
 class Sync(Protocol):
@@ -130,7 +130,7 @@ class Ours:
     def predicted(self) -> Method:
         fragments = MODEL.fragments(f"balanced:{self.fragments}")
         return plan.streaming(
-            fragments, SHAPE.layers, SYNC_EVERY, self.overlap, CODECS[self.codec], in_turn=True
+            fragments, SHAPE.layers, SYNC_EVERY, self.overlap, CODECS[self.codec], by_fragment=True
         )  # fmt: skip
 
 
@@ -187,7 +187,7 @@ class Torchft:
     def predicted(self) -> Method:
         fragments = MODEL.fragments(f"balanced:{self.fragments}")
         return plan.streaming(
-            fragments, SHAPE.layers, SYNC_EVERY, self.delay, CODECS["float32"], in_turn=True, reduce="ring"
+            fragments, SHAPE.layers, SYNC_EVERY, self.delay, CODECS["float32"], by_fragment=True, reduce="ring"
         )  # fmt: skip
 
 

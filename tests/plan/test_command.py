@@ -12,9 +12,9 @@ import pytest
 from diloco import laws
 from diloco.cli.plan import PlanConfig, main
 from diloco.errors import ConfigError
-from diloco.plan.check import compare, line
-from diloco.plan.choose import Limits, Settings, built, choose
-from diloco.plan.model import as_fragments, equal, named
+from diloco.plan.check import compare
+from diloco.plan.choose import Limits, Settings, choose, method_of
+from diloco.plan.model import model_of_layers, model_of_preset, parse_fragments
 from diloco.plan.simulate import Group, utilization
 from diloco.plan.traffic import CODECS, Link
 from diloco.presets import PRESETS
@@ -35,19 +35,19 @@ CASES = [
 
 @pytest.mark.parametrize(("name", "group", "rate"), CASES)
 def test_the_recommendation_is_within_one_percent_of_the_best(name, group, rate):
-    model, link = named(name), Link.same(rate)
+    model, link = model_of_preset(name), Link.same(rate)
     choice = choose(model, group, link, Limits())
     layers = sorted({k for k in (1, 2, 3, 4, 6, 8, 12) if k <= len(model.layers)})
     fragments = [f"{kind}:{k}" for kind in ("strided", "sequential") for k in layers] + ["balanced:15", "balanced:30"]
     grid = [*product((30, 60, 90, 175, 240, 300), fragments, (2, 5), ("e3m0",)), (300, "strided:3", 5, "bfloat16")]
-    best = max(utilization(built(Settings(h, f, o, c), model), group, link)[0] for h, f, o, c in grid)
-    own = utilization(built(choice.settings, model), group, link)[0]
+    best = max(utilization(method_of(Settings(h, f, o, c), model), group, link)[0] for h, f, o, c in grid)
+    own = utilization(method_of(choice.settings, model), group, link)[0]
     assert own == choice.utilization >= best - 0.01
     assert choice.settings.overlap <= 5 and choice.settings.sync_every <= 300
 
 
 def test_a_fast_link_gets_gentle_settings_and_a_slow_one_the_widest():
-    model = named("1b")
+    model = model_of_preset("1b")
     fast = choose(model, Group(1.0), Link.same(1e11), Limits()).settings
     assert (fast.sync_every, fast.overlap, fast.fragments) == (30, 0, "strided:3")
     slow = choose(model, Group(0.1), Link.same(1e7), Limits()).settings
@@ -55,10 +55,10 @@ def test_a_fast_link_gets_gentle_settings_and_a_slow_one_the_widest():
 
 
 def test_what_is_given_is_taken_and_more_overlap_must_be_asked_for():
-    model, group, link = named("1b"), Group(0.1), Link.same(1e8)
+    model, group, link = model_of_preset("1b"), Group(0.1), Link.same(1e8)
     fixed = Limits(sync_every=40, overlap=9, fragments="balanced:4", codec="int8")
     assert choose(model, group, link, fixed).settings == Settings(40, "balanced:4", 9, "int8")
-    few = equal(1e9, 2)
+    few = model_of_layers(1e9, 2)
     coarse = Limits(fragments="strided:1", sync_every=100)
     asked = Limits(fragments="strided:1", sync_every=100, most_overlap=50)
     rate = Link.same(4e8 * 1.2)
@@ -68,12 +68,12 @@ def test_what_is_given_is_taken_and_more_overlap_must_be_asked_for():
 
 
 def test_a_short_run_gets_enough_rounds():
-    choice = choose(named("tiny"), Group(0.2), Link.same(1e5), Limits(steps=2000))
+    choice = choose(model_of_preset("tiny"), Group(0.2), Link.same(1e5), Limits(steps=2000))
     assert 2000 / choice.settings.sync_every >= 50
 
 
 def test_a_target_is_reached_with_the_gentlest_settings():
-    model, group, link = named("1b"), Group(1.0), Link.same(1e8)
+    model, group, link = model_of_preset("1b"), Group(1.0), Link.same(1e8)
     easy = choose(model, group, link, Limits(target=0.4))
     assert easy.utilization >= 0.4
     assert easy.settings.sync_every < choose(model, group, link, Limits()).settings.sync_every
@@ -117,7 +117,7 @@ def test_json_holds_every_method_and_agrees_with_itself(capsys):
     gradients, _, papers, best = plan["methods"]
     assert gradients["utilization"] < papers["utilization"] < best["utilization"]
     assert best["needed"]["90%"] <= 1e8
-    n = named("1b").parameters
+    n = model_of_preset("1b").parameters
     rounds = 86400 * papers["utilization"] / 100
     assert papers["bytes_per_day"] == pytest.approx(rounds * n * 4.03125 / 8, rel=1e-4)
     assert gradients["largest_burst"] == 2 * n
@@ -136,7 +136,7 @@ def test_a_bucket_has_a_price(capsys):
     main(PlanConfig(**GIVEN, reduce="bucket", **prices, json=True, sync_every=100, overlap=5, fragments="balanced:20"))
     row = json.loads(capsys.readouterr().out)["methods"][-1]
     periods = 86400 * row["utilization"] / 100
-    read = CODECS["e3m0"](named("1b").parameters) / 1e9 * 0.09
+    read = CODECS["e3m0"](model_of_preset("1b").parameters) / 1e9 * 0.09
     assert row["price_per_day"] == pytest.approx(2 * periods * (read + 20 * (2 * 0.005 + 2 * 0.0004) / 1000), rel=1e-4)
 
 
@@ -196,14 +196,14 @@ def test_planning_needs_no_torch():
         ({"link": ("1gbit",) * 3}, "one for all"),
         ({"round_trip": "80"}, "allowed: us, ms, s"),
         ({"round_trip": "-1ms"}, "0 or more"),
-        ({"fragments": "25"}, "take 1 to 24"),
+        ({"fragments": "25"}, "give 1 to 24"),
         ({"fragments": "strided:25"}, "strided:1 to strided:24"),
         ({"fragments": "woven:3"}, "strided:N"),
         ({"overlap": 100, "sync_every": 100}, "take 0 .* to 99"),
         ({"overlap": -1}, "take 0"),
         ({"sync_every": 0}, "at least 1"),
-        ({"codec": "int3"}, "known are e3m0"),
-        ({"model": "2b"}, "known are tiny"),
+        ({"codec": "int3"}, "give one of e3m0"),
+        ({"model": "2b"}, "give one of tiny"),
         ({"model": None}, "give --model 1b, or"),
         ({"layers": 3}, "either"),
         ({"step_seconds": None}, "above 0"),
@@ -229,8 +229,8 @@ def test_bad_input_is_refused_in_one_line_that_says_what_is_allowed(change, says
 
 
 def test_a_number_of_fragments_becomes_layers_to_a_fragment():
-    assert as_fragments("8", 24) == "strided:3"
-    assert as_fragments("balanced:90", 24) == "balanced:90"
+    assert parse_fragments("8", 24) == "strided:3"
+    assert parse_fragments("balanced:90", 24) == "balanced:90"
 
 
 def run_folder(path, *, steps=100, compute=0.1, flight=0.5, sync_every=10, overlap=0, fragments=1, nbytes=10**6):
@@ -275,9 +275,9 @@ def test_a_blocking_run_is_measured_and_predicted_alike(tmp_path, capsys):
     assert comparison.measured == pytest.approx(10 / 15)
     assert comparison.predicted == pytest.approx(10 / 15, rel=1e-6)
     assert comparison.rate == pytest.approx(16e6)
-    assert line(folder) == "utilisation: predicted 66.7 %, measured 66.7 % (link 16 Mbit/s, as its rounds ran)"
+    assert str(compare(folder)) == "utilisation: predicted 66.7 %, measured 66.7 % (link 16 Mbit/s, as its rounds ran)"
     assert main(PlanConfig(check=folder)) == 0
-    assert capsys.readouterr().out == f"run: {line(folder)}\n"
+    assert capsys.readouterr().out == f"run: {compare(folder)}\n"
     assert main(PlanConfig(check=folder, json=True)) == 0
     assert json.loads(capsys.readouterr().out)["measured"] == pytest.approx(10 / 15)
 
