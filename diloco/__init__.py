@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from diloco.bucket import Bucket as Bucket
     from diloco.codec import E3M0 as E3M0
     from diloco.codec import BFloat16 as BFloat16
     from diloco.codec import Float8 as Float8
@@ -23,8 +24,10 @@ if TYPE_CHECKING:
     from diloco.outer import SGD as SGD
     from diloco.outer import Nesterov as Nesterov
     from diloco.reduce.collective import Collective as Collective
+    from diloco.reduce.local import run as run_replicas  # noqa: F401
 
 _HOME = {
+    "bucket": ("Bucket",),
     "codec": ("E3M0", "BFloat16", "Float8", "Float32", "Int8"),
     "diloco": ("DiLoCo",),
     "errors": ("ConfigError", "DiLoCoError", "Diverged", "Mismatch", "NotFinite", "PeerLost"),
@@ -32,7 +35,8 @@ _HOME = {
     "outer": ("SGD", "Nesterov"),
     "reduce.collective": ("Collective",),
 }
-_MODULE = {name: module for module, names in _HOME.items() for name in names}
+_MODULE = {name: (module, name) for module, names in _HOME.items() for name in names}
+_MODULE["run_replicas"] = ("reduce.local", "run")
 
 __version__ = "0.1.0"
 __all__ = ["__version__", *_MODULE]  # pyright: ignore[reportUnsupportedDunderAll]
@@ -41,7 +45,8 @@ __all__ = ["__version__", *_MODULE]  # pyright: ignore[reportUnsupportedDunderAl
 def __getattr__(name: str) -> object:
     """Import a public name when it is first used: `import diloco` alone needs no torch."""
     if name in _MODULE:
-        return getattr(import_module(f"diloco.{_MODULE[name]}"), name)
+        module, attribute = _MODULE[name]
+        return getattr(import_module(f"diloco.{module}"), attribute)
     raise AttributeError(f"module 'diloco' has no attribute {name!r}")
 
 

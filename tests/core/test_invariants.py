@@ -1,4 +1,15 @@
-"""The invariants of the algorithm, each a theorem, on real processes joined by gloo."""
+"""The invariants of the algorithm, each a theorem, on real processes joined by gloo. Test names begin with its number.
+
+1. The anchors have the same bits on all members that hold the same round, with any codec, fragments and overlap.
+2. sync_every 1, one fragment, SGD inside, outer lr 1 without momentum, fp32: data-parallel SGD up to rounding.
+3. One replica, outer lr 1 without momentum, fp32, overlap 0: plain training up to rounding; with keep_local 1 exactly.
+4. One fragment, overlap 0, keep_local 0, fp32: DiLoCo (Algorithm 1 of arXiv 2311.08105).
+5. A delta is taken against the anchor, never against the merged local value; the inner optimizer's state stays local.
+6. Every trained parameter is in exactly one fragment, and every fragment is sent once in sync_every steps.
+7. Saved at any step, also with rounds in flight, and resumed: the same trajectory.
+8. A failed round is never half applied. On resume a replica that is behind takes the state of one that is ahead.
+9. The anchors are what is evaluated and exported; finish() ends with the local values equal to the anchors.
+"""
 
 import pytest
 import torch

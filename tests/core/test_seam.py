@@ -5,6 +5,8 @@ import torch
 from torch import nn
 
 from diloco import SGD, Balanced, ConfigError, DiLoCo, DiLoCoError, Float32, Nesterov, PeerLost
+from diloco.flat import FlatView
+from diloco.fragment import Piece
 from diloco.reduce import Dropped, Jump, Round, State
 
 
@@ -215,3 +217,22 @@ def test_tokens_may_be_counted_as_a_tensor():
     assert [d.weight for _, _, d in script.sent] == [12.0, 12.0, 12.0]
     with pytest.raises(ConfigError, match="0 or more"):
         diloco.count(float("nan"))
+
+
+def test_fractions_of_a_token_are_counted():
+    script = Script()
+    diloco, step = start(script)
+    for _ in range(4):
+        diloco.count(0.25)
+        step()
+    assert script.sent[0][2].weight == 1.0
+
+
+@pytest.mark.parametrize("place", [0, 2, 3, 7])
+def test_inf_or_nan_is_found_in_any_value_of_any_span(place):
+    one, two = torch.zeros(3), torch.zeros(5)
+    view = FlatView((Piece("one", 0, 3), Piece("two", 0, 5)), {"one": one, "two": two})
+    values = torch.zeros(8)
+    assert view.find_fault(values) is None
+    values[place] = float("nan")
+    assert view.find_fault(values) == (0 if place < 3 else 1)

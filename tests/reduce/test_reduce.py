@@ -1,15 +1,17 @@
 """What every reducer owes: the weighted mean of decoded deltas, the same bits for all, whatever the sizes."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco import E3M0, BFloat16, Collective, Float8, Float32, Int8, Mismatch
+from diloco import E3M0, BFloat16, Collective, Diverged, Float8, Float32, Int8, Mismatch
 from diloco.codec import pack, unpack
 from diloco.reduce import Delta, State, local
-from diloco.reduce.header import NBYTES, Header, Kind
+from diloco.reduce.header import NBYTES, Header, Kind, check_round
 from diloco.reduce.mean import mean, parts, reference_mean, shares
 from tests.support.processes import run
 
@@ -197,3 +199,19 @@ def _threads_of_rounds(rank):
 
 def test_rounds_are_computed_on_one_thread_and_training_keeps_its_own():
     assert run(2, _threads_of_rounds) == [([1], 3)] * 2
+
+
+@pytest.mark.parametrize(("field", "value", "error"), [
+    ("kind", Kind.JOIN, Mismatch),
+    ("tokens", True, Mismatch),
+    ("fragment", 1, Mismatch),
+    ("index", 3, Mismatch),
+    ("fingerprint", 8, Diverged),
+])  # fmt: skip
+def test_each_field_of_a_header_that_must_be_equal_is_compared(field, value, error):
+    header = Header(Kind.ROUND, tokens=False, fragment=0, index=2, weight=1.0, fingerprint=7)
+    check_round([header, replace(header, weight=3.0, fault=1)])  # these may differ
+    other = replace(header, **{field: value})
+    assert Header.unpack(other.pack()) == other
+    with pytest.raises(error):
+        check_round([header, header, other])
