@@ -70,8 +70,9 @@ class Elastic:
         self._position = self._joined_at = self._index = self._order = 0
         self._warm = self.over = False  # over: the run had ended when this member joined
 
-    def begin(self, diloco: DiLoCo, start: int, folder: Path) -> None:
+    def begin(self, diloco: DiLoCo | None, start: int, folder: Path) -> None:
         """Join, and say where. `start`: the step of the checkpoint that was loaded."""
+        assert diloco is not None
         diloco.join()
         run = self.reduce.run
         assert run is not None
@@ -100,7 +101,7 @@ class Elastic:
             known.write_text(str(self.reduce.session.mine.incarnation))
         return int(known.read_text())
 
-    def data(self, corpus: Corpus, sequences: int) -> Batches:
+    def batches(self, corpus: Corpus, sequences: int) -> Batches:
         """Windows in an order of this member's own."""
         assert self.reduce.run is not None
         which = f"{self.reduce.run.id} {self.reduce.name} {self._order}"
@@ -114,13 +115,18 @@ class Elastic:
         warmup = min(100, self._config.sync_every)
         return lr if self._warm else lr * min((step - self._joined_at) / warmup, 1.0)
 
-    def after(self, step: int, writer: Writer, **told: float) -> bool:
-        """Tell those who watch, log what happened; whether the run has ended."""
-        self.reduce.publish(step=step, **told)
+    def after(self, step: int, writer: Writer, *, loss: float, tokens_per_second: float) -> None:
+        """Publish how this member does, write what happened, see whether the run has ended."""
+        self.reduce.publish(step=step, loss=loss, tokens_per_second=tokens_per_second)
         for event in self.reduce.events():
             writer.write(Event(event.pop("event"), writer.seconds(), step, event))
-        self._index, ended = self._agree()
-        return ended
+        self._index, self.over = self._agree()
+
+    def evaluated(self, loss: float) -> None:
+        self.reduce.publish(anchor_loss=loss)
+
+    def stopped(self) -> None:
+        self.reduce.leave()  # the others know at once
 
     def _agree(self) -> tuple[int, bool]:
         """How far the run has come and whether it has ended, for all ranks of this member: shards go their own ways."""

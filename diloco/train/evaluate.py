@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from diloco.train.data.tokenizer import Tokens
+from diloco.train.data.tokenizer import Tokenizer
 
 Windows = Sequence[tuple[Tensor, Tensor]]
 
@@ -26,11 +26,11 @@ def bits_per_byte(loss: float, bytes_per_token: float) -> float:
 
 
 @torch.no_grad()
-def sample(model: nn.Module, tokens: Tokens, prompt: str, count: int, context: int, device: torch.device) -> str:
+def sample(model: nn.Module, tokenizer: Tokenizer, prompt: str, count: int, context: int, device: torch.device) -> str:
     """Continue a prompt by `count` tokens at temperature 0.8, always with the same random numbers."""
     generator = torch.Generator().manual_seed(0)
-    ids = [int(i) for i in tokens.encode(prompt.encode())]
+    ids = [int(i) for i in tokenizer.encode(prompt.encode())]
     for _ in range(count):
         logits = model(torch.tensor([ids[-context:]], device=device))[0, -1].float().cpu()
         ids.append(int(torch.multinomial((logits / 0.8).softmax(0), 1, generator=generator)))
-    return tokens.decode(ids)
+    return tokenizer.decode(ids)

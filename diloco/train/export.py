@@ -9,14 +9,14 @@ from torch import Tensor, nn
 
 from diloco.errors import ConfigError
 from diloco.presets import Shape
-from diloco.train.data.tokenizer import Tokens
+from diloco.train.data.tokenizer import Tokenizer
 from diloco.train.model import EPSILON, ROPE_THETA, Decoder, Pretrained
 
 
 def export(
     state: dict[str, Tensor],
     shape: Shape,
-    tokenizer: Tokens,
+    tokenizer: Tokenizer,
     folder: Path,
     *,
     context: int = 2048,
@@ -27,7 +27,7 @@ def export(
     Args:
         state: what `Decoder.state_dict()` gives, on any device; other weights are refused.
         context: tokens of a sequence in training; transformers warns beyond it.
-        theta: of the rotary positions, if it is not the usual one.
+        theta: base of the rotary positions, if it is not the usual one.
     """
     with torch.device("meta"):
         expected = Decoder(shape, context).state_dict()
@@ -44,7 +44,7 @@ def export(
     tokenizer.save(folder)
 
 
-def export_module(module: nn.Module, tokenizer: Tokens, folder: Path) -> None:
+def export_module(module: nn.Module, tokenizer: Tokenizer, folder: Path) -> None:
     """Write what `build` made, with the weights it has; a Hugging Face model in the way of its own library."""
     if isinstance(module, Decoder):
         export(module.state_dict(), module.shape, tokenizer, folder, context=module.context, theta=module.theta)
@@ -55,7 +55,7 @@ def export_module(module: nn.Module, tokenizer: Tokens, folder: Path) -> None:
         raise ConfigError(f"cannot export a {type(module).__name__}; give a Decoder or a Pretrained")
 
 
-def config(shape: Shape, tokenizer: Tokens, context: int, theta: float, dtype: str) -> dict[str, Any]:
+def config(shape: Shape, tokenizer: Tokenizer, context: int, theta: float, dtype: str) -> dict[str, Any]:
     """config.json. Two keys are there twice: `rope_theta` and `torch_dtype` are what transformers before 5 reads."""
     return {
         "architectures": ["Qwen3ForCausalLM"],
@@ -89,7 +89,7 @@ def _size(state: dict[str, Tensor], name: str) -> torch.Size | None:
 
 
 def _save(state: dict[str, Tensor], path: Path) -> None:
-    """Under another name first: what was exported there before stays whole until the new weights are."""
+    """Under another name first: what was exported there before stays until the new weights are complete."""
     try:
         from safetensors.torch import save_file
     except ImportError as error:

@@ -1,7 +1,15 @@
-"""A replica's model, optimizer and sync, from the config: where names become objects."""
+"""What one process of a run holds, made from the config and, on resume, from a checkpoint."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -9,12 +17,184 @@ from torch.nn.parallel import DistributedDataParallel
 from diloco.codec import Float32, codec_named
 from diloco.diloco import DiLoCo
 from diloco.errors import ConfigError
+from diloco.flags import to_toml
 from diloco.fragment import Balanced, fragmenter
 from diloco.outer import SGD, Nesterov, Outer
 from diloco.reduce import Reduce
 from diloco.reduce.collective import Collective
 from diloco.runs.config import TrainConfig
+from diloco.runs.schema import Event
+from diloco.runs.sinks import open_sinks
+from diloco.runs.writer import Writer
+from diloco.stats import Stats
+from diloco.train.checkpoint import Checkpoints
+from diloco.train.data import corpus as corpora
+from diloco.train.data.batches import Batches
+from diloco.train.data.corpus import Corpus
+from diloco.train.data.tokenizer import tokenizer_digest
+from diloco.train.defaults import describe, resolve
+from diloco.train.evaluate import Windows
+from diloco.train.members import Fixed, Members
+from diloco.train.model import build
 from diloco.world import World
+
+SUMS = ("rounds", "bytes_sent", "bytes_received", "largest_round", "seconds_hidden", "seconds_exposed")
+"""What a checkpoint keeps of the stats."""
+log = logging.getLogger("diloco")
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """One process of a run, ready to train."""
+
+    config: TrainConfig
+    """Nothing is left open. With a bucket, `batch` is that of this member."""
+    world: World
+    device: torch.device
+    corpus: Corpus
+    windows: Windows
+    """Held-out text."""
+    model: nn.Module
+    """Sharded, or wrapped for data-parallel training."""
+    forward: Callable[..., Any]
+    """The model, compiled if the config says so."""
+    mesh: DeviceMesh | None
+    optimizer: torch.optim.Optimizer
+    writer: Writer
+    checkpoints: Checkpoints
+    members: Members
+    batches: Batches
+    parameters: int
+    tokens_per_step: int
+    """Of one replica."""
+    start: int = 0
+    """Step of the checkpoint that was loaded; 0 at the beginning of a run."""
+    diloco: DiLoCo | None = None
+    """None for the methods `dp` and `local`."""
+
+    @property
+    def bare(self) -> nn.Module:
+        """The model that one replica may call alone."""
+        return self.model.module if isinstance(self.model, DistributedDataParallel) else self.model
+
+    @property
+    def stats(self) -> Stats:
+        return self.diloco.stats if self.diloco else Stats()
+
+    @property
+    def own(self) -> str:
+        """Key of what each rank of a replica saves for itself."""
+        return f"rank {self.world.shard}"
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint holds, besides DiLoCo itself."""
+        weights, moments = get_state_dict(self.model, self.optimizer)
+        sums = {name: getattr(self.stats, name) for name in SUMS}
+        own = {"data": self.batches.state_dict(), "metrics": self.writer.state_dict(), "sums": sums,
+               "random": random_state(self.device)}  # fmt: skip
+        return {"model": weights, "optimizer": moments, self.own: own}
+
+
+def prepare(config: TrainConfig, world: World, folder: Path) -> Prepared:
+    """Build this process's part of the run in `folder`, load the newest checkpoint on resume, and join the others."""
+    device = device_for(config, world)
+    corpus = _corpus(config, world)
+    tokenizer = _agreed_tokenizer(corpus)
+    model = build(config.model, corpus.tokenizer.vocabulary, config.context, config.seed).to(device)
+    parameters = sum(p.numel() for p in model.parameters())
+    config, rules = resolve(config, parameters, config.replicas or 2 if config.bucket else world.replicas)
+    config, members = _members(config, world, tokenizer)
+    assert config.batch is not None
+    if config.batch % (world.size * config.accumulate):
+        raise ConfigError(
+            f"batch={config.batch}: give a multiple of ranks · accumulate, {world.size * config.accumulate}"
+        )
+    sequences = config.batch // world.size // config.accumulate
+    batches = Fixed(config, world).batches(corpus, sequences)
+    windows = corpus.evaluation(config.context, config.eval_tokens)
+    model, mesh = spread(model, config, world, device)
+    home = folder / f"replica-{world.replica}"
+    leader = world.shard == 0
+    sinks = open_sinks(config.track, f"{folder.name}-{world.replica}", asdict(config), home) if leader else []
+    ranks = mesh.get_group("shard") if mesh else None
+    run = Prepared(
+        config=config, world=world, device=device, corpus=corpus, windows=windows, model=model, mesh=mesh,
+        forward=torch.compile(model) if config.compile else model, optimizer=adamw(model, config),
+        writer=Writer(home if leader else home / f"shard-{world.shard}", sinks),
+        checkpoints=Checkpoints(home / "checkpoints", config.keep, ranks, leader), members=members, batches=batches,
+        parameters=parameters, tokens_per_step=config.batch // world.replicas * config.context,
+    )  # fmt: skip
+    run = _join(_load(run, folder), folder, sequences)
+    if world.rank == 0:
+        (folder / "config.toml").write_text(to_toml(config))
+        text = describe(rules, parameters, config, corpus.name, run.start)
+        (folder / "derived.txt").write_text(text + "\n")
+        log.info(text)
+    run.writer.write(Event("resume" if run.start else "start", run.writer.seconds(), run.start))
+    return run
+
+
+def _corpus(config: TrainConfig, world: World) -> Corpus:
+    """The first process prepares it, the others find it prepared."""
+    if world.rank > 0:
+        dist.barrier()
+    corpus = corpora.prepare(config.data, config.tokenizer)
+    if world.rank == 0:
+        dist.barrier()
+    return corpus
+
+
+def _agreed_tokenizer(corpus: Corpus) -> str:
+    """Digest of the tokenizer, which must be the same on all replicas: other ids would mean other text."""
+    found = [""] * dist.get_world_size()
+    dist.all_gather_object(found, tokenizer_digest(corpus.tokenizer))
+    if len(set(found)) > 1:
+        raise ConfigError("the replicas have different tokenizers: give all the same tokenizer.json, or with "
+                          "train:SIZE the same --data")  # fmt: skip
+    return found[0]
+
+
+def _members(config: TrainConfig, world: World, tokenizer: str) -> tuple[TrainConfig, Members]:
+    """The members of the run, and the config with the batch that they share or, with a bucket, that of one member."""
+    if not config.bucket:
+        return config, Fixed(config, world)
+    from diloco.train.elastic import Elastic
+
+    assert config.batch is not None and config.replicas is not None
+    batch = config.batch // config.replicas
+    return replace(config, batch=batch), Elastic(config, batch * config.context, world, tokenizer)
+
+
+def _load(run: Prepared, folder: Path) -> Prepared:
+    """The run with its DiLoCo and, on resume, as it was at the newest checkpoint that all replicas have.
+
+    The optimizer is filled before DiLoCo is attached, which would count as a step what fills it.
+    """
+    start = run.checkpoints.newest_common() if run.config.resume else 0
+    if start is None and not run.config.bucket:  # with a bucket it begins again: only its own work is lost
+        raise ConfigError(f"{folder} has no checkpoint that all replicas have: there is nothing to resume")
+    start = start or 0
+    saved = run.state_dict() if start else {}
+    if start:
+        run.checkpoints.load(start, saved)
+        set_state_dict(run.model, run.optimizer, model_state_dict=saved["model"], optim_state_dict=saved["optimizer"])
+        run.batches.load_state_dict(saved[run.own]["data"])
+        run.writer.load_state_dict(saved[run.own]["metrics"])
+        set_random_state(run.device, saved[run.own]["random"])
+    diloco = attach(run.model, run.optimizer, run.config, run.mesh, run.members.reduce)
+    if diloco and start:
+        run.checkpoints.load(start, {"diloco": diloco})
+        for name in SUMS:
+            setattr(diloco.stats, name, saved[run.own]["sums"][name])
+    return replace(run, start=start, diloco=diloco)
+
+
+def _join(run: Prepared, folder: Path, sequences: int) -> Prepared:
+    """Join the others. The members may have batches of their own, in which training continues where it was."""
+    run.members.begin(run.diloco, run.start, folder)
+    batches = run.members.batches(run.corpus, sequences)
+    batches.load_state_dict(run.batches.state_dict())
+    return replace(run, batches=batches)
 
 
 def device_for(config: TrainConfig, world: World) -> torch.device:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(
     ["torch._dynamo", "torch.distributed.fsdp", "diloco.diloco", "diloco.reduce.collective", "diloco.cli.train",
-     "diloco.cli.compare", "diloco.report.live", "diloco.report.html", "diloco.train.run", "diloco.train.elastic",
+     "diloco.cli.compare", "diloco.report.live", "diloco.report.html", "diloco.train.run", "diloco.train.elastic", "diloco.train.export", "diloco.cli.export",
      "tests.support.commands", "tyro", "pytest"]
 )  # fmt: skip
 

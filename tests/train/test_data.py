@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from diloco.errors import ConfigError
-from diloco.train.data import corpus as data
+from diloco.train.data import corpus as corpora
 from diloco.train.data.corpus import default_cache, documents, prepare
 from tests.support.processes import context
 
@@ -230,8 +230,8 @@ def test_who_comes_second_leaves_the_first_ones_files_alone(tmp_path, book):
     corpus = prepare([str(book)], "bytes", tmp_path / "cache")
     before = corpus.train.stat().st_ino
     (tmp_path / "late").mkdir()
-    data._write(tmp_path / "late", documents.find([str(book)]), "bytes")
-    data._publish(tmp_path / "late", corpus.train.parent)
+    corpora._write(tmp_path / "late", documents.find([str(book)]), "bytes")
+    corpora._publish(tmp_path / "late", corpus.train.parent)
     assert corpus.train.stat().st_ino == before
 
 
@@ -254,7 +254,7 @@ def test_the_cache_is_where_the_platform_has_it(monkeypatch, tmp_path):
         (["{tmp}/field.jsonl"], r"field\.jsonl, line 1: not of the form"),
         (["{tmp}/list.jsonl"], r"list\.jsonl, line 1: not of the form"),
         (["{tmp}/alone.bin"], r"needs alone\.json beside it"),
-        (["{tmp}/odd.bin"], "3 bytes are no whole number of uint16"),
+        (["{tmp}/odd.bin"], "3 bytes are not a multiple of the size of uint16"),
         (["{tmp}/other.bin"], "vocabulary of 999, the tokenizer one of 257: give the shard's with --tokenizer"),
         (["{tmp}/other.bin", "{tmp}/empty.txt"], "token shards .* and text in one corpus; give one kind"),
     ],
@@ -286,7 +286,9 @@ def test_a_corpus_shorter_than_a_batch_or_a_window_is_refused(tmp_path):
 
 def test_a_cache_that_cannot_be_written_is_named(tmp_path, book):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"cannot prepare the corpus: .*file.*; free or give another place"):
+    with pytest.raises(
+        ConfigError, match=r"cannot prepare the corpus: .*file.*; free space there, or set XDG_CACHE_HOME"
+    ):
         prepare([str(book)], "bytes", tmp_path / "file" / "cache")
 
 

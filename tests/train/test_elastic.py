@@ -88,7 +88,7 @@ def first_windows(tmp_path, folder, start=0, position=0):
     elastic = Elastic(config, 16, World(0, 1, 0), "")
     folder.mkdir(exist_ok=True)
     elastic.begin(DiLoCo(nn.Linear(2, 2), fragments=Balanced(1), sync_every=5, reduce=elastic.reduce), start, folder)
-    data = elastic.data(corpus, 4)
+    data = elastic.batches(corpus, 4)
     if start:
         data.load_state_dict({"position": position})
     elastic.reduce.leave()

@@ -23,10 +23,9 @@ from torch import Tensor
 
 from diloco.errors import ConfigError
 from diloco.train.data import documents
-from diloco.train.data import tokenizer as tokens
 from diloco.train.data.batches import Batches
 from diloco.train.data.documents import Sources
-from diloco.train.data.tokenizer import Tokens
+from diloco.train.data.tokenizer import Tokenizer, dtype_of, load_tokenizer, tokenizer_identity
 
 HELD_OUT = 0.05
 _FORMAT = 1
@@ -39,14 +38,14 @@ _EVALUATED_AT_ONCE = 16
 class Corpus:
     name: str
     sha256: str
-    """Of the hashes of all documents in order: the same text gives the same, on every machine."""
+    """Hash of the hashes of all documents in order: the same text gives the same one on every machine."""
     nbytes: int
     """Bytes of the train text."""
     train: Path
     held_out: Path
-    tokenizer: Tokens
+    tokenizer: Tokenizer
     bytes_per_token: float
-    """Of the held-out text: bits per byte = nats per token / ln 2 / bytes_per_token."""
+    """In the held-out text: bits per byte = nats per token / ln 2 / bytes_per_token."""
 
     def batches(self, replica: int, replicas: int, sequences: int, context: int, seed: int) -> Batches:
         """The train windows of one replica, `sequences` at a time (see `diloco.train.data.batches`)."""
@@ -101,20 +100,21 @@ def prepare(data: Sequence[str], tokenizer: str, cache: Path | None = None) -> C
         cache: folder of prepared corpora. Default: `diloco` in the user's cache folder.
     """
     sources = documents.find(data)
-    key = hashlib.sha256(json.dumps([_FORMAT, sources.identity(), tokens.identity(tokenizer)]).encode()).hexdigest()
+    key = hashlib.sha256(json.dumps([_FORMAT, sources.identity(), tokenizer_identity(tokenizer)]).encode()).hexdigest()
     cache = cache or default_cache()
     folder = cache / key[:16]
-    if not _is_whole(folder):
+    if not _is_complete(folder):
         try:
             cache.mkdir(parents=True, exist_ok=True)
-            # Made under another name and then renamed: a folder of this name is whole, whenever this process dies.
+            # Made under another name and then renamed: a folder of this name is complete, whenever this process dies.
             with tempfile.TemporaryDirectory(prefix=f"{key[:16]}-", suffix=".tmp", dir=cache) as temporary:
                 _write(Path(temporary), sources, tokenizer)
                 _publish(Path(temporary), folder)
         except OSError as error:
             where = error.filename or cache
             raise ConfigError(
-                f"cannot prepare the corpus: {where}: {error.strerror}; free or give another place"
+                f"cannot prepare the corpus: {where}: {error.strerror}; free space there, or set XDG_CACHE_HOME to "
+                "another folder"
             ) from error
     return _open(folder, sources, tokenizer)
 
@@ -136,7 +136,7 @@ def _open(folder: Path, sources: Sources, tokenizer: str) -> Corpus:
         nbytes=facts["train"]["bytes"],
         train=folder / "train.bin",
         held_out=folder / "held_out.bin",
-        tokenizer=tokens.load(str(folder) if tokenizer.startswith("train:") else tokenizer),
+        tokenizer=load_tokenizer(str(folder) if tokenizer.startswith("train:") else tokenizer),
         bytes_per_token=facts["held_out"]["bytes"] / max(facts["held_out"]["tokens"], 1),
     )
 
@@ -145,11 +145,11 @@ def _facts(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "corpus.json").read_text(encoding="utf-8"))
 
 
-def _is_whole(folder: Path) -> bool:
+def _is_complete(folder: Path) -> bool:
     """Sizes are compared too: a cache may have been cleaned file by file."""
     try:
         facts = _facts(folder)
-        width = tokens.dtype(facts["vocabulary"]).itemsize
+        width = dtype_of(facts["vocabulary"]).itemsize
         return all((folder / f"{p}.bin").stat().st_size == width * facts[p]["tokens"] for p in ("train", "held_out"))
     except (OSError, ValueError, KeyError):
         return False
@@ -163,7 +163,7 @@ def _publish(temporary: Path, folder: Path) -> None:
             (temporary / "corpus").rename(folder)
             return
         except OSError:
-            if _is_whole(folder):
+            if _is_complete(folder):
                 return
             if not folder.exists():
                 raise
@@ -174,7 +174,7 @@ def _publish(temporary: Path, folder: Path) -> None:
 def _write(temporary: Path, sources: Sources, tokenizer: str) -> None:
     folder = temporary / "corpus"
     folder.mkdir()
-    encoder = tokens.load(tokenizer, (t for t in documents.texts(sources) if not _is_held_out(_digest(t))))
+    encoder = load_tokenizer(tokenizer, (t for t in documents.texts(sources) if not _is_held_out(_digest(t))))
     if tokenizer.startswith("train:"):
         encoder.save(folder)
     digest = hashlib.sha256()
@@ -183,21 +183,21 @@ def _write(temporary: Path, sources: Sources, tokenizer: str) -> None:
         for document, nbytes, ids in _encoded(sources, encoder):
             digest.update(document)
             part, file = ("held_out", held_out) if _is_held_out(document) else ("train", train)
-            file.write(np.append(ids, encoder.end).astype(tokens.dtype(encoder.vocabulary)).tobytes())
+            file.write(np.append(ids, encoder.end).astype(dtype_of(encoder.vocabulary)).tobytes())
             counts[part][0] += len(ids) + 1
             counts[part][1] += nbytes
     if not any(n for n, _ in counts.values()):
         raise ConfigError(f"{sources.name}: the corpus is empty; give --data that holds text")
     _even_out(folder, counts, encoder)
-    kind = tokens.dtype(encoder.vocabulary).name
+    kind = dtype_of(encoder.vocabulary).name
     for part in counts:
         (folder / f"{part}.json").write_text(json.dumps({"dtype": kind, "vocabulary": encoder.vocabulary}))
     facts = {part: {"tokens": n, "bytes": size} for part, (n, size) in counts.items()}
-    whole = {"name": sources.name, "sha256": digest.hexdigest(), "vocabulary": encoder.vocabulary, **facts}
-    (folder / "corpus.json").write_text(json.dumps(whole, indent=1), encoding="utf-8")
+    content = {"name": sources.name, "sha256": digest.hexdigest(), "vocabulary": encoder.vocabulary, **facts}
+    (folder / "corpus.json").write_text(json.dumps(content, indent=1), encoding="utf-8")
 
 
-def _encoded(sources: Sources, encoder: Tokens) -> Iterator[tuple[bytes, int, np.ndarray]]:
+def _encoded(sources: Sources, encoder: Tokenizer) -> Iterator[tuple[bytes, int, np.ndarray]]:
     """(hash, bytes of text, ids) of every document."""
     if sources.tokenized:
         for ids in documents.shards(sources, encoder.vocabulary, encoder.end):
@@ -218,12 +218,12 @@ def _is_held_out(digest: bytes) -> bool:
     return int.from_bytes(digest[:8], "big") < HELD_OUT * 2**64
 
 
-def _even_out(folder: Path, counts: dict[str, list[int]], encoder: Tokens) -> None:
+def _even_out(folder: Path, counts: dict[str, list[int]], encoder: Tokenizer) -> None:
     """With few documents chance may hold out nothing or most: then it is the last twentieth of the tokens instead."""
     total, nbytes = (sum(column) for column in zip(*counts.values(), strict=True))
     if 0.01 <= counts["held_out"][0] / total <= 0.2:
         return
-    kind = tokens.dtype(encoder.vocabulary)
+    kind = dtype_of(encoder.vocabulary)
     tail = round(total * HELD_OUT)
     with (folder / "train.bin").open("r+b") as train, (folder / "held_out.bin").open("r+b") as held_out:
         train.seek(0, os.SEEK_END)

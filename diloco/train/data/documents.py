@@ -80,7 +80,7 @@ def find(data: Sequence[str]) -> Sources:
 
 
 def texts(sources: Sources) -> Iterator[bytes]:
-    """The documents as they are on disk. Of the standard library's files each content once."""
+    """The documents as they are on disk. Files of the standard library with the same content are given once."""
     seen: set[bytes] = set()
     for item in sources.items:
         for document in _read(item):
@@ -125,7 +125,9 @@ def open_shard(path: Path, vocabulary: int) -> np.ndarray:
         )
     size = path.stat().st_size
     if size % np.dtype(kind).itemsize:
-        raise ConfigError(f"{path}: {size} bytes are no whole number of {facts['dtype']}; write the shard again")
+        raise ConfigError(
+            f"{path}: {size} bytes are not a multiple of the size of {facts['dtype']}; write the shard again"
+        )
     return np.asarray(np.memmap(path, kind, "r")) if size else np.empty(0, kind)
 
 
@@ -178,11 +180,11 @@ def _parquet(path: Path) -> Iterator[bytes]:
             for text in rows.column("text").to_pylist():
                 yield (text or "").encode(errors="replace")
     except (invalid, KeyError, AttributeError) as error:
-        raise ConfigError(f'{path}: no parquet file with a column "text"; give one that has it') from error
+        raise ConfigError(f'{path}: not a parquet file with a column "text"; give one that has it') from error
 
 
 def _stream(spec: str) -> Iterator[bytes]:
-    """hf:NAME, hf:NAME:CONFIG, and with :COUNT at the end only so many documents."""
+    """hf:NAME, hf:NAME:CONFIG, and with :COUNT at the end only that many documents."""
     try:
         load_dataset: Any = import_module("datasets").load_dataset
     except ImportError as error:

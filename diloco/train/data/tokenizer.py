@@ -23,7 +23,7 @@ _TRAINED_ON = 1 << 26
 Ids = np.ndarray | Sequence[int]
 
 
-class Tokens(Protocol):
+class Tokenizer(Protocol):
     @property
     def vocabulary(self) -> int: ...
     @property
@@ -32,7 +32,7 @@ class Tokens(Protocol):
         ...
 
     def encode(self, text: bytes) -> np.ndarray:
-        """Ids without the end, as `dtype(vocabulary)`."""
+        """Ids without the end, as `dtype_of(vocabulary)`."""
         ...
 
     def decode(self, ids: Ids) -> str:
@@ -48,12 +48,12 @@ class Tokens(Protocol):
         ...
 
 
-def dtype(vocabulary: int) -> np.dtype:
+def dtype_of(vocabulary: int) -> np.dtype:
     """The smallest of uint16 and uint32 that holds every id, little-endian as on disk."""
     return np.dtype("<u2" if vocabulary <= 1 << 16 else "<u4")
 
 
-def load(spec: str, texts: Iterable[bytes] = ()) -> Tokens:
+def load_tokenizer(spec: str, texts: Iterable[bytes] = ()) -> Tokenizer:
     """bytes, train:SIZE (a BPE trained on `texts`), or the path of a tokenizer.json or of its folder."""
     if spec == "bytes":
         return Bytes()
@@ -65,17 +65,17 @@ def load(spec: str, texts: Iterable[bytes] = ()) -> Tokens:
     return BPE.read(_file(spec))
 
 
-def identity(spec: str) -> str:
+def tokenizer_identity(spec: str) -> str:
     """A text that differs if the tokenizer does: for a file the hash of its contents."""
     if spec == "bytes" or spec.startswith("train:"):
         return spec
     return hashlib.sha256(_file(spec).read_bytes()).hexdigest()
 
 
-def digest(tokens: Tokens) -> str:
-    """Of what `save` writes: the same on all replicas, or they would average weights that mean different text."""
+def tokenizer_digest(tokenizer: Tokenizer) -> str:
+    """Hash of what `save` writes. Replicas must agree in it, or they average weights that mean different text."""
     with tempfile.TemporaryDirectory() as folder:
-        tokens.save(Path(folder))
+        tokenizer.save(Path(folder))
         return hashlib.sha256((Path(folder) / "tokenizer.json").read_bytes()).hexdigest()[:16]
 
 
@@ -90,7 +90,7 @@ class Bytes:
     end = 256
 
     def encode(self, text: bytes) -> np.ndarray:
-        return np.frombuffer(text, np.uint8).astype(dtype(self.vocabulary))
+        return np.frombuffer(text, np.uint8).astype(dtype_of(self.vocabulary))
 
     def decode(self, ids: Ids) -> str:
         kept = np.asarray(ids, np.int64)
@@ -107,9 +107,9 @@ class Bytes:
                  "vocab": {c: i for i, c in enumerate(_byte_characters())}, "merges": []}  # fmt: skip
         end = {"id": self.end, "content": END, "single_word": False, "lstrip": False, "rstrip": False,
                "normalized": False, "special": True}  # fmt: skip
-        whole = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": [end], "normalizer": None,
+        content = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": [end], "normalizer": None,
                  "pre_tokenizer": level, "post_processor": None, "decoder": level, "model": model}  # fmt: skip
-        (folder / "tokenizer.json").write_text(json.dumps(whole, ensure_ascii=False, indent=1), encoding="utf-8")
+        (folder / "tokenizer.json").write_text(json.dumps(content, ensure_ascii=False, indent=1), encoding="utf-8")
         _write_settings(folder, {}, END)
 
 
@@ -127,7 +127,7 @@ class BPE:
         self._name = name
         self.end: int = tokenizer.token_to_id(name)
         self.vocabulary: int = max(tokenizer.get_vocab().values()) + 1  # ids may have gaps
-        self._dtype = dtype(self.vocabulary)
+        self._dtype = dtype_of(self.vocabulary)
 
     @classmethod
     def read(cls, path: Path) -> "BPE":
@@ -135,7 +135,7 @@ class BPE:
         try:
             tokenizer = library.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises plain Exception
-            raise ConfigError(f"tokenizer={str(path)!r} is no tokenizer.json: {error}") from error
+            raise ConfigError(f"tokenizer={str(path)!r} is not a valid tokenizer.json: {error}") from error
         beside = path.with_name("tokenizer_config.json")
         return cls(tokenizer, json.loads(beside.read_text(encoding="utf-8")) if beside.exists() else {})
 
