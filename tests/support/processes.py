@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 
 context = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload(
-    ["torch._dynamo", "torch.distributed.fsdp", "diloco.diloco", "diloco.reduce.collective", "diloco.cli.train",
-     "diloco.cli.compare", "diloco.report.live", "diloco.report.html", "diloco.train.run", "diloco.train.elastic", "diloco.train.export", "diloco.cli.export",
-     "tests.support.commands", "tyro", "pytest"]
-)  # fmt: skip
+context.set_forkserver_preload([
+    "torch._dynamo", "torch.distributed.fsdp", "diloco.diloco", "diloco.reduce.collective", "diloco.cli.compare",
+    "diloco.cli.export", "diloco.cli.train", "diloco.report.html", "diloco.report.live", "diloco.train.elastic",
+    "diloco.train.export", "diloco.train.run", "pytest", "tests.support.commands", "tyro",
+])  # fmt: skip
 
 
 class Died:
