@@ -115,17 +115,19 @@ def finish(run: Prepared, step: int, stopped: bool) -> dict[str, Any]:
         run.members.stopped()
     run.writer.write(Event("stop" if stopped else "finish", run.writer.seconds(), step))
     evaluation = evaluate(run, step, replica_loss)
-    with _anchors(run):
-        text = sample(run.bare, run.corpus.tokenizer, "def ", 200, run.config.context, run.device)
+    samples = []
+    if run.world.replica == 0:  # the summary of the others is not written
+        with _anchors(run):
+            samples.append(sample(run.bare, run.corpus.tokenizer, "def ", 200, run.config.context, run.device))
     if run.diloco and stopped:
         run.diloco.reduce.leave()
     seconds = run.writer.seconds()
     run.writer.close()
-    return _summary(run, step, stopped, seconds, evaluation, text)
+    return _summary(run, step, stopped, seconds, evaluation, samples)
 
 
 def _summary(
-    run: Prepared, step: int, stopped: bool, seconds: float, evaluation: Evaluation, text: str
+    run: Prepared, step: int, stopped: bool, seconds: float, evaluation: Evaluation, samples: list[str]
 ) -> dict[str, Any]:
     config, corpus, stats = run.config, run.corpus, run.stats
     assert config.replicas is not None
@@ -148,7 +150,7 @@ def _summary(
         "seconds_hidden": stats.seconds_hidden,
         "seconds_exposed": stats.seconds_exposed,
         "corpus": {"name": corpus.name, "sha256": corpus.sha256, "bytes": corpus.nbytes},
-        "samples": [text],
+        "samples": samples,
     }
 
 
