@@ -1,4 +1,4 @@
-"""`diloco train`: start the replicas here, or be one of them."""
+"""`diloco train`: start the replicas here, be one of them, or be a member of a run in a bucket."""
 
 import contextlib
 import json
@@ -16,7 +16,7 @@ from diloco.errors import ConfigError, DiLoCoError, Mismatch
 from diloco.flags import parse, stored, to_toml
 from diloco.runs import folder as folders
 from diloco.runs.config import TrainConfig, names
-from diloco.world import World, own_world, started_here
+from diloco.world import World, alone, own_world, started_here
 
 CONFIG = TrainConfig
 EXAMPLES = (
@@ -64,9 +64,7 @@ def _folder(config: TrainConfig) -> Path:
 
 def main(config: TrainConfig) -> int:
     if config.bucket is not None:
-        from diloco.cli.member import be_member
-
-        return be_member(config)
+        return _be_member(config)
     world = own_world(config.shards, config.replicas)
     if world is None:
         code, _ = run_here(config)
@@ -122,27 +120,25 @@ def show_run(folder: Path, as_json: bool) -> None:
 
 def _be_rank(config: TrainConfig, world: World) -> int:
     """One process of the run. Its reason to fail is one line; the traceback goes to the log."""
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-    logging.getLogger().setLevel(logging.WARNING)
-    logging.getLogger("diloco").setLevel(logging.INFO)
+    _log_to_stderr()
     folder = config.out / (config.name or "run")
     try:
-        import torch
         import torch.distributed as dist
 
         from diloco.rendezvous import meet
 
-        meet(world, "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+        meet(world, _backend())
         folder = _agree_on_folder(config, world, dist.distributed_c10d._get_default_store())
         from diloco.train.run import train
 
-        alone = world.shard == 0 and not started_here()  # else `run_here` holds the folder and shows the run
-        with folders.locked(folder / f"replica-{world.replica}") if alone else contextlib.nullcontext():
+        # Processes that `run_here` started leave it to hold the folder and to show the run.
+        leads = world.shard == 0 and not started_here()
+        with folders.locked(folder / f"replica-{world.replica}") if leads else contextlib.nullcontext():
             summary = train(config, world, folder)
         dist.barrier()  # all have written their last line
         if world.rank == 0:
             write_summary(folder, summary)
-            if alone:
+            if leads:
                 show_run(folder, config.json)
         dist.destroy_process_group()
         return 0
@@ -155,6 +151,18 @@ def _be_rank(config: TrainConfig, world: World) -> int:
         return code
 
 
+def _log_to_stderr() -> None:
+    """Our own lines, and the warnings of others."""
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    logging.getLogger("diloco").setLevel(logging.INFO)
+
+
+def _backend() -> str:
+    import torch
+
+    return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+
+
 def _agree_on_folder(config: TrainConfig, world: World, store: Any) -> Path:
     """The first rank chooses for all, unless `run_here` has done so."""
     if world.rank == 0:
@@ -163,6 +171,41 @@ def _agree_on_folder(config: TrainConfig, world: World, store: Any) -> Path:
     folder = config.out / store.get("folder").decode()
     (folder / f"replica-{world.replica}").mkdir(parents=True, exist_ok=True)
     return folder
+
+
+def _be_member(config: TrainConfig) -> int:
+    """One member of a run in a bucket, or one rank of it under torchrun. No other process is started or waited for."""
+    import torch.distributed as dist
+
+    from diloco.rendezvous import meet
+    from diloco.train.elastic import as_the_run, check_folder, member_name
+    from diloco.train.run import train
+
+    _log_to_stderr()
+    world = own_world(config.shards, 1) if config.shards > 1 else World(0, 1, 0)
+    if world is None:
+        raise ConfigError(f"shards={config.shards} with a bucket: start the ranks of this member with torchrun "
+                          f"--nproc-per-node {config.shards} -m diloco train …")  # fmt: skip
+    config = as_the_run(config)
+    folder = config.out / (config.name or f"bucket-{member_name(config)}")
+    config = replace(config, name=folder.name)
+    taken = f"member {member_name(config)!r} trains here already, in {folder}: give this one another --member"
+    with folders.locked(folder, taken) if world.shard == 0 else contextlib.nullcontext():
+        config = replace(config, resume=check_folder(folder, config))
+        if world.size > 1:
+            meet(world, _backend())
+        else:  # the loop and its checkpoints need a group: this one has a single process and no address
+            alone()
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        try:
+            summary = train(config, world, folder)
+        finally:
+            dist.destroy_process_group()
+        if world.rank > 0:
+            return 0
+        write_summary(folder, summary)
+        show_run(folder, config.json)
+    return 130 if summary["stopped"] else 0
 
 
 def write_summary(folder: Path, summary: dict[str, Any]) -> None:
