@@ -1,7 +1,7 @@
-"""Checkpoints of one replica: whole or not there, the last few kept, found again by step.
+"""Checkpoints of one replica: complete or absent, the last few kept, found again by step.
 
 Each replica has its own folder, on its own machine or not. A checkpoint is written under another name by
-torch.distributed.checkpoint and renamed when it is complete: a kill at any moment leaves only whole ones to be found.
+torch.distributed.checkpoint and renamed when it is complete: a kill at any moment leaves only complete ones.
 """
 
 import errno
@@ -20,7 +20,7 @@ from diloco.errors import ConfigError
 
 
 class Checkpoints:
-    """Of a replica. `group`: its ranks, if there are several; `leader`: whether this rank renames and deletes."""
+    """Checkpoints of a replica. `group`: its ranks, if there are several; `leader`: this rank renames and deletes."""
 
     def __init__(self, folder: Path, keep: int, group: dist.ProcessGroup | None = None, leader: bool = True) -> None:
         self._folder, self._keep, self._group, self._leader = folder, keep, group, leader
@@ -28,12 +28,12 @@ class Checkpoints:
         self._publish(0)
 
     def steps(self) -> list[int]:
-        """Steps of which a whole checkpoint is here."""
+        """Steps that have a complete checkpoint here."""
         found = self._folder.glob("step-*") if self._folder.exists() else ()
         return sorted(int(path.name.removeprefix("step-")) for path in found if (path / ".metadata").exists())
 
     def newest_common(self) -> int | None:
-        """The newest step that is whole on all replicas."""
+        """The newest step of which all replicas have a complete checkpoint."""
         all_steps: list[list[int]] = [[] for _ in range(dist.get_world_size())]
         dist.all_gather_object(all_steps, self.steps())
         return max(set.intersection(*map(set, all_steps)), default=None)
@@ -67,7 +67,7 @@ class Checkpoints:
         except (CheckpointException, RuntimeError, ValueError) as error:
             reason = str(error).strip().splitlines()[-1][:200]
             raise ConfigError(
-                f"{self._path(step)} does not fit this run ({reason}): it is of another model, method or number of "
+                f"{self._path(step)} does not fit this run ({reason}): it has another model, method or number of "
                 "shards; resume with the settings in the run's config.toml, or start under another --name"
             ) from error
 
@@ -91,7 +91,7 @@ class Checkpoints:
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """A replica saves alone on purpose; torch warns of it each time."""
+    """Silence torch, which warns each time that a replica saves alone: that is intended."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield
@@ -103,6 +103,6 @@ def _explain(error: BaseException, folder: Path, steps: list[int]) -> Exception:
     full = isinstance(error, OSError) and error.errno in numbers
     texts = ("No space left", "File too large", "Disk quota", "PytorchStreamWriter", "unexpected pos")
     if full or any(text in f"{error!r} {error}" for text in texts):
-        kept = f"the checkpoint of step {steps[-1]} is whole" if steps else "there is no earlier checkpoint"
+        kept = f"the checkpoint of step {steps[-1]} is complete" if steps else "there is no earlier checkpoint"
         return ConfigError(f"no space left to save in {folder}: {kept}; make room and start again with --resume")
     return error if isinstance(error, Exception) else RuntimeError(str(error))

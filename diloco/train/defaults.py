@@ -23,7 +23,7 @@ class Rule:
 
 
 def resolve(config: TrainConfig, parameters: int, replicas: int) -> tuple[TrainConfig, list[Rule]]:
-    """The config with nothing left open, and the rules that filled it."""
+    """The config with every value filled in, and the rules that filled it."""
     rules: list[Rule] = []
     config = replace(config, **outer_rule(config))
 
@@ -59,9 +59,7 @@ def _outer(config: TrainConfig, parameters: int, replicas: int, rounds: int) -> 
     short = parameters < laws.FITTED[0] and rounds < laws.SHORT
     if short and config.outer_momentum in (None, laws.SHORT_MOMENTUM):
         return (
-            Rule(
-                "outer_momentum", laws.SHORT_MOMENTUM, f"best for small models in a short run; {rounds} rounds is one"
-            ),
+            Rule("outer_momentum", laws.SHORT_MOMENTUM, f"best for small models in a short run, here {rounds} rounds"),
             Rule("outer_lr", laws.SHORT_OUTER_LR, f"best with outer momentum {laws.SHORT_MOMENTUM:g}"),
         )
     lr, nearest = laws.outer_lr(replicas)

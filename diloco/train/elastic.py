@@ -1,4 +1,4 @@
-"""A member of a run that meets in a bucket: what the loop does otherwise than with a fixed number of replicas."""
+"""A member of a run in a bucket, where members come and go: its settings, lr and data, and when the run is over."""
 
 import hashlib
 import logging
@@ -26,7 +26,7 @@ from diloco.world import World
 
 DIGEST = "tokenizer_digest"
 CARRIES = 32
-"""Rounds of work that may count of one delta: a slow member carries what it did since it last counted."""
+"""Rounds of work that one delta may count for: a slow member carries the work that was not counted yet."""
 log = logging.getLogger("diloco")
 
 
@@ -35,7 +35,7 @@ def member_name(config: TrainConfig) -> str:
 
 
 def as_the_run(config: TrainConfig) -> TrainConfig:
-    """The config with what the run in the bucket has settled, if there is one."""
+    """The config with the settings of the run in the bucket, if there is one."""
     config = replace(config, replicas=config.replicas or 2)
     run = _run(config)
     if run is None:
@@ -55,7 +55,7 @@ def as_the_run(config: TrainConfig) -> TrainConfig:
 
 
 class Elastic:
-    """Made with the settled config; `config.batch` is that of all replicas the run was planned for."""
+    """Implements `Members`. `config.batch` is that of all replicas that the run was planned for."""
 
     def __init__(self, config: TrainConfig, per_step: int, world: World, tokenizer: str) -> None:
         assert config.bucket is not None and config.steps is not None
@@ -94,22 +94,25 @@ class Elastic:
                 print(f"it has ended, after {self.rounds} rounds: this member takes the result", file=sys.stderr)  # noqa: T201
 
     def _order_of(self, known: Path, resumed: bool) -> int:
-        """The life of this member whose order of windows is gone through. One that resumes goes on with the order that
-        its checkpoint has a position in; any other takes a new one, for it would else begin with the same windows."""
+        """Number of the order in which this member takes windows.
+
+        A member that resumes keeps the order in which its checkpoint has a position. Any other takes a new one:
+        otherwise it would begin with the same windows again.
+        """
         assert self.reduce.session is not None
         if not (resumed and known.exists()):
             known.write_text(str(self.reduce.session.mine.incarnation))
         return int(known.read_text())
 
     def batches(self, corpus: Corpus, sequences: int) -> Batches:
-        """Windows in an order of this member's own."""
+        """Windows in an order that only this member has."""
         assert self.reduce.run is not None
         which = f"{self.reduce.run.id} {self.reduce.name} {self._order}"
         digest = hashlib.blake2b(which.encode(), digest_size=6).digest()
         return corpus.batches(0, 1, sequences, self._config.context, int.from_bytes(digest, "big"))
 
     def lr(self, step: int) -> float:
-        """By how far the run has come, never back; a new member, whose AdamW knows nothing yet, begins low."""
+        """Follows the progress of the run and never goes back. A new member warms up: its AdamW has no moments yet."""
         self._position = max(self._position + 1, self._config.sync_every * self._index)
         lr = lr_at(self._config, self._position)
         warmup = min(100, self._config.sync_every)
@@ -129,12 +132,12 @@ class Elastic:
         self.reduce.leave()  # the others know at once
 
     def _agree(self) -> tuple[int, bool]:
-        """How far the run has come and whether it has ended, for all ranks of this member: shards go their own ways."""
+        """How far the run has come and whether it has ended, the same on all ranks of this member."""
         index, ended = self._least(self._diloco.indices[0], self.reduce.ended)
         return index, bool(ended)
 
     def _least(self, *mine: int) -> list[int]:
-        """Of all ranks of this member."""
+        """The least value of all ranks of this member, for each value."""
         values = torch.tensor(mine)
         if self._world.size > 1:
             dist.all_reduce(values, dist.ReduceOp.MIN)

@@ -48,7 +48,7 @@ class Prepared:
     """One process of a run, ready to train."""
 
     config: TrainConfig
-    """Nothing is left open. With a bucket, `batch` is that of this member."""
+    """Every value is filled in. With a bucket, `batch` is that of this member."""
     world: World
     device: torch.device
     corpus: Corpus
@@ -217,7 +217,7 @@ def device_for(config: TrainConfig, world: World) -> torch.device:
 
 
 def random_state(device: torch.device) -> dict[str, Tensor]:
-    """Of the generators that dropout draws from."""
+    """State of the generators that dropout draws from."""
     state = {"cpu": torch.get_rng_state()}
     return state if device.type == "cpu" else state | {"device": torch.get_device_module(device).get_rng_state(device)}
 

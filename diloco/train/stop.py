@@ -61,7 +61,7 @@ class Stop:
             self._at = int(self._store.get("stop"))
 
     def _ahead(self) -> int:
-        """One poll until the furthest says where it is, one until it learns; as much again for the store."""
+        """One poll until the furthest replica says where it is, one until it learns; as much again for the store."""
         if self._size == 1:
             return self._now[0]
         others = [f"at/{rank}" for rank in range(self._size) if rank != self._rank]
