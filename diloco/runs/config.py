@@ -73,6 +73,11 @@ class TrainConfig:
         why="the agreed value replaces the local one", methods=STREAMING)
     codec: str = _sync("e3m0", "Format of the deltas on the wire.", why="4 bits a value, without visible loss",
         methods=STREAMING, choices=FORMATS)
+    mean_codec: str | None = _sync(None, "Format of the averaged shares, which 4 or more replicas exchange.",
+        why="as --codec", methods=STREAMING, choices=FORMATS)
+    feedback: float = _sync(0.0,
+        "Error feedback: share of what the codec lost of a delta that goes into the next one. 0 is off, 1 is all.",
+        methods=SYNCED)
     outer: str = _sync("nesterov",
         "Outer rule: nesterov, sgd, or with values as in nesterov:0.6,0.9 (lr, momentum) and sgd:1 (lr).",
         why="as in the paper", methods=SYNCED)
@@ -128,8 +133,9 @@ class TrainConfig:
         _at_least(2, "keep", self.keep)  # a crash while saving may leave the newest on some replicas only
         _at_least(0, "warmup", self.warmup)
         check_overlap(self.overlap, self.sync_every)
-        if not 0 <= self.keep_local <= 1:
-            raise ConfigError(f"keep_local={self.keep_local}: give a number from 0 to 1")
+        for name in ("keep_local", "feedback"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ConfigError(f"{name}={getattr(self, name)}: give a number from 0 to 1")
         for name in ("lr", "clip", "timeout", "outer_lr"):
             value = getattr(self, name)
             if value is not None and value <= 0:
@@ -139,8 +145,11 @@ class TrainConfig:
         fragmenter(self.fragments)
         outer_rule(self)
         format_named(self.codec)
+        format_named(self.mean_codec or self.codec)
         if self.bucket is not None and self.method not in SYNCED:
             raise ConfigError(f"method={self.method} with a bucket: give streaming or diloco")
+        if self.bucket is not None and self.mean_codec is not None:
+            raise ConfigError(f"mean_codec={self.mean_codec} with a bucket: leave it out, no averages are exchanged")
 
 
 OUTER = {"nesterov": ("outer_lr", "outer_momentum"), "sgd": ("outer_lr",)}

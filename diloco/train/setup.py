@@ -268,7 +268,8 @@ def attach(
     streaming = config.method == "streaming"
     if reduce is None:
         group, shards = (mesh.get_group("replica"), mesh.get_group("shard")) if mesh else (None, None)
-        reduce = Collective(group, shards=shards, streams=config.streams, timeout=config.timeout)
+        mean_codec = codec_named(config.mean_codec) if streaming and config.mean_codec else None
+        reduce = Collective(group, shards=shards, streams=config.streams, timeout=config.timeout, mean_codec=mean_codec)
     return DiLoCo(
         model,
         optimizer,
@@ -278,6 +279,7 @@ def attach(
         keep_local=config.keep_local if streaming else 0.0,
         codec=codec_named(config.codec) if streaming else Float32(),
         outer=outer(config),
+        feedback=config.feedback,
         reduce=reduce,
     )
 

@@ -134,8 +134,8 @@ def test_a_method_reads_its_own_settings_only():
     known = [field.name for field in fields(TrainConfig)]
     unread = {method: {name for name in known if not reads(method, name)} for method in METHODS}
     assert unread["streaming"] == set()
-    assert unread["diloco"] == {"fragments", "overlap", "keep_local", "codec"}
-    assert unread["dp"] == unread["local"] > {"sync_every", "outer", "outer_lr", "codec", "streams", "bucket"}
+    assert unread["diloco"] == {"fragments", "overlap", "keep_local", "codec", "mean_codec"}
+    assert unread["dp"] == unread["local"] > {"sync_every", "outer", "outer_lr", "feedback", "streams", "bucket"}
     assert not unread["dp"] & {"lr", "batch", "replicas", "seed"}
     assert reads("dp", "of_a_later_version") and distinguishes("of_a_later_version")
     same = {"name", "out", "seed", "method", "resume", "track", "device", "keep", "save_every", "timeout", "json"}

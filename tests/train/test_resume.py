@@ -128,6 +128,18 @@ def test_sharded_replicas_with_accumulation_save_export_and_resume(place):
     assert list(losses(place, "sharded")) == list(range(1, 15))
 
 
+def test_a_run_whose_config_knows_fewer_settings_resumes_with_their_defaults(place, whole):
+    shutil.copytree(place / "runs/whole", place / "runs/older")
+    config = place / "runs/older/config.toml"
+    lines_then = [line for line in config.read_text().splitlines() if line.split(" = ")[0] not in ("outer", "feedback")]
+    config.write_text("\n".join(lines_then).replace('"whole"', '"older"') + "\n")
+    code, out, err = run(place, "train", "--resume", "--name", "older", "--steps", "62", "--json")
+    assert code == 0, err
+    assert json.loads(out)["steps"] == 62 and "changed: steps 60 → 62\n" in err
+    written = config.read_text()
+    assert 'outer = "nesterov"\n' in written and "feedback = 0.0\n" in written and "mean_codec" not in written
+
+
 def test_a_full_disk_ends_the_run_with_the_remedy_and_the_old_checkpoint_survives(place, whole):
     shutil.copytree(place / "runs/whole", place / "runs/full")
     code, _, err = train(place, "full", "--steps", "65", "--resume", file_limit=1_000_000)

@@ -36,6 +36,23 @@ def test_a_run_leaves_a_summary_metrics_events_checkpoints_and_a_report(place, w
     assert list(losses(place, "whole", 1)) == list(range(1, 61))
 
 
+def test_outer_rule_feedback_and_codec_of_the_mean_are_flags_of_a_run(place):
+    for name, replicas, words in (("usual", 4, []), ("chosen", 4, ["--mean-codec", "float32"]),
+                                  ("fed-back", 2, ["--feedback", "0.9", "--outer", "sgd:1"])):  # fmt: skip
+        code, out, err = run(place, *training(name, "--steps", "12", "--replicas", replicas, *words, "--json"))
+        assert code == 0 and json.loads(out)["steps"] == 12, err
+    summaries = [json.loads((place / f"runs/{name}/summary.json").read_text()) for name in ("usual", "chosen")]
+    # Each replica sends 3 quarters of its delta in 4 bits, and its quarter of the mean to 3 others in 4 or in 32 bits.
+    assert summaries[1]["bytes_sent"] / summaries[0]["bytes_sent"] == pytest.approx((4 + 32) / (4 + 4), rel=0.05)
+    assert 'mean_codec = "float32"' in (place / "runs/chosen/config.toml").read_text()
+    written = (place / "runs/fed-back/config.toml").read_text()
+    assert "feedback = 0.9\n" in written and 'outer = "sgd"\nouter_lr = 1.0\n' in written
+    saved = weights(place, "fed-back", 12)
+    residuals = [value for key, value in saved.items() if key.endswith("/residual")]
+    assert len(residuals) == 3 and all(value.any() for value in residuals)
+    assert not any(len(value) for key, value in saved.items() if key.endswith("/outer"))  # sgd has no state
+
+
 def test_torchrun_starts_the_same_trainer(place, whole):
     words = training("torchrun", "--steps", "60", "--save-every", "20")
     code, out, err = run_program(place, "--nproc_per_node", "2", "--standalone", "-m", "diloco", *words,
@@ -51,6 +68,9 @@ def test_torchrun_starts_the_same_trainer(place, whole):
     (["--overlap", "100"], "overlap=100 with sync_every=100"),
     (["--fragments", "diagonal:2"], "give strided:N, sequential:N or balanced:N"),
     (["--steps", "5", "--tokens", "500"], "give one of them"),
+    (["--feedback", "1.5"], "feedback=1.5: give a number from 0 to 1"),
+    (["--mean-codec", "int4"], "--mean-codec int4: give e3m0,"),
+    (["--mean-codec", "int8", "--bucket", "b"], "mean_codec=int8 with a bucket: leave it out"),
     (["--batch", "0"], "batch=0: give a whole number of at least 1"),
     (["--keep", "1"], "keep=1"),
     (["no-such.toml"], "there is no recipe no-such.toml"),
