@@ -11,10 +11,10 @@ from rich.table import Table
 
 from diloco.bucket.members import Member, read_members
 from diloco.bucket.rounds import folder, read_record, record_name
-from diloco.bucket.run import below, find_run
+from diloco.bucket.run import NAME, SHARD, below, find_run
 from diloco.bucket.store.backend import open_store
 from diloco.bucket.store.envelope import Envelope, Invalid
-from diloco.bucket.store.operations import List, Read
+from diloco.bucket.store.operations import List, Read, Size
 from diloco.bucket.store.store import Store
 from diloco.errors import ConfigError
 from diloco.report import units
@@ -38,8 +38,9 @@ class Watch:
 
     def __init__(self, url: str, key: bytes | None) -> None:
         run = find_run(url, key)
-        if run is None and (run := find_run(below(url, 0), key)) is not None:
+        if run is None and Store(open_store(url, create=False)).perform(Size(f"{SHARD.format(0)}/{NAME}")) is not None:
             url = below(url, 0)  # where members have several ranks: the ranks that hold the first shard
+            run = find_run(url, key)
         if run is None:
             raise ConfigError(
                 f"there is no run in {url}: check the address, or start one with diloco train --bucket {url}"

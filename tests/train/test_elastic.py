@@ -56,6 +56,15 @@ def test_one_command_begins_a_run_and_joins_it_and_it_ends_for_all(place):
     assert code == 0, err
 
 
+def test_watching_a_folder_without_a_run_says_so(tmp_path):
+    code, _, err = run_here(tmp_path, "watch", "absent", "--once")
+    assert code == 2 and f"there is no folder {tmp_path / 'absent'}" in err
+    (tmp_path / "empty").mkdir()
+    code, _, err = run_here(tmp_path, "watch", "empty", "--once")
+    assert code == 2 and "there is no run in empty: check the address" in err
+    assert not list((tmp_path / "empty").iterdir())
+
+
 def test_a_member_leaves_returns_with_its_checkpoint_and_a_killed_one_stops_nobody(place):
     a, b = (member(place, name, bucket="second", steps=1_000_000) for name in "ab")
     events = place / "runs/second-a/replica-0/events.jsonl"
