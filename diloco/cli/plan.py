@@ -68,7 +68,6 @@ class PlanConfig:
     write: Path | None = _output(None, "Write the recommendation to this file, as a recipe for `diloco train`.")
     plot: Path | None = _output(None, "Draw utilisation over the rate of the link, to a .html or .png file.")
     json: bool = _output(False, "Print everything as JSON.")
-    paper: bool = _output(False, "Recompute the paper's bandwidth tables, beside the published numbers.")
     check: Path | None = _output(None, "Compare the prediction with a finished run, given by its folder.")
     # fmt: on
 
@@ -83,9 +82,6 @@ EXAMPLES = (
 
 def main(config: PlanConfig) -> int:
     """Print the plan. Returns the exit code."""
-    if config.paper:
-        _print(table.paper_json() if config.json else table.paper_tables())
-        return 0
     if config.check is not None:
         return _check_run(config, config.check)
     model, group, link = _read_model(config), _group(config), _link(config)

@@ -1,13 +1,11 @@
 """What `diloco plan` prints and writes, as text."""
 
 import io
-import json
 import shutil
 import textwrap
 from dataclasses import asdict
 
 from diloco import laws
-from diloco.plan import paper
 from diloco.plan.choose import Choice
 from diloco.plan.costs import Conditions, Row
 from diloco.plan.plot import rate_text
@@ -53,9 +51,9 @@ def plan_tables(conditions: Conditions, rows: list[Row], choice: Choice, notes: 
     return (
         title
         + "\n\n"
-        + _table(f"Utilisation on this link, and the rate for a utilisation, {ways}", head, busy)
-        + _table("What it costs", costs_head, costs)
-        + _table("Recommended", ["setting", "value", "why"], chosen, left=3)
+        + text_table(f"Utilisation on this link, and the rate for a utilisation, {ways}", head, busy)
+        + text_table("What it costs", costs_head, costs)
+        + text_table("Recommended", ["setting", "value", "why"], chosen, left=3)
         + "".join(f"{textwrap.fill(note, 110)}\n" for note in notes)
     )
 
@@ -105,44 +103,7 @@ def _toml(value: object) -> str:
     return f'"{value}"' if isinstance(value, str) else repr(value)
 
 
-def paper_tables() -> str:
-    out = ""
-    cells = paper.table_4()
-    for number in paper.SIZES:
-        mine = [cell for cell in cells if cell.table.endswith(f", {number}")]
-        out += _cells(f"Table 4, {number}: Gbit/s for a utilisation, ours (published)", mine)
-    equal, near, count = paper.score(cells)
-    nominal = paper.score(paper.table_4(1.0))
-    out += f"Table 4: {equal} of {count} cells equal, {near} within one grid step; parameters "
-    out += f"{percent(paper.SCALE - 1, signed=True)}, as Table 1 implies.\n"
-    out += f"With nominal sizes: {nominal[0]} equal, {nominal[1]} within one grid step. A grid step is 21 %.\n\n"
-    other = paper.other_tables()
-    for name in dict.fromkeys(cell.table for cell in other):
-        out += _cells(name, [cell for cell in other if cell.table == name])
-    for source in ("2503.09799 Table 6", "2502.12996 Table 5"):
-        score = paper.score(cell for cell in other if cell.table.startswith(source))
-        out += f"arXiv {source}: {score[0]} of {score[2]} cells equal, {score[1]} within one grid step.\n"
-    checks = [[check.what, check.published, check.computed] for check in paper.checks()]
-    return out + "\n" + _table("Other numbers", ["what", "published", "ours"], checks, left=3)
-
-
-def paper_json() -> str:
-    nominal, scaled, other = paper.table_4(1.0), paper.table_4(), paper.other_tables()
-    cells = [asdict(cell) | {"computed": cell.computed} for cell in (*scaled, *other)]
-    scores = {"table 4": paper.score(scaled), "table 4, nominal": paper.score(nominal), "others": paper.score(other)}
-    return json.dumps({"scores": scores, "cells": cells, "checks": [asdict(c) for c in paper.checks()]}) + "\n"
-
-
-def _cells(title: str, cells: list[paper.Cell]) -> str:
-    lines = []
-    for row in dict.fromkeys(cell.row for cell in cells):
-        mine = [cell for cell in cells if cell.row == row]
-        marks = (f"{c.computed} ({c.published}){'' if c.computed == c.published else ' *'}" for c in mine)
-        lines.append([row, *marks])
-    return _table(title, ["method", *(percent(target, digits=0) for target in paper.TARGETS)], lines)
-
-
-def _table(title: str, head: list[str], lines: list[list[str]], left: int = 1) -> str:
+def text_table(title: str, head: list[str], lines: list[list[str]], left: int = 1) -> str:
     """As wide as the terminal, but never so narrow that figures break."""
     from rich.box import SIMPLE_HEAD
     from rich.console import Console

@@ -167,13 +167,6 @@ def test_plots_are_drawn(tmp_path, capsys, ending):
         assert "http" not in text  # self-contained
 
 
-def test_the_papers_tables_are_printed(capsys):
-    assert main(PlanConfig(paper=True)) == 0
-    out = capsys.readouterr().out
-    assert "Table 4: 72 of 75 cells equal, 75 within one grid step" in out
-    assert "569.0 (569.0)" in out and "390.7 (471.5) *" in out
-
-
 def test_planning_needs_no_torch():
     program = (
         "import sys; from diloco.cli.plan import PlanConfig, main;"

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from diloco.codec import E3M0, BFloat16, Float8, Float32, Int8
 from diloco.errors import ConfigError
 from diloco.fragment import Balanced, Sequential, Strided
-from diloco.plan import failures, paper
+from diloco.plan import failures
 from diloco.plan import methods as method
 from diloco.plan import simulate as simulation
 from diloco.plan.model import count_values, model_of_layers, model_of_preset
@@ -18,6 +18,7 @@ from diloco.plan.simulate import Group, Method, required_rates, simulate, utiliz
 from diloco.plan.traffic import CODECS, GATHER, Link, least_rate, round_bytes
 from diloco.presets import PRESETS
 from diloco.reduce import mean
+from studies.paper import tables as paper
 
 CROSSINGS = {
     "1B": "97.6/180/213/231/660 1.59/6.24/13.6/27.1/97 1.53/5.38/10.1/16/28 1.42/4.28/6.81/9.06/12 "

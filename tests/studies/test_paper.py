@@ -1,0 +1,16 @@
+"""The paper's tables, recomputed by the planner's simulator."""
+
+import json
+
+from studies.paper.__main__ import as_json, as_text
+
+
+def test_the_papers_tables_are_printed():
+    out = as_text()
+    assert "Table 4: 72 of 75 cells equal, 75 within one grid step" in out
+    assert "569.0 (569.0)" in out and "390.7 (471.5) *" in out
+
+
+def test_the_json_has_the_same_scores():
+    assert json.loads(as_json())["scores"] == {"table 4": [72, 75, 75], "table 4, nominal": [65, 75, 75],
+                                               "others": [42, 69, 70]}  # fmt: skip
