@@ -10,7 +10,7 @@ from diloco.bucket import Bucket
 from diloco.codec import pack, unpack
 from diloco.reduce import Dropped, Jump, Round, State, local
 from diloco.reduce.mean import parts
-from tests.core.test_seam import Script, start
+from tests.support.fake_reduce import Script, start
 from tests.support.models import Tiny, adamw, anchors, steps
 from tests.support.processes import run
 

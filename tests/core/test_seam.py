@@ -4,69 +4,11 @@ import pytest
 import torch
 from torch import nn
 
-from diloco import SGD, Balanced, ConfigError, DiLoCo, DiLoCoError, Float32, Nesterov, PeerLost
+from diloco import Balanced, ConfigError, DiLoCo, DiLoCoError, Nesterov, PeerLost
 from diloco.flat import FlatView
 from diloco.fragment import Piece
-from diloco.reduce import Dropped, Jump, Round, State
-
-
-class Script:
-    """A reducer that plays back outcomes: {(fragment, index): [(step from which it is there, outcome), …]}."""
-
-    def __init__(self, outcomes=None, calls=()):
-        self.outcomes, self.calls = outcomes or {}, set(calls)
-        self.sent, self.applied_states, self.asked, self.left, self.now = [], [], [], 0, 0
-
-    def join(self, contract, states, codecs):
-        self.contract = contract
-        return [None] * len(states)
-
-    def due(self, fragment, steps, slot):
-        self.asked.append((fragment, steps, slot))
-        return slot or len(self.asked) in self.calls
-
-    def send(self, fragment, index, delta):
-        self.sent.append((fragment, index, delta()))
-
-    def take(self, fragment, index):
-        queue = self.outcomes.get((fragment, index), [])
-        return queue.pop(0)[1] if queue and queue[0][0] <= self.now else None
-
-    def applied(self, fragment, state):
-        self.applied_states.append((fragment, state.index, state.anchor.clone()))
-
-    def settle(self):
-        pass
-
-    def leave(self):
-        self.left += 1
-
-
-def mean(index, value, counted, weight=1.0):
-    return Round(index, torch.tensor([value]), {"a": weight}, counted=counted)
-
-
-def start(script, **settings):
-    """One parameter that starts at 0 and goes up by 1 a step."""
-    model = nn.Linear(1, 1, bias=False)
-    nn.init.zeros_(model.weight)
-    settings = {
-        "sync_every": 4,
-        "overlap": 2,
-        "outer": SGD(1.0),
-        "codec": Float32(),
-        "fragments": Balanced(1),
-    } | settings
-    diloco = DiLoCo(model, reduce=script, **settings)
-
-    def step():
-        with torch.no_grad():
-            model.weight += 1
-        script.now += 1
-        diloco.step()
-        return model.weight.item()
-
-    return diloco, step
+from diloco.reduce import Dropped, Jump, State
+from tests.support.fake_reduce import Script, mean, start
 
 
 def test_a_round_that_did_not_count_this_replica_is_carried_and_no_local_work_is_lost():
@@ -139,9 +81,7 @@ def test_a_round_in_which_nobody_trained_moves_nothing_not_even_by_momentum():
 
 
 def test_finish_is_a_last_round_for_every_fragment_then_leaves_once():
-    script = Script()
-    script.settle = lambda: script.outcomes.update({(0, 1): [(4, mean(1, -2.5, counted=True))]})
-    script.send = lambda fragment, index, delta: setattr(script, "now", 4)
+    script = Script({(0, 1): [(0, mean(1, -2.5, counted=True))]})
     diloco, step = start(script, keep_local=0.5)
     assert [step() for _ in range(3)] == [1, 2, 3]
     diloco.finish()

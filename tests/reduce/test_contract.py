@@ -1,0 +1,290 @@
+"""What every reducer promises (`diloco.reduce.Reduce`), written once: two replicas do the same with each of them.
+
+A play is what one replica does: `play(reduce, number, folder)`. It runs as threads that take turns (local), as real
+processes (collective), as two members of a folder (bucket), and with the fake whose peers are written down (fake).
+"""
+
+import gc
+import time
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from diloco import E3M0, Collective, Mismatch
+from diloco.bucket import Bucket
+from diloco.bucket.run import find_run
+from diloco.codec import pack, unpack
+from diloco.reduce import Delta, Dropped, Round, State, local
+from diloco.reduce.mean import reference_mean
+from tests.support.fake_reduce import Script
+from tests.support.processes import run
+
+KINDS = ["local", "collective", "bucket", "fake"]
+SIZES = [5, 300]  # the first fragment's delta asks for `own`
+CODEC = E3M0()
+WEIGHTS = [1.0, 3.0]
+CONTRACT = {"sync_every": 10}
+PATIENT = 60.0
+"""Seconds: only a guard against hanging, never a measure."""
+
+every = pytest.mark.parametrize("kind", KINDS)
+
+
+def meet(kind, play, folder, with_rounds=True):
+    """What each of two replicas returns from the play. Replica 0 is the first that joins, where that matters.
+    `with_rounds`: the peers of the fake send."""
+    if kind == "local":
+        return local.run(2, lambda reduce: play(reduce, reduce.replica, folder))
+    if kind == "collective":
+        return run(2, _in_process, play, folder, seconds=PATIENT)
+    if kind == "bucket":
+        return _in_a_bucket(play, folder)
+    first = Script(_outcomes(0) if with_rounds else {})
+    second = Script(_outcomes(1) if with_rounds else {}, first=first)
+    return [play(first, 0, folder), play(second, 1, folder)]
+
+
+def _in_process(rank, play, folder):
+    return play(Collective(timeout=PATIENT), rank, folder)
+
+
+def _in_a_bucket(play, folder):
+    # The quorum makes each round wait for both, however late one of them is.
+    url = str(folder / "run")
+    members = [Bucket(url, name, quorum=2, heartbeat=0.2, poll=0.02) for name in "ab"]
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(play, members[0], 0, folder)
+        until(lambda: find_run(url) is not None or first.done())
+        second = pool.submit(play, members[1], 1, folder)
+        return [first.result(PATIENT), second.result(PATIENT)]
+
+
+def _outcomes(number):
+    """The fake gets the rounds that the others owe it. When and how it hands them out is its own."""
+    outcomes = {}
+    for f, n in enumerate(SIZES):
+        mine = unpack(CODEC, pack(CODEC, values(f, number)), n)
+        average = reference_mean(CODEC, CODEC, [values(f, m) for m in (0, 1)], WEIGHTS)
+        members = {str(m): weight for m, weight in enumerate(WEIGHTS)}
+        outcomes |= {
+            (f, i): [(0, Round(i, average, members, own=(lambda mine=mine: mine) if f == 0 else None))] for i in (1, 2)
+        }
+    return outcomes
+
+
+def until(true):
+    began = time.monotonic()
+    while not true():
+        assert time.monotonic() - began < PATIENT, "it hangs"
+        time.sleep(0.002)
+
+
+def values(fragment, number):
+    return torch.randn(SIZES[fragment], generator=torch.Generator().manual_seed(10 * fragment + number))
+
+
+def states(index=0):
+    return [State(index, torch.full((n,), 1.0 + index), torch.zeros(n)) for n in SIZES]
+
+
+def join(reduce, contract=CONTRACT):
+    return reduce.join(contract, states(), [CODEC] * len(SIZES))
+
+
+def send(reduce, fragment, number, index=1, calls=None):
+    """Start round `index`, whose delta is against the state of the round before."""
+
+    def delta():
+        if calls is not None:
+            calls.append(fragment)
+        against = states(index - 1)[fragment].fingerprint()
+        return Delta(values(fragment, number), WEIGHTS[number], True, against, feedback=fragment == 0)
+
+    reduce.send(fragment, index, delta)
+
+
+def take(reduce, fragment, index=1):
+    """The outcome of a round that was sent. A bucket does not wait for it, so ask again."""
+    found = []
+    until(lambda: found.append(reduce.take(fragment, index)) or found[-1] is not None)
+    return found[-1]
+
+
+def _join_apart(reduce, number, folder):
+    mine = states()
+    mine[1].anchor.fill_(float(number))
+    mine[1].outer.fill_(number + 0.5)
+    taken = reduce.join(CONTRACT, mine, [CODEC] * len(SIZES))
+    reduce.leave()
+    return taken
+
+
+@every
+def test_join_gives_none_for_a_state_that_all_hold_and_the_first_replicas_where_they_differ(kind, tmp_path):
+    first, second = meet(kind, _join_apart, tmp_path)
+    assert first == [None, None]
+    assert second[0] is None
+    assert second[1].index == 0
+    assert torch.equal(second[1].anchor, torch.zeros(SIZES[1]))
+    assert torch.equal(second[1].outer, torch.full((SIZES[1],), 0.5))
+
+
+def _disagree(reduce, number, folder):
+    try:
+        join(reduce, {"sync_every": 10 + number})
+    except Mismatch as error:
+        return str(error)
+    finally:
+        reduce.leave()
+    return None
+
+
+@every
+def test_a_contract_that_differs_raises_a_mismatch_that_says_where(kind, tmp_path):
+    """On both sides, where both wait for each other to join; otherwise on the one that comes later."""
+    first, second = meet(kind, _disagree, tmp_path)
+    assert "sync_every is" in second
+    assert "10" in second and "11" in second
+    assert first == (second if kind in ("local", "collective") else None)
+
+
+def _due(reduce, number, folder):
+    join(reduce)
+    before = reduce.due(0, 1, False), reduce.due(0, 2, True)
+    send(reduce, 0, number)
+    take(reduce, 0)
+    reduce.applied(0, states(1)[0])
+    after = reduce.due(0, 1, False), reduce.due(0, CONTRACT["sync_every"], False)
+    reduce.leave()
+    return before, after
+
+
+@every
+def test_due_says_yes_in_the_slot_of_the_first_round_and_not_outside_it(kind, tmp_path):
+    """After the first round a bucket differs: members are not in step, so each counts its own steps since it sent."""
+    for before, after in meet(kind, _due, tmp_path):
+        assert before == (False, True)
+        assert after == (False, kind == "bucket")
+
+
+def _first_sends_before_second(reduce, number, folder):
+    calls = []
+    join(reduce)
+    if number == 1:
+        until((folder / "the first has sent").exists)
+    for f in range(len(SIZES)):
+        send(reduce, f, number, calls=calls)
+    (folder / "the first has sent").touch()
+    for f in reversed(range(len(SIZES))):
+        take(reduce, f)
+    reduce.leave()
+    return sorted(calls)
+
+
+@every
+def test_send_returns_before_the_others_have_sent_and_each_delta_is_asked_for_once(kind, tmp_path):
+    assert meet(kind, _first_sends_before_second, tmp_path) == [[0, 1]] * 2
+
+
+def _round(reduce, number, folder):
+    join(reduce)
+    unsent = [reduce.take(f, 1) for f in range(len(SIZES))]
+    for f in range(len(SIZES)):
+        send(reduce, f, number)
+    rounds = [take(reduce, f) for f in range(len(SIZES))]
+    again = [reduce.take(f, 1) for f in range(len(SIZES))]
+    reduce.leave()
+    told = [(r.index, r.mean, list(r.members.values()), r.counted, r.faults, r.own and r.own()) for r in rounds]
+    return unsent, told, again
+
+
+@every
+def test_take_gives_none_for_what_was_not_sent_and_one_round_with_the_same_mean_on_all(kind, tmp_path):
+    results = meet(kind, _round, tmp_path)
+    for number, (unsent, told, again) in enumerate(results):
+        assert unsent == again == [None, None]
+        for f, (index, mean, weights, counted, faults, own) in enumerate(told):
+            assert torch.equal(mean, results[0][1][f][1])
+            assert torch.equal(mean, reference_mean(CODEC, CODEC, [values(f, m) for m in (0, 1)], WEIGHTS))
+            assert (index, counted, dict(faults)) == (1, True, {})
+            # Only the proportion is promised: the record of a bucket names shares, the others name the work itself.
+            assert [weight / sum(weights) for weight in weights] == [0.25, 0.75]
+            if f == 0:
+                assert torch.equal(own, unpack(CODEC, pack(CODEC, values(f, number)), SIZES[f]))
+            else:
+                assert own is None  # not asked for
+
+
+def _applied(reduce, number, folder):
+    join(reduce)
+    send(reduce, 0, number)
+    take(reduce, 0)
+    state = states(1)[0]
+    before = state.fingerprint()
+    reduce.applied(0, state)
+    same = state.fingerprint() == before
+    state.anchor.fill_(float("nan"))  # it is the core's again
+    kept = weakref.ref(state), weakref.ref(state.anchor)
+    del state
+    gc.collect()
+    send(reduce, 0, number, index=2)
+    mean = take(reduce, 0, 2).mean
+    reduce.leave()
+    return same, [reference() for reference in kept], mean
+
+
+@every
+def test_applied_neither_changes_nor_keeps_the_state_and_the_next_round_takes_place(kind, tmp_path):
+    for same, kept, mean in meet(kind, _applied, tmp_path):
+        assert same
+        assert kept == [None, None]
+        assert torch.equal(mean, reference_mean(CODEC, CODEC, [values(0, m) for m in (0, 1)], WEIGHTS))
+
+
+def _settle_with_a_round_of_one(reduce, number, folder):
+    join(reduce)
+    outcome = None
+    if number == 0:
+        send(reduce, 0, number)
+    reduce.settle()
+    if number == 0:
+        outcome = take(reduce, 0)
+    reduce.leave()
+    return outcome
+
+
+@every
+def test_a_round_that_not_all_have_sent_is_dropped_after_settle(kind, tmp_path, monkeypatch):
+    """A bucket cannot know who will never send: it drops the round once its patience is over, here at once."""
+    monkeypatch.setattr("diloco.bucket.bucket.PATIENCE", -PATIENT)
+    assert meet(kind, _settle_with_a_round_of_one, tmp_path, with_rounds=False) == [Dropped(), None]
+
+
+def _last_round(reduce, number, folder):
+    join(reduce)
+    reduce.settle()
+    send(reduce, 0, number)
+    last = reduce.take(0, 1)  # now every reducer waits
+    reduce.leave()
+    return last.mean
+
+
+@every
+def test_after_settle_a_last_round_is_waited_for(kind, tmp_path):
+    one, two = meet(kind, _last_round, tmp_path)
+    assert torch.equal(one, two)
+    assert torch.equal(one, reference_mean(CODEC, CODEC, [values(0, m) for m in (0, 1)], WEIGHTS))
+
+
+def _leave_twice(reduce, number, folder):
+    join(reduce)
+    reduce.leave()
+    reduce.leave()
+    return True
+
+
+@every
+def test_leave_may_be_called_twice(kind, tmp_path):
+    assert meet(kind, _leave_twice, tmp_path) == [True, True]
