@@ -18,6 +18,7 @@ from diloco.flags import meaning, parse, spelled, stored, to_toml
 from diloco.runs.config import METHODS, TrainConfig, distinguishes, names, reads
 from diloco.train.defaults import lr_at, resolve
 from diloco.world import World, address_from, world_from
+from tests.support.commands import ended, run_here, start_ranks
 
 ROOT = Path(__file__).parents[2]
 
@@ -244,12 +245,12 @@ def test_the_learning_rate_warms_up_and_falls_to_five_percent():
     assert all(a >= b for a, b in pairwise(rates[9:]))
 
 
-def test_doctor_lists_what_is_here_and_measures_the_link_under_torchrun():
-    alone = diloco("doctor", "--json")
-    found = {f["what"]: f for f in json.loads(alone.stdout)}
-    assert found["torch"]["good"] and found["gloo"]["good"] and found["python"]["good"]
-    words = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "diloco", "doctor", "--json"]
-    pair = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=90)
-    assert pair.returncode == 0, pair.stderr
-    link = next(f for f in json.loads(pair.stdout) if f["what"] == "replica 0 ↔ 1")
+def test_doctor_lists_what_is_here_and_measures_the_link_under_torchrun(tmp_path):
+    code, out, err = run_here(tmp_path, "doctor", "--json")
+    found = {f["what"]: f for f in json.loads(out)}
+    assert code == 0 and found["torch"]["good"] and found["gloo"]["good"] and found["python"]["good"], err
+    pair = [ended(process) for process in start_ranks(tmp_path, 2, main, ["doctor", "--json"])]
+    assert [code for code, _, _ in pair] == [0, 0], pair
+    link = next(f for f in json.loads(pair[0][1]) if f["what"] == "replica 0 ↔ 1")
     assert "round trip" in link["value"] and "Mbit/s each way" in link["value"]
+    assert pair[1][1] == ""

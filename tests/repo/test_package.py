@@ -3,12 +3,15 @@
 import ast
 import os
 import re
+import runpy
 import statistics
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support.commands import ended, start_ranks
 
 ROOT = Path(__file__).parents[2]
 
@@ -19,8 +22,8 @@ def command(*words: str, **kwargs) -> subprocess.CompletedProcess[str]:
     return subprocess.run(words, capture_output=True, text=True, timeout=100, cwd=ROOT, env=environment, **kwargs)
 
 
-def torchrun(*words: str) -> subprocess.CompletedProcess[str]:
-    return command(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", *words)
+def example(name: str) -> None:
+    runpy.run_path(str(ROOT / "examples" / name), run_name="__main__")
 
 
 def test_importing_the_package_imports_no_torch_and_knows_its_names():
@@ -41,20 +44,19 @@ def test_every_public_name_can_be_imported_and_a_wrong_one_says_so():
         diloco.Diloco  # noqa: B018
 
 
-def test_the_minimal_example_ends_with_equal_replicas_and_a_lower_loss():
-    result = torchrun("examples/minimal.py")
-    assert result.returncode == 0, result.stderr
-    assert "Traceback" not in result.stderr
-    weights = re.findall(r"weights (-?[\d.]+)", result.stdout)
-    losses = [float(x) for x in re.findall(r"replica \d: loss ([\d.]+)", result.stdout)]
+def test_the_minimal_example_ends_with_equal_replicas_and_a_lower_loss(tmp_path):
+    results = [ended(process) for process in start_ranks(tmp_path, 2, example, "minimal.py")]
+    assert [code for code, _, _ in results] == [0, 0], results
+    out = "".join(said for _, said, _ in results)
+    weights = re.findall(r"weights (-?[\d.]+)", out)
+    losses = [float(x) for x in re.findall(r"replica \d: loss ([\d.]+)", out)]
     assert len(weights) == 2 and weights[0] == weights[1]
     assert max(losses) < 2.5  # ln 256 = 5.5; the bytes' own frequencies alone give about 3.1
 
 
-def test_a_codec_of_ones_own_works():
-    result = command(sys.executable, "examples/new_codec.py")
-    assert result.returncode == 0, result.stderr
-    losses = dict(re.findall(r"^(\w+) .* loss ([\d.]+)$", result.stdout, re.MULTILINE))
+def test_a_codec_of_ones_own_works(capsys):
+    example("new_codec.py")
+    losses = dict(re.findall(r"^(\w+) .* loss ([\d.]+)$", capsys.readouterr().out, re.MULTILINE))
     assert set(losses) == {"Float32", "E3M0", "Sign"}
     assert float(losses["E3M0"]) < 1.5 * float(losses["Float32"])
 

@@ -160,11 +160,11 @@ def start(place: Path, *words: Any, **kwargs: Any) -> Command:
     return Command(place, main, [str(word) for word in words], **kwargs)
 
 
-def start_ranks(place: Path, size: int, *words: Any) -> list[Command]:
-    """As many processes of one run, each told its rank in the variables that torchrun sets."""
+def start_ranks(place: Path, size: int, called: Callable[..., Any], *args: Any) -> list[Command]:
+    """The function in as many processes, each told its rank in the variables that torchrun sets."""
     common = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     ranks = [common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(size)]
-    return [start(place, *words, env=rank) for rank in ranks]
+    return [Command(place, called, *args, env=rank) for rank in ranks]
 
 
 def start_program(place: Path, *words: Any, tool: Sequence[str] = ("-m", "diloco")) -> subprocess.Popen[str]:
