@@ -1,6 +1,5 @@
 """Everything the README shows is run as it stands there, with fewer steps where it trains."""
 
-import os
 import re
 import shlex
 import subprocess
@@ -14,7 +13,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import diloco
+from tests.support import commands
+from tests.support.commands import ended, run_program, start_program
 from tests.support.processes import run
+from tests.support.s3 import free_port
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "README.md").read_text()
@@ -22,7 +24,7 @@ BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
 COMMANDS = [line.removeprefix("$ ") for kind, block in BLOCKS if kind == "console" for line in block.splitlines()]
 PYTHON = [block for kind, block in BLOCKS if kind == "python"]
 TREE = next(block for kind, block in BLOCKS if kind == "" and block.startswith("diloco/"))
-FEWER = {"train": ["--steps", "4", "--batch", "4"], "compare": ["--steps", "4", "--batch", "4"]}
+FEWER = ["--steps", "2", "--batch", "4", "--context", "32", "--eval-tokens", "2048"]
 
 
 class Summed(nn.Module):
@@ -82,17 +84,8 @@ def test_the_fsdp_snippet_runs():
     assert run(4, _sharded, PYTHON[1]) == [["shard 0 of 2"], ["shard 1 of 2"]] * 2
 
 
-def _run(words, folder, **kwargs):
-    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1",
-                                "GLOO_SOCKET_IFNAME": "lo", "COLUMNS": "120"}  # fmt: skip
-    return subprocess.Popen(words, cwd=folder, env=environment, text=True, stdout=subprocess.PIPE,
-                            stderr=subprocess.STDOUT, **kwargs)  # fmt: skip
-
-
-def _check(process):
-    out, _ = process.communicate(timeout=110)
-    assert process.returncode == 0, out
-    return out
+def _installed(program):
+    return [str(Path(sys.executable).with_name(program))]
 
 
 @pytest.fixture(scope="module")
@@ -101,22 +94,32 @@ def folder(tmp_path_factory):
 
 
 def test_the_commands_run_in_their_order(folder):
+    """Those that need no torch by the program that is installed, the others forked."""
     shown = [shlex.split(command) for command in COMMANDS if command.startswith("diloco")]
     assert [words[1] for words in shown] == ["train", "report", "export", "compare", "doctor", "plan"]
-    for words in shown:
-        if words[1] == "compare":
-            words = [*words, "--seeds", "1", "--methods", "streaming"]  # the rest is test_compare's
-        _check(_run([*words, *FEWER.get(words[1], [])], folder))
+    more = {"train": FEWER, "compare": [*FEWER, "--seeds", "1", "--methods", "streaming"]}  # the rest is test_compare's
+    for program, verb, *words in shown:
+        words = [verb, *words, *more.get(verb, [])]
+        if verb in ("report", "plan"):
+            code, out, err = run_program(folder, *words, tool=_installed(program))
+        else:
+            code, out, err = commands.run(folder, *words)
+        assert code == 0, err
+        assert out.strip(), verb
     assert (folder / "first-hf/model.safetensors").exists()
 
 
 def test_the_two_machine_commands_make_one_run(folder):
-    pair = [
-        shlex.split(command.replace("FIRST", "127.0.0.1")) for command in COMMANDS if command.startswith("torchrun")
-    ]
+    pair = [shlex.split(command) for command in COMMANDS if command.startswith("torchrun")]
     assert len(pair) == 2
-    for process in [_run([*words, *FEWER["train"]], folder) for words in pair]:
-        _check(process)
+    here = {"FIRST": "127.0.0.1", "29500": str(free_port())}
+    processes = [
+        start_program(folder, *(here.get(word, word) for word in words), *FEWER, tool=_installed(program))
+        for program, *words in pair
+    ]
+    for process in processes:
+        code, out, err = ended(process)
+        assert code == 0, out + err
     assert (folder / "runs/pair/replica-1/metrics.jsonl").exists()
 
 
@@ -124,7 +127,8 @@ def test_make_runs_the_demo_recipe_and_the_tests(folder):
     assert [command for command in COMMANDS if command.startswith("make")] == ["make demo", "make test"]
     plan = subprocess.run(["make", "-n", "demo", "test"], cwd=ROOT, capture_output=True, text=True).stdout
     assert "diloco train recipes/demo.toml" in plan and "-m pytest" in plan
-    out = _check(_run(["diloco", "train", str(ROOT / "recipes/demo.toml"), "--steps", "4"], folder))
+    code, out, err = commands.run(folder, "train", ROOT / "recipes/demo.toml", "--steps", "4", "--eval-tokens", "2048")
+    assert code == 0, err
     assert "loss of the anchors" in out and "report.html" in out
 
 
