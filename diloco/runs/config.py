@@ -4,7 +4,7 @@ Stored as config.toml in the folder of the run. The trainer, the comparison and 
 the run's, which are a member's own, and which methods read them.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -13,6 +13,7 @@ from diloco.errors import ConfigError
 from diloco.flags import Meaning, Scope, flag, meaning
 from diloco.formats import FORMATS, format_named
 from diloco.fragment import fragmenter
+from diloco.outer import OUTERS, outer_named
 from diloco.schedule import check_overlap
 
 Method = Literal["streaming", "diloco", "dp", "local"]
@@ -152,8 +153,13 @@ class TrainConfig:
             raise ConfigError(f"mean_codec={self.mean_codec} with a bucket: leave it out, no averages are exchanged")
 
 
-OUTER = {"nesterov": ("outer_lr", "outer_momentum"), "sgd": ("outer_lr",)}
-"""The outer rules, each with the settings that hold its values."""
+def outer_settings(rule: str) -> tuple[str, ...]:
+    """The settings that hold the values of an outer rule.
+
+    >>> outer_settings("nesterov")
+    ('outer_lr', 'outer_momentum')
+    """
+    return tuple(f"outer_{field.name}" for field in fields(OUTERS[rule]))
 
 
 def outer_rule(config: TrainConfig) -> dict[str, Any]:
@@ -163,21 +169,21 @@ def outer_rule(config: TrainConfig) -> dict[str, Any]:
     {'outer': 'nesterov', 'outer_lr': 0.6, 'outer_momentum': 0.9}
     """
     rule, colon, text = config.outer.partition(":")
-    names = OUTER.get(rule, ())
-    try:
-        values = [float(part) for part in text.split(",")] if colon else []
-    except ValueError:
-        values = []
-    if not names or len(values) != (len(names) if colon else 0) or any(value < 0 for value in values):
-        raise ConfigError(f"outer={config.outer!r}: give nesterov, nesterov:LR,MOMENTUM, sgd or sgd:LR, as in sgd:1")
-    if not colon and rule == "sgd" and config.outer_momentum is not None:
-        raise ConfigError(f"outer=sgd with outer_momentum={config.outer_momentum}: only nesterov has a momentum")
-    for name in ("outer_lr", "outer_momentum") if colon else ():
-        if getattr(config, name) is not None:
+    values = list(asdict(outer_named(config.outer)).values()) if colon else []
+    names = outer_settings(rule) if rule in OUTERS else ()
+    if not names or (colon and len(text.split(",")) != len(names)):
+        allowed = (
+            f"{name} or {name}:{','.join(f.name.upper() for f in fields(known))}" for name, known in OUTERS.items()
+        )
+        raise ConfigError(f"outer={config.outer!r}: give {' or '.join(allowed)}, as in nesterov:0.6,0.9")
+    for name in ("outer_lr", "outer_momentum"):
+        if colon and getattr(config, name) is not None:
             raise ConfigError(
                 f"outer={config.outer!r} and {name}={getattr(config, name)}: give the values in one place, "
                 f"--outer {rule} with {name} or --outer alone"
             )
+        if name not in names and getattr(config, name) is not None:
+            raise ConfigError(f"outer={rule} with {name}={getattr(config, name)}: {rule} does not read {name}")
     return {"outer": rule, **dict(zip(names, values, strict=False))}
 
 

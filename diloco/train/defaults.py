@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass, replace
 
 from diloco import laws
-from diloco.runs.config import TrainConfig, outer_rule
+from diloco.runs.config import TrainConfig, outer_rule, outer_settings
 
 LARGEST_LR = 8e-3
 """The law gives more only below 35M parameters, where it was not fitted. At 0.09M and 0.34M the best of a grid of
@@ -48,7 +48,8 @@ def resolve(config: TrainConfig, parameters: int, replicas: int) -> tuple[TrainC
     take("weight_decay", float(f"{1 / steps:.3g}"), "1 ÷ steps, as in the scaling laws")
     if config.method in ("streaming", "diloco"):
         outer = _outer(config, parameters, replicas, steps // config.sync_every)
-        rules += [rule for rule in outer if getattr(config, rule.name) is None]
+        read = outer_settings(config.outer)
+        rules += [rule for rule in outer if rule.name in read and getattr(config, rule.name) is None]
     filled = {rule.name: type_of(rule) for rule in rules if rule.name != "tokens"}
     return replace(config, replicas=replicas, tokens=None, **filled), rules
 

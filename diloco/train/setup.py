@@ -19,10 +19,10 @@ from diloco.diloco import DiLoCo
 from diloco.errors import ConfigError
 from diloco.flags import to_toml
 from diloco.fragment import Balanced, fragmenter
-from diloco.outer import SGD, Nesterov, Outer
+from diloco.outer import OUTERS, Outer
 from diloco.reduce import Reduce
 from diloco.reduce.collective import Collective
-from diloco.runs.config import TrainConfig
+from diloco.runs.config import TrainConfig, outer_settings
 from diloco.runs.schema import Event
 from diloco.runs.sinks import open_sinks
 from diloco.runs.writer import Writer
@@ -285,8 +285,4 @@ def attach(
 
 
 def outer(config: TrainConfig) -> Outer:
-    assert config.outer_lr is not None
-    if config.outer == "sgd":
-        return SGD(config.outer_lr)
-    assert config.outer_momentum is not None
-    return Nesterov(config.outer_lr, config.outer_momentum)
+    return OUTERS[config.outer](*(getattr(config, name) for name in outer_settings(config.outer)))
