@@ -4,7 +4,7 @@ Stored as config.toml in the folder of the run. The trainer, the comparison and 
 the run's, which are a member's own, and which methods read them.
 """
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -169,7 +169,7 @@ def outer_rule(config: TrainConfig) -> dict[str, Any]:
     {'outer': 'nesterov', 'outer_lr': 0.6, 'outer_momentum': 0.9}
     """
     rule, colon, text = config.outer.partition(":")
-    values = list(asdict(outer_named(config.outer)).values()) if colon else []
+    values = list(vars(outer_named(config.outer)).values()) if colon else []
     names = outer_settings(rule) if rule in OUTERS else ()
     if not names or (colon and len(text.split(",")) != len(names)):
         allowed = (
