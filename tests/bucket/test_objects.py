@@ -22,9 +22,9 @@ from diloco.bucket.rounds import (
     record_name,
 )
 from diloco.bucket.store.envelope import HEADER, PART, PREFIX, Envelope, Invalid, get, put
-from diloco.bucket.store.operations import Oversized, advance
+from diloco.bucket.store.operations import Oversized
 from diloco.errors import ConfigError, Mismatch
-from tests.support.players import Player, World
+from tests.support.players import Player, World, complete
 
 KEY = b"k" * 32
 
@@ -204,30 +204,31 @@ def test_a_bad_record_is_no_record(changes):
         record(**changes)
 
 
-def run(task, world):
-    answer = None
-    while True:
-        try:
-            operation = advance(task, answer)
-        except StopIteration as stop:
-            return stop.value
-        each = getattr(operation, "operations", None)
-        answer = world.attempt(operation) if each is None else [world.attempt(o) for o in each]
-
-
 def test_a_large_payload_lies_in_parts_which_are_put_first_and_each_is_checked():
     world, envelope, payload = World(), Envelope("r"), bytes(range(256)) * (2 * PART // 256) + b"end"
     sealed = envelope.seal("anchors/x-{digest}", "snapshot", {}, payload)
     assert [len(part) for part in sealed.parts] == [PART, PART, 3] and len(sealed.body) < 1000
-    run(put(sealed), world)
+    complete(world, put(sealed))
     assert list(world.objects) == [f"{sealed.name}.p{k}" for k in range(3)] + [sealed.name]
-    found = run(get(envelope, sealed.name, "snapshot", len(payload)), world)
+    found = complete(world, get(envelope, sealed.name, "snapshot", len(payload)))
     assert found.payload == payload
     world.objects[f"{sealed.name}.p1"] = flip(world.objects[f"{sealed.name}.p1"], 77)
     with pytest.raises(Invalid, match="part 1"):
-        run(get(envelope, sealed.name, "snapshot", len(payload)), world)
+        complete(world, get(envelope, sealed.name, "snapshot", len(payload)))
     del world.objects[f"{sealed.name}.p1"]
-    assert run(get(envelope, sealed.name, "snapshot", len(payload)), world) is None
+    assert complete(world, get(envelope, sealed.name, "snapshot", len(payload))) is None
+
+
+def test_a_header_has_a_limit_both_where_it_is_written_and_where_it_is_read():
+    envelope = Envelope("r")
+    room = HEADER - len(envelope.seal("x", "delta", {"more": ""}).body) + PREFIX.size
+    full = envelope.seal("x", "delta", {"more": "m" * room})
+    assert envelope.open("x", "delta", full.body, 0).header["more"] == "m" * room
+    with pytest.raises(ValueError, match=f"a header of {HEADER + 1} bytes; {HEADER} are allowed"):
+        envelope.seal("x", "delta", {"more": "m" * (room + 1)})
+    header = full.body[PREFIX.size :].replace(b'"more":"m', b'"more":"mm')
+    with pytest.raises(Invalid, match="too long"):
+        envelope.open("x", "delta", PREFIX.pack(b"DLCO", len(header), bytes(32)) + header, 0)
 
 
 def test_what_is_too_large_is_not_even_read():
