@@ -10,13 +10,13 @@ export PIP_CONSTRAINT := constraints.txt
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## */\1\t/p' $(MAKEFILE_LIST) | expand -t 16
 
-demo: .venv/ready  ## two replicas train a small model on this machine, two to three minutes
+demo: .venv/ready  ## two replicas train a small model on this machine
 	$(BIN)/diloco train recipes/demo.toml
 
-test: .venv/ready  ## all tests, in random order, about 6 minutes on two cores
+test: .venv/ready  ## all tests, in random order
 	$(PYTEST)
 
-test-fast: .venv/ready  ## tests that start no further process, at most a minute
+test-fast: .venv/ready  ## tests that start no further process
 	$(PYTEST) -m 'not slow'
 
 lint: .venv/ready  ## formatting, lint, types, directions of imports
@@ -42,25 +42,25 @@ bench: .venv/ready  ## measured figures: benchmarks/results/*.json and the table
 	$(BIN)/python -m benchmarks.trainer
 	$(BIN)/python -m benchmarks.table
 
-netlab: .venv/ready  ## utilisation over a slow link, all methods; as root, about an hour of both cores
+netlab: .venv/ready  ## utilisation over a slow link, all methods; as root; keeps both cores busy
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[netlab]'
 	$(BIN)/python -m studies.netlab --fresh
 	$(BIN)/python -m benchmarks.table
 
-bucket: .venv/ready  ## what the bucket costs and survives, beside torchft; as root, about 15 minutes
+bucket: .venv/ready  ## what the bucket costs and survives, beside torchft; as root
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[netlab]'
 	$(BIN)/python -m studies.bucket
 	$(BIN)/python -m benchmarks.table
 
-chaos: .venv/ready  ## members of a bucket are killed, stopped and restarted; at most 20 minutes
+chaos: .venv/ready  ## members of a bucket are killed, stopped and restarted
 	$(BIN)/python -m studies.bucket.chaos
 	$(BIN)/python -m benchmarks.table
 
-parity: .venv/ready  ## does it train as well as data-parallel? hours of both cores; continues after an interruption
+parity: .venv/ready  ## does it train as well as data-parallel? takes hours; continues after an interruption
 	$(BIN)/python -m studies.parity
 	$(BIN)/python -m studies.parity.page
 
-parity-quick: .venv/ready  ## the same for four comparisons on two seeds, at most 10 minutes
+parity-quick: .venv/ready  ## the same for four comparisons on two seeds, with fewer steps
 	$(BIN)/python -m studies.parity --quick
 
 .venv/ready: pyproject.toml constraints.txt

@@ -137,3 +137,13 @@ def test_the_tree_and_the_links_name_files_that_exist():
         assert (ROOT / name).exists(), name
     for name in re.findall(r"\b\w+\.py\b", TREE):
         assert (ROOT / "diloco" / name).exists(), name
+
+
+def test_the_tree_is_complete():
+    package, others = TREE.rsplit("\n", 2)[:2]
+    listed = set(re.findall(r"\b\w+(?:\.py|/)", package.partition("\n")[2]))
+    there = {path.name for path in (ROOT / "diloco").glob("*.py") if not path.name.startswith("__")}
+    there |= {f"{path.parent.name}/" for path in (ROOT / "diloco").glob("*/__init__.py")}
+    assert listed == there
+    folders = {f"{path.name}/" for path in ROOT.iterdir() if path.is_dir() and path.name[0] not in "._"}
+    assert set(others.split()) == folders - {"diloco/", "build/", "dist/", "runs/"}
