@@ -121,9 +121,9 @@ class FragmentSync:
         self.view.write(self.state.anchor)
 
     def go_back(self, work: float) -> None:
-        """Give up local values for the anchor; what is under way stays so."""
+        """Give up local values for the anchor; what is under way stays so. If it does not count, it is given up too."""
         self.view.write(self.state.anchor)
-        self.counted = work if self.in_flight is None else self.counted
+        self.counted = work
         self._forget_residual()
 
     def find(self, tensors: Mapping[str, Tensor]) -> None:

@@ -93,6 +93,24 @@ def test_e3m0_goes_to_the_nearest_power_of_two(x, data):
         assert torch.equal(decoded, expected)
 
 
+def test_e3m0_is_exact_at_every_exponent_of_a_float():
+    """A block for each largest value there is, up to the mantissa: from denormals to the largest float."""
+    mantissas = np.float64([1, 1.25, 1.5 - 2**-7, 1.5, 1.75, 2 - 2**-7])
+    largest = np.ldexp(mantissas, np.arange(-149, 128)[:, None]).reshape(-1, 1)
+    below = np.ldexp(np.append(mantissas, -mantissas), -np.arange(10)[:, None]).reshape(1, -1) / 2  # |x| < 1
+    rows = np.float32(np.concatenate([largest, largest * below], axis=1))
+    x = np.zeros((len(rows), 256), np.float32)
+    x[:, : rows.shape[1]] = rows
+    mantissa, exponent = np.frexp(np.abs(np.float64(x)))  # mantissa from 0.5: the border is 0.75
+    power = np.where(x == 0, 0, np.ldexp(1.0, exponent - (mantissa < 0.75)))
+    power = np.minimum(power, 2.0**127)  # the next power is no float
+    scale = power.max(1, keepdims=True)
+    expected = np.sign(x) * np.where((power >= scale / 64) & (scale >= 2.0**-119), power, 0)
+    back = codec.unpack(E3M0(), codec.pack(E3M0(), torch.from_numpy(x).view(-1)), x.size)
+    assert np.array_equal(back.numpy().reshape(x.shape), expected)
+    assert {0.0, 2.0**-119, 2.0**127} <= set(expected[:, 0])
+
+
 def test_e3m0_on_gaussian_data_has_the_stated_error():
     x = torch.randn(1_000_000, generator=torch.Generator().manual_seed(0))
     back = codec.unpack(E3M0(), codec.pack(E3M0(), x), len(x))

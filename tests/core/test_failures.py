@@ -21,7 +21,9 @@ from diloco import (
     NotFinite,
     PeerLost,
 )
-from diloco.reduce import local
+from diloco.reduce import Delta, State, local
+from diloco.reduce.groups import Broken
+from tests.support.members import until
 from tests.support.models import Tiny, adamw, anchors, flat, loss_of, steps
 from tests.support.processes import run
 
@@ -64,6 +66,34 @@ def test_a_lost_peer_is_named_soon_on_every_survivor_and_the_state_can_be_saved(
         assert text in message or "is gone" in message  # who sees a survivor close says so
         assert elapsed < seconds
         assert step >= 12
+
+
+def _learn_of_it_from_a_survivor(rank, folder):
+    """Replica 0 finds the exchange broken, as if by a third one; its process lives on and has not left."""
+    reduce = Collective(timeout=600.0)
+    state = State(0, torch.zeros(5), torch.zeros(0))
+    reduce.join({}, [state], [Float32()])
+    groups = reduce._connection.groups
+
+    def broken(header):
+        raise Broken("another replica is gone")
+
+    if rank == 0:
+        groups.exchange = broken
+    reduce.send(0, 1, lambda: Delta(torch.ones(5), 1.0, False, state.fingerprint()))
+    with pytest.raises(PeerLost) as lost:
+        reduce.take(0, 1)
+    if rank == 1:
+        (folder / "learned").touch()
+        return str(lost.value)
+    until((folder / "learned").exists)
+    return str(lost.value)
+
+
+def test_a_survivor_that_waits_for_another_learns_at_once_what_that_one_has_found(tmp_path):
+    first, second = run(2, _learn_of_it_from_a_survivor, tmp_path)
+    assert "fragment 0, round 1" in first and "another replica is gone" in first
+    assert "fragment 0, round 1" in second and "its connection was closed" in second
 
 
 def _poison(rank, value):

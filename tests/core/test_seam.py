@@ -1,10 +1,12 @@
 """The core against a reducer that does what an elastic one may do: rounds without us, jumps, drops, calls, delays."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 
-from diloco import Balanced, ConfigError, DiLoCo, DiLoCoError, Nesterov, PeerLost
+from diloco import SGD, Balanced, ConfigError, DiLoCo, DiLoCoError, Float32, Nesterov, PeerLost
 from diloco.flat import FlatView
 from diloco.fragment import Piece
 from diloco.reduce import Dropped, Jump, State
@@ -96,6 +98,45 @@ def test_a_dropped_round_may_put_local_back_to_the_anchor():
     _, step = start(script)
     assert [step() for _ in range(8)] == [1, 2, 3, 4, 5, 0, 1, 2]
     assert [(i, d.values.item(), d.weight) for _, i, d in script.sent] == [(1, -4.0, 4.0), (1, -2.0, 2.0)]
+
+
+@pytest.mark.parametrize(("outcome", "trained", "weight"), [
+    (Dropped(), 3.0, 3.0),
+    (mean(1, 0.0, counted=False), 3.0, 3.0),
+    (mean(1, 0.0, counted=True), 1.0, 4.0),  # as always: all steps since the send
+])  # fmt: skip
+def test_work_that_was_given_up_does_not_weigh_if_the_delta_in_flight_does_not_count(outcome, trained, weight):
+    """Fragment 0, sent after 4, is spoiled, so both go back after 7, while fragment 1, sent after 6, is in flight."""
+    script = Script({(0, 1): [(7, Dropped(reset=True))], (1, 1): [(9, outcome)]})
+    model = nn.Linear(1, 2, bias=False)
+    nn.init.zeros_(model.weight)
+    settings = {"sync_every": 4, "overlap": 3, "outer": SGD(1.0), "codec": Float32(), "fragments": Balanced(2)}
+    diloco = DiLoCo(model, reduce=script, **settings)
+    for step in range(1, 11):
+        with torch.no_grad():
+            model.weight += 1
+        script.now = step
+        diloco.step()
+    sent = [(delta.values.item(), delta.weight) for fragment, _, delta in script.sent if fragment == 1]
+    assert sent == [(-6.0, 6.0), (-trained, weight)]
+
+
+def test_a_delta_and_a_saved_state_are_read_only_once_the_copies_from_the_device_are_done():
+    diloco, _ = start(Script())
+    fragment = diloco._fragments[0]
+    for use in (lambda sent: fragment.delta_later(sent, tokens=False)(), lambda sent: fragment.state_dict()):
+        sent = fragment.take_delta(1, 1.0)
+        copied = []
+        fragment.in_flight = sent = replace(sent, ready=lambda copied=copied: copied.append(True))
+        use(sent)
+        assert copied == [True]
+
+
+def test_inf_or_nan_that_comes_with_the_last_copy_is_found():
+    diloco, _ = start(Script())
+    sent = diloco._fragments[0].take_delta(1, 1.0)
+    late = replace(sent, ready=lambda: sent.values.fill_(float("nan")))
+    assert diloco._fragments[0].delta_later(late, tokens=False)().fault == 0
 
 
 def test_an_uncounted_round_leaves_the_state_that_a_sent_delta_is_against_as_it_was():

@@ -136,6 +136,23 @@ def test_8_replicas_that_come_back_a_step_apart_send_again_in_the_order_of_the_f
     assert torch.equal(one[3], two[3])
 
 
+@pytest.mark.parametrize("last", [13, 21])
+def test_8_real_processes_give_one_that_is_behind_the_outer_state_too(last):
+    saves = [r[2] for r in local.run(2, lambda reduce: _uninterrupted(reduce.replica, last, reduce))]
+    saves = [{last: saves[0][last]}, {last - 1: saves[1][last - 1]}]
+    parts = torch.load(io.BytesIO(saves[0][last]))["diloco"]["shard 0 of 1"]["parts"]
+    assert parts["0"]["outer"].any()  # otherwise there is nothing to give
+    ahead, behind = run(2, _a_round_apart, saves, last)
+    assert behind[0] != behind[1] == ahead[1] == ahead[0]
+    both = ahead[2].keys() & behind[2].keys()
+    assert {k: ahead[2][k] for k in both} == {k: behind[2][k] for k in both}
+    assert torch.equal(ahead[3], behind[3])
+
+
+def _a_round_apart(rank, saves, last):
+    return _behind(rank, saves, None, last)
+
+
 def _a_step_apart(rank, saves):
     return _behind(rank, saves, None, 24)
 

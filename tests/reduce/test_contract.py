@@ -5,7 +5,6 @@ processes (collective), as two members of a folder (bucket), and with the fake w
 """
 
 import gc
-import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 
@@ -19,6 +18,7 @@ from diloco.codec import pack, unpack
 from diloco.reduce import Delta, Dropped, Round, State, local
 from diloco.reduce.mean import reference_mean
 from tests.support.fake_reduce import Script
+from tests.support.members import PATIENT, until
 from tests.support.processes import run
 
 KINDS = ["local", "collective", "bucket", "fake"]
@@ -26,8 +26,6 @@ SIZES = [5, 300]  # the first fragment's delta asks for `own`
 CODEC = E3M0()
 WEIGHTS = [1.0, 3.0]
 CONTRACT = {"sync_every": 10}
-PATIENT = 60.0
-"""Seconds: only a guard against hanging, never a measure."""
 
 every = pytest.mark.parametrize("kind", KINDS)
 
@@ -72,13 +70,6 @@ def _outcomes(number):
             (f, i): [(0, Round(i, average, members, own=(lambda mine=mine: mine) if f == 0 else None))] for i in (1, 2)
         }
     return outcomes
-
-
-def until(true):
-    began = time.monotonic()
-    while not true():
-        assert time.monotonic() - began < PATIENT, "it hangs"
-        time.sleep(0.002)
 
 
 def values(fragment, number):
