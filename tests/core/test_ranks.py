@@ -1,19 +1,18 @@
 """Several ranks in a replica: DDP, and FSDP2 with shards of any size."""
 
-import subprocess
-import sys
-import time
-
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from diloco import Balanced, Collective, ConfigError, DiLoCo, Float32, Mismatch, NotFinite
 from diloco.bucket import Bucket
+from diloco.flat import shard_id
 from tests.support.models import Tiny, adamw, anchors, flat, loss_of, steps
 from tests.support.processes import run
 
@@ -91,25 +90,22 @@ def test_fsdp2_inside_a_replica_gives_the_anchors_of_unsharded_replicas():
     assert [r[2] for r in sharded] == [["shard 0 of 2"], ["shard 1 of 2"]] * 2
 
 
+def _tensor_parallel(rank, ranks):
+    """The shard that each of these ranks of eight would have: two replicas of two FSDP2 times two tensor ranks."""
+    names = []
+    for each in ranks:
+        dist.destroy_process_group()
+        dist.init_process_group("fake", rank=each, world_size=8, store=FakeStore())
+        mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("replica", "dp", "tp"))
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        parallelize_module(model[1], mesh["tp"], ColwiseParallel())
+        fully_shard(model, mesh=mesh["dp"])
+        names.append(str(shard_id(model.parameters())))
+    return names
+
+
 def test_with_tensor_parallelism_every_rank_has_a_shard_of_its_own():
-    code = """
-import sys, torch, torch.distributed as dist
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
-from torch.testing._internal.distributed.fake_pg import FakeStore
-from diloco.flat import shard_id
-dist.init_process_group("fake", rank=int(sys.argv[1]), world_size=8, store=FakeStore())
-mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("replica", "dp", "tp"))
-model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-parallelize_module(model[1], mesh["tp"], ColwiseParallel())
-fully_shard(model, mesh=mesh["dp"])
-print(shard_id(model.parameters()))
-"""
-    names = [subprocess.run([sys.executable, "-c", code, str(rank)], capture_output=True, text=True, check=True).stdout
-             for rank in (0, 1, 5)]  # fmt: skip
-    assert names == ["shard 0 of 4\n", "shard 1 of 4\n", "shard 1 of 4\n"]
+    assert run(1, _tensor_parallel, (0, 1, 5)) == [["shard 0 of 4", "shard 1 of 4", "shard 1 of 4"]]
 
 
 def _tiny_shards(rank):
@@ -224,9 +220,13 @@ def _members(rank, url):
     reduce = Bucket(url, f"m{rank // 2}", heartbeat=0.5, poll=0.02)
     states = {}
     with DiLoCo(model, optimizer, sync_every=5, overlap=2, codec=Float32(), reduce=reduce) as diloco:
-        for _ in steps(model, optimizer, rank // 2, 1, 90):
+        for _ in steps(model, optimizer, rank // 2, 1, 1000):
             states |= {(part.number, part.state.index): part.state.fingerprint() for part in diloco._fragments}
-            time.sleep(0.02)
+            met = min(diloco.indices) >= 3 and any(round.members == 2 for round in diloco.stats.last)
+            enough = torch.tensor(float(met))
+            dist.all_reduce(enough, dist.ReduceOp.MIN, group=mesh.get_group("shard"))  # both ranks end at one step
+            if enough:
+                break
     return states, diloco.stats.last
 
 
