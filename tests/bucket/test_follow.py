@@ -7,8 +7,11 @@ import pytest
 
 from diloco import SGD, Diverged
 from diloco.bucket import snapshots as snapshot
-from diloco.reduce import Jump
-from tests.support.players import SETTINGS, Player, World
+from diloco.bucket.protocol import BEHIND
+from diloco.bucket.store.operations import List, Size, Work
+from diloco.bucket.timing import LONGEST_PATIENCE
+from diloco.reduce import Dropped, Jump, Round
+from tests.support.players import SETTINGS, Player, World, complete
 
 
 @dataclass(frozen=True)
@@ -86,3 +89,126 @@ def test_who_was_far_behind_jumps_once(monkeypatch):
     assert a.held[0] > newest + 2
     go_on(world, (a, b), 60)
     assert jumps(b) == [newest] and b.held[0] >= a.held[0] - 1
+
+
+def stop_at(player, wanted):
+    """Go on with fragment 0 until it asks for something like this, which is not done yet."""
+    while not wanted(player.want(1)):
+        player.go(1)
+
+
+def behind(rounds):
+    """a has closed this many rounds; b joined at the beginning and has not looked since."""
+    world = World(1)
+    world.holds = lambda *_: None
+    a, b = Player(world, "a"), Player(world, "b", rate=2.0)
+    for player in (a, b, a, b):
+        player.turn()
+    while world.closed(0) < rounds:
+        go_on(world, (a,), 1)
+    while a.held[0] < rounds:
+        a.step()
+    b.finish_tick(0)
+    return world, a, b
+
+
+@pytest.mark.parametrize(("after", "stops"), [(1, True), (2, False)])
+def test_other_bits_are_forgotten_once_a_record_agrees_with_what_was_computed_after_the_jump(after, stops, monkeypatch):
+    """The first round after the jump is judged by the record of the second one."""
+    monkeypatch.setattr(snapshot, "EVERY", 1)
+    world, good, bad = two(Wrong(1.0, times=0))
+    outer = bad.diloco._fragments[0].outer
+    spoiled = set()
+
+    def step(anchor, delta, state):
+        SGD(1.0).step(anchor, delta, state)
+        index = bad.held[0] + 1
+        if index == (jumps(bad)[0] + after if jumps(bad) else 4) and index not in spoiled:
+            spoiled.add(index)
+            anchor.mul_(1 + 1e-6)
+
+    object.__setattr__(outer, "step", step)
+    if stops:
+        with pytest.raises(Diverged, match="second time in a row"):
+            go_on(world, (good, bad), 60)
+    else:
+        go_on(world, (good, bad), 60)
+        assert len(jumps(bad)) == 2 and bad.held[0] >= good.held[0] - 1
+    assert Counter(event["event"] for event in bad.reduce.events())["diverged"] == 2 and len(spoiled) == 2
+
+
+@pytest.mark.parametrize("rounds", [BEHIND, BEHIND + 1])
+def test_who_comes_from_too_far_behind_follows_all_rounds_and_gives_up_its_local_work(rounds):
+    """There is no snapshot ahead, and no living member to ask for one."""
+    world, _, b = behind(rounds)
+    world.now += 100.0
+    for _ in range(2 * rounds):
+        b.step()
+        b.turn()
+        if b.held[0] == rounds:
+            break
+    assert [o.index for _, o in b.reduce.outcomes if isinstance(o, Round)] == list(range(1, rounds + 1))
+    b.step()
+    dropped = [o for _, o in b.reduce.outcomes if isinstance(o, Dropped)]
+    assert dropped == [Dropped(reset=True)] * (rounds > BEHIND)
+    local = b.model.weight.item() - b.diloco._fragments[0].state.anchor.item()
+    assert (local == b.rate) == (rounds > BEHIND)  # the step since, or everything
+
+
+def test_members_side_by_side_do_not_look_far_ahead(monkeypatch):
+    world, good, other = two(SGD(1.0))
+    sizes, attempt = [], world.attempt
+    monkeypatch.setattr(world, "attempt", lambda o: (sizes.append(o) if isinstance(o, Size) else None, attempt(o))[1])
+    go_on(world, (good, other), 40)
+    assert good.held[0] > 5 and other.held[0] > 5
+    assert sizes and not [o.name for o in sizes if "/closed." in o.name]
+
+
+def test_where_deltas_are_gone_the_snapshot_of_the_next_round_will_do():
+    world, a, b = behind(1)
+    protocol = a.reduce._protocols[0]
+    complete(world, protocol.snapshots.store(a.diloco._fragments[0].state, protocol.previous))
+    for name in [name for name in world.objects if "/d-" in name]:
+        del world.objects[name]
+    for _ in range(3):
+        b.turn()
+        b.step()
+    assert jumps(b) == [1]
+    assert [e["index"] for e in b.reduce.events() if e["event"] == "gone"] == [1]
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        lambda operation: isinstance(operation, Size) and "/closed." in operation.name,
+        lambda operation: isinstance(operation, List) and operation.prefix.startswith("anchors/"),
+        lambda operation: isinstance(operation, Work),
+    ],
+    ids=["during the look at a far record", "during the look at the snapshots", "during the mean of the next round"],
+)
+def test_other_bits_found_while_the_background_goes_on_lead_to_a_jump(wanted):
+    world, a, b = behind(BEHIND + 4)
+    world.now += 100.0
+    stop_at(b, lambda operation: wanted(operation) and b.reduce._protocols[0].frontier > 0)
+    found_and_back(world, a, b)
+
+
+def test_other_bits_found_while_a_snapshot_is_awaited_in_vain_lead_to_a_jump():
+    world, a, b = behind(BEHIND + 4)
+    b.finish_tick(1)  # a lives: a snapshot is asked for, and the deadline passes
+    world.now += LONGEST_PATIENCE
+    assert isinstance(b.want(1), List) and b.want(1).prefix.startswith("anchors/")
+    found_and_back(world, a, b)
+
+
+def found_and_back(world, a, b):
+    """The core of b finds that it holds other bits than the run, and b goes back to the only snapshot."""
+    b.reduce._protocols[0].fingerprint ^= 1
+    b.step()
+    assert [e["index"] for e in b.reduce.events() if e["event"] == "diverged"] == [1]
+    b.finish_tick(1)
+    for _ in range(40):
+        b.step()
+        b.turn()
+        world.now += 0.5
+    assert jumps(b) == [0] and b.held[0] >= a.held[0]

@@ -1,0 +1,84 @@
+"""The own delta: what it costs, how long it takes, and which of several counts."""
+
+from collections import Counter
+
+import torch
+
+from diloco import E3M0
+from diloco.bucket.rounds import folder
+from diloco.bucket.store.operations import All, Create
+from diloco.reduce import Round
+from tests.support.players import FRAGMENTS, SETTINGS, Player, World
+
+
+def rounds(player):
+    return [outcome for _, outcome in player.reduce.outcomes if isinstance(outcome, Round)]
+
+
+def test_a_round_tells_the_bytes_of_its_own_delta_and_the_seconds_since_it_was_taken():
+    world = World(1)
+    a = Player(world, "a")
+    a.turn()
+    for closed in range(1, 4):
+        while not a.reduce._protocols[0].outbox.waiting:
+            a.step()
+        world.now += 1.5
+        a.turn()
+        world.now += 1.0
+        a.step()
+        round = rounds(a)[-1]
+        own = [len(data) for name, data in world.objects.items() if name.startswith(folder(0, closed) + "d-a-")]
+        assert (round.index, round.sent, round.seconds) == (closed, sum(own), 2.5) and len(own) == 1
+
+
+def test_the_unit_is_agreed_on_once_a_fragment(monkeypatch):
+    world = World()
+    puts, attempt = Counter(), world.attempt
+    monkeypatch.setattr(world, "attempt", lambda o: (puts.update([getattr(o, "name", "")]), attempt(o))[1])
+    a = Player(world, "a")
+    for _ in range(20):
+        a.turn()
+        a.step()
+        world.now += 1.0
+    assert min(a.held) > 3 and puts["unit"] == 2 * FRAGMENTS  # a put and a look
+
+
+def test_when_an_older_delta_counts_instead_of_the_newest_nothing_is_left_over():
+    """The first delta of a arrives only after a has replaced it; b closes the round with it. What the codec lost of it
+    is no longer known to a, and what it lost of the newest one was never sent."""
+    world, settings = World(1), SETTINGS | {"codec": E3M0(), "feedback": 0.5}
+    model = torch.nn.Linear(8, 1, bias=False)
+    torch.nn.init.zeros_(model.weight)
+    a = Player(world, "a", model=model, settings=settings)
+    b = Player(world, "b", model=torch.nn.Linear(8, 1, bias=False), settings=settings)
+    a.rate = b.rate = torch.arange(1.0, 9.0)
+    for player in (a, b, a, b):
+        player.turn()
+    fragment = a.diloco._fragments[0]
+    outbox = a.reduce._protocols[0].outbox
+    while not outbox.waiting or not fragment.residual.any():
+        for player in (b, a):
+            player.turn()
+            player.step()
+        world.now += 0.5
+    before = len(rounds(a))
+    assert rounds(a)[-1].own is not None
+    while not isinstance(a.want(1), All) or not isinstance(a.want(1).operations[0], Create):
+        a.go(1)
+    a.go(1, "slow")
+    while not outbox.waiting:
+        a.step()
+    a.go(1, "refused")
+    a.finish_tick(1)
+    for put in world.limbo:
+        world.attempt(put)
+    closed = world.closed(0)
+    while world.closed(0) == closed:
+        b.step()
+        b.turn()
+        world.now += 0.5
+    assert fragment.residual.any()
+    a.turn()
+    a.step()
+    assert len(rounds(a)) == before + 1 and rounds(a)[-1].counted and rounds(a)[-1].own is None
+    assert not fragment.residual.any()
