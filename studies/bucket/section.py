@@ -100,7 +100,7 @@ def chaos(record: Record) -> str:
     events = ", ".join(f"{count} × {kind}" for kind, count in sorted(found["events"].items()))
     return fill(f"""`make chaos`: four members of a run over a folder, disturbed {sum(found["events"].values())} times
     ({events}); all were killed at once in the middle. {found["rounds"]} rounds were closed, with
-    {found["members a round"]:.2f} members in the mean; the longest time without one, while somebody trained, was
+    {found["members a round"]:.2f} members on average; the longest time without one, while any member trained, was
     {found["longest without a round"]:.1f} s. {found["states compared"]} states were compared by fingerprint. The loss
-    of the anchors is {found["losses"][0]:.3f}, that of the undisturbed run of as many tokens
-    {plain["losses"][0]:.3f}: four members at a time make fewer steps of as many tokens.""")
+    of the anchors is {found["losses"][0]:.3f}, that of the undisturbed run with the same number of tokens
+    {plain["losses"][0]:.3f}: with four members at a time, the same tokens make fewer steps.""")

@@ -123,7 +123,7 @@ def _reading(values: Record) -> str:
         "wire for each of payload, and one number for each method from the unlimited link: what a value costs the "
         "cores in each round. "
         f"Over {len(errors)} cells on limited links it is "
-        f"{statistics.mean(errors):.1f} points too high in the mean, {max(map(abs, errors)):.1f} at most."
+        f"{statistics.mean(errors):.1f} points too high on average, {max(map(abs, errors)):.1f} at most."
     ]
     return fill(" ".join(out)) + "\n\n" + MISFIT.strip()
 

@@ -45,7 +45,7 @@ are in percent of the loss, and above 0 is worse:
   and 4 bits cost together is at most {beside.high if beside else inf:.1f} %; DiLoCo itself is at {gap(DILOCO, DP)}
   against data-parallel.
 - fp32 on the wire instead of 4 bits: {gap("fp32 on the wire")}; overlap 5 instead of 1: {gap("overlap 5")}; random
-  zeroing of as many bits, with an outer lr of its own: {gap("random zeroing")}.
+  zeroing of the same number of bits, with an outer lr of its own: {gap("random zeroing")}.
 - Outer momentum 0.9, as in all published runs, instead of 0.5: {gap("outer momentum 0.9")}.
 - 4 replicas: {gap("M = 4", DP)} against data-parallel; 8 replicas: {gap("M = 8", DP)}.
 
@@ -95,8 +95,8 @@ the lr does not decay, would call it parity.
 rounds, and late again while the lr decays (second plot). With its own best outer lr it is {gap("outer momentum 0.9")}
 against 0.5. The published runs have several hundred rounds.
 
-**Random zeroing needs an outer lr of its own.** Of the deltas an eighth arrives, and the anchors stay behind unless the
-outer lr makes up for it. With the best one, {zeroing.outer_lr if zeroing else nan:g} instead of
+**Random zeroing needs an outer lr of its own.** Only an eighth of each delta arrives, and the anchors stay behind
+unless the outer lr makes up for it. With the best one, {zeroing.outer_lr if zeroing else nan:g} instead of
 {streaming.outer_lr if streaming else nan:g}, {gap("random zeroing")} remains.
 
 **The replicas agree more than the paper's.** The cosine between their deltas goes from {start:.2f} over {middle:.2f}
