@@ -78,14 +78,14 @@ def place(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def whole(place):
-    """The summary of an uninterrupted run of 60 steps, made from a recipe that the command line overrides."""
+    """The summary of an uninterrupted run of 40 steps, made from a recipe that the command line overrides."""
     with once(place / "whole.json") as missing:
         if missing:
             (place / "recipe.toml").write_text(
                 'data = ["corpus.txt"]\nsteps = 7\nbatch = 4\ncontext = 32\nsync_every = 10\n'
                 'fragments = "balanced:3"\noverlap = 2\neval_every = 1000\neval_tokens = 2048\ncompile = false\n'
             )
-            words = ["--name", "whole", "--steps", "60", "--save-every", "20", "--json"]
+            words = ["--name", "whole", "--steps", "40", "--save-every", "20", "--json"]
             code, out, err = run(place, "train", "recipe.toml", *words)
             assert code == 0, err
             assert "lr = 0.008: scaling law" in err and "outer_lr = 0.7: best with outer momentum 0.5" in err

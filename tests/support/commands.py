@@ -257,7 +257,7 @@ def wait_for_lines(path: Path, count: int, process: Any) -> None:
     wait_for(lambda: path.exists() and len(path.read_text().splitlines()) >= count, process)
 
 
-def check_same(place, name, step=60):
+def check_same(place, name, step=40):
     """The run has the losses and the checkpoint of the uninterrupted one."""
     for replica in (0, 1):
         assert losses(place, name, replica) == losses(place, "whole", replica)
