@@ -103,7 +103,7 @@ def test_e3m0_is_exact_at_every_exponent_of_a_float():
     x[:, : rows.shape[1]] = rows
     mantissa, exponent = np.frexp(np.abs(np.float64(x)))  # mantissa from 0.5: the border is 0.75
     power = np.where(x == 0, 0, np.ldexp(1.0, exponent - (mantissa < 0.75)))
-    power = np.minimum(power, 2.0**127)  # the next power is no float
+    power = np.minimum(power, 2.0**127)  # the next power is not a finite float
     scale = power.max(1, keepdims=True)
     expected = np.sign(x) * np.where((power >= scale / 64) & (scale >= 2.0**-119), power, 0)
     back = codec.unpack(E3M0(), codec.pack(E3M0(), torch.from_numpy(x).view(-1)), x.size)

@@ -26,7 +26,7 @@ def _ddp(rank):
     optimizer = adamw(model)
     reduce = Collective(across[rank % 2], ddp_ranks=within[rank // 2])
     with DiLoCo(wrapped, optimizer, sync_every=5, codec=Float32(), reduce=reduce) as diloco:
-        for step in range(1, 21):
+        for step in range(1, 12):
             loss_of(wrapped, rank, step).backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -46,7 +46,7 @@ def _pairs_of_batches(rank):
     model = Tiny()
     optimizer = adamw(model)
     with DiLoCo(model, optimizer, sync_every=5, codec=Float32()) as diloco:
-        for step in range(1, 21):
+        for step in range(1, 12):
             ((loss_of(model, 2 * rank, step) + loss_of(model, 2 * rank + 1, step)) / 2).backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -65,7 +65,7 @@ def _fsdp(rank, codec):
         loss_of(model, 0, 0)  # FSDP2 then shows the root's parameters gathered, and frees them later
     reduce = Collective(mesh.get_group("replica"), shards=mesh.get_group("shard"))
     with DiLoCo(model, optimizer, sync_every=5, overlap=2, codec=codec, reduce=reduce) as diloco:
-        for _ in steps(model, optimizer, rank // 2, 1, 30):
+        for _ in steps(model, optimizer, rank // 2, 1, 15):
             pass
         saved = diloco.state_dict()
     whole = torch.cat([p.full_tensor().detach().flatten() for p in model.parameters()])
@@ -76,7 +76,7 @@ def _unsharded(rank, codec):
     model = Tiny(width=15)
     optimizer = adamw(model)
     with DiLoCo(model, optimizer, sync_every=5, overlap=2, codec=codec) as diloco:
-        for _ in steps(model, optimizer, rank, 1, 30):
+        for _ in steps(model, optimizer, rank, 1, 15):
             pass
     return flat(model), [len(p.state.anchor) for p in diloco._fragments]
 
