@@ -1,7 +1,7 @@
 """Numbers on the wire: a codec turns flat fp32 values into bytes and back.
 
 Codecs run on the host, where the deltas are. `pack` and `unpack` apply one in chunks that fit the cache, so a codec
-is written for a short tensor and is fast on a long one. Decoding gives the same bits on every CPU.
+that is written for short tensors is fast on long ones. Decoding gives the same bits on every CPU.
 """
 
 from dataclasses import dataclass
@@ -187,7 +187,7 @@ class E3M0(_Shipped, name="e3m0"):
 
 
 def _blocks(x: Tensor) -> Tensor:
-    """x as rows of one block each; the last is filled up with zeros."""
+    """x with one block in each row; the last row is padded with zeros."""
     missing = -len(x) % BLOCK
     return (torch.nn.functional.pad(x, (0, missing)) if missing else x).view(-1, BLOCK)
 

@@ -1,4 +1,4 @@
-"""Everything this package raises on purpose. One root, children only where a caller would catch them."""
+"""Everything this package raises on purpose. One root, with subclasses only where a caller would catch them."""
 
 
 class DiLoCoError(Exception):
@@ -6,7 +6,7 @@ class DiLoCoError(Exception):
 
 
 class ConfigError(DiLoCoError, ValueError):
-    """An argument is outside what is allowed; the message says what is."""
+    """An argument is not allowed; the message says what is."""
 
 
 class Mismatch(DiLoCoError):
@@ -18,8 +18,8 @@ class Diverged(DiLoCoError):
 
 
 class NotFinite(DiLoCoError):
-    """A replica's delta holds inf or nan. Raised alike on every replica; nothing was applied anywhere."""
+    """A replica's delta holds inf or nan. Raised on every replica; nothing was applied on any."""
 
 
 class PeerLost(DiLoCoError):
-    """Another replica died, left, or did not answer in time. The own state can still be saved."""
+    """Another replica died, left, or did not answer in time. This replica's state can still be saved."""

@@ -1,6 +1,6 @@
 """Flags are the fields of a dataclass, each with its meaning. A recipe is a TOML file of stored flags. No torch.
 
-What more than one place must know about a flag is said once, where the field is declared: `x: int = flag(…)`.
+All facts about a flag stand where its field is declared: `x: int = flag(…)`.
 """
 
 import difflib
@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args, get_origin
 from diloco.errors import ConfigError
 
 REQUIRED: Any = MISSING
-"""The default of a flag that has none."""
+"""The default of a flag that must be given."""
 Scope = Literal["run", "member", "start"]
 
 
@@ -23,15 +23,15 @@ class Meaning:
     text: str
     """What it is, in one or two sentences."""
     group: str
-    """The heading in the help under which it stands."""
+    """The heading above it in the help."""
     default: str
-    """Why the default is what it is; or in words what happens if the flag is not given."""
+    """The reason of the default, or what happens if the flag is not given."""
     scope: Scope
-    """Who decides: the run as a whole; each member for itself; or only this start, of which nothing is stored."""
+    """Whether it is one value for the run, each member's own, or of this start only, which is not stored."""
     methods: tuple[str, ...]
     """The methods that read it. Empty: all of them."""
     result: bool
-    """Whether runs that differ in it are different settings, whose losses may be compared."""
+    """Whether runs that differ in it are compared as different settings."""
     choices: tuple[str, ...]
     positional: bool
 
@@ -77,7 +77,7 @@ def value_type(field: Field[Any]) -> tuple[Any, bool]:
 
 
 def convert(field: Field[Any], text: str) -> Any:
-    """One value as the field has it. What is wrong is a ConfigError that says what to give."""
+    """One value, converted to the field's type."""
     kind, _ = value_type(field)
     allowed = choices(field) or (("true", "false") if kind is bool else ())
     if allowed and text not in allowed:
@@ -92,7 +92,7 @@ def convert(field: Field[Any], text: str) -> Any:
 
 
 def parse(kind: type, words: Sequence[str]) -> Any:
-    """The config that the words give. A first word that ends in .toml is a recipe; flags after it override its own."""
+    """The config given by the words. A first word that ends in .toml is a recipe; later flags take precedence."""
     if words and words[0].endswith(".toml"):
         words = [*_known(kind, Path(words[0])), *words[1:]]
     known = {f.name: f for f in fields(kind)}
@@ -127,7 +127,7 @@ def parse(kind: type, words: Sequence[str]) -> Any:
 
 
 def _value(field: Field[Any], given: list[str] | None, left: list[str]) -> Any:
-    """The flag's value, which is taken from the words that are left, unless it is given."""
+    """The flag's value: `given`, or taken from the words that are left."""
     kind, several = value_type(field)
     if given is None and kind is bool:
         return True
@@ -142,7 +142,7 @@ def _value(field: Field[Any], given: list[str] | None, left: list[str]) -> Any:
 
 
 def _known(kind: type, path: Path) -> list[str]:
-    """The flags of a recipe, which must all be of this config."""
+    """The flags of a recipe. All of them must belong to this config."""
     words, names = stored(path), [field.name for field in fields(kind)]
     for key in (word.removeprefix("--").replace("-", "_") for word in words if word.startswith("--")):
         if key.removeprefix("no_") not in names and key not in names:
@@ -162,7 +162,7 @@ def stored(path: Path) -> list[str]:
     words = []
     for key, value in values.items():
         if isinstance(value, dict):
-            raise ConfigError(f"{path}: [{key}] is a table; a recipe has keys only, as in sync_every = 100")
+            raise ConfigError(f"{path}: [{key}] is a table: a recipe has only keys, as in sync_every = 100")
         if isinstance(value, bool):
             words.append(spelled(key) if value else spelled(f"no_{key}"))
         elif isinstance(value, list):
@@ -173,7 +173,7 @@ def stored(path: Path) -> list[str]:
 
 
 def to_toml(config: Any) -> str:
-    """The config as a recipe that gives the same run. Flags that are None, or only of this start, are left out."""
+    """The config as a recipe that gives the same run. Flags that are None or have the scope `start` are left out."""
     lines = []
     for each in fields(config):
         value = getattr(config, each.name)

@@ -1,6 +1,6 @@
 """The part of a fragment that lives in this process: where anchors meet the model's own tensors.
 
-The one place that knows of sharded parameters (DTensor), devices and parameter types. Values cross as flat fp32 on
+The only place that knows about sharded parameters (DTensor), devices and parameter types. Values cross as flat fp32 on
 the host; parameters are read and written in place, never replaced, so optimizers, compiled graphs and FSDP keep them.
 """
 
@@ -17,13 +17,13 @@ from diloco.fragment import Fragment
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This process's part of a tensor, sharing its memory; at least one dimension."""
+    """This process's part of a tensor, in the same memory, with at least one dimension."""
     mine = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return mine.detach().unsqueeze(0) if mine.dim() == 0 else mine.detach()
 
 
 def first_row(tensor: Tensor) -> int:
-    """The row of the whole tensor at which this process's part begins."""
+    """The row of the unsharded tensor at which this process's part begins."""
     if not isinstance(tensor, DTensor) or tensor.dim() == 0:
         return 0
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -33,7 +33,7 @@ def first_row(tensor: Tensor) -> int:
 
 
 def checksum(tensor: Tensor) -> int:
-    """Of this process's part: a sum of integers, the same on every kind of device."""
+    """A sum over the bits of this process's part, the same on every kind of device."""
     part = local(tensor).contiguous()
     kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return int(part.view(kinds[part.element_size()]).sum(dtype=torch.int64)) if part.numel() else 0
@@ -66,7 +66,7 @@ def shard_id(tensors: Iterable[Tensor]) -> ShardId:
 
 
 def forget_not_finite(optimizer: torch.optim.Optimizer) -> None:
-    """Let the optimizer begin anew with the parameters whose state holds inf or nan."""
+    """Clear the optimizer's state of each parameter for which it holds inf or nan."""
     for state in optimizer.state.values():
         values = [local(v) for v in state.values() if isinstance(v, torch.Tensor) and v.is_floating_point()]
         if not all(bool(v.isfinite().all()) for v in values):
@@ -74,8 +74,8 @@ def forget_not_finite(optimizer: torch.optim.Optimizer) -> None:
 
 
 def reshard(model: nn.Module) -> None:
-    """Let FSDP2 forget gathered parameters: it keeps the root's after a forward without a backward, and would go on
-    with them when the shards have been written."""
+    """Make FSDP2 drop gathered parameters: it keeps the root's after a forward without a backward, and would use them
+    although the shards have changed."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -125,8 +125,8 @@ class FlatView:
             span.rows().copy_(span.of(values), non_blocking=True)
 
     def subtract(self, anchor: Tensor, out: Tensor, residual: Tensor | None = None) -> Callable[[], None]:
-        """out ← anchor − the model's values (+ residual). Call what is returned before reading `out`: copies may be
-        under way."""
+        """out ← anchor − the model's values (+ residual). Call the returned function before reading `out`: copies may
+        still be in progress."""
         devices = set()
         for span in self.spans:
             rows, a, o = span.rows(), span.of(anchor), span.of(out)
@@ -142,7 +142,7 @@ class FlatView:
                 devices.add(rows.device)
         events = [(torch.Event(device), torch.accelerator.current_stream(device)) for device in devices]
         for event, stream in events:
-            event.record(stream)  # of that device, which need not be the current one
+            event.record(stream)  # the device need not be the current one
 
         def wait() -> None:
             for event, _ in events:
@@ -166,7 +166,7 @@ class FlatView:
             rows.copy_(rows.float() + (span.of(new) - span.of(old)).to(rows.device))
 
     def find_fault(self, values: Tensor) -> int | None:
-        """Which span holds inf or nan. A sum is enough to know that there is none, at a quarter of the cost."""
+        """The first span with inf or nan. A sum, at a quarter of the cost, is enough to know that there is none."""
         if torch.isfinite(values.sum()):
             return None
         faulty = (i for i, span in enumerate(self.spans) if not torch.isfinite(span.of(values)).all())

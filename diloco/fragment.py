@@ -1,7 +1,8 @@
 """Cut a model's parameters into fragments: the pieces that are synced in turn (paper, section 2.2).
 
-A fragment is a list of pieces (parameter name, first row, last row), in the coordinates of the whole parameter, so
-that it means the same however a replica shards its parameters. No torch: the planner cuts with the same code.
+A fragment is a list of pieces (parameter name, first row, last row), with rows counted in the
+unsharded parameter, so that it means the same however a replica shards its parameters. No torch: the planner cuts with
+the same code.
 """
 
 import math
@@ -30,7 +31,7 @@ class Piece:
 
 Fragment = tuple[Piece, ...]
 Shapes = Mapping[str, tuple[int, ...]]
-"""The whole shape of each parameter, in the model's order."""
+"""The unsharded shape of each parameter, in the model's order."""
 
 
 class Fragmenter(Protocol):
@@ -41,7 +42,7 @@ class Fragmenter(Protocol):
 
 @dataclass(frozen=True)
 class Strided:
-    """Interleaved layers, `layers` to a fragment: the paper's default. What is no layer goes apart."""
+    """Interleaved layers, `layers` to a fragment: the paper's default. Other parameters get fragments of their own."""
 
     layers: int = 3
 
@@ -54,7 +55,7 @@ class Strided:
 
 @dataclass(frozen=True)
 class Sequential:
-    """Consecutive layers, `layers` to a fragment. What is no layer goes apart."""
+    """Consecutive layers, `layers` to a fragment. Other parameters get fragments of their own."""
 
     layers: int = 3
 
@@ -67,7 +68,7 @@ class Sequential:
 
 @dataclass(frozen=True)
 class Balanced:
-    """`fragments` of nearly equal size, cut from all parameters in the model's order, whatever the layers are."""
+    """`fragments` of nearly equal size, cut from all parameters in the model's order without regard to layers."""
 
     fragments: int
 
@@ -81,7 +82,7 @@ class Balanced:
 
 @dataclass(frozen=True)
 class Named:
-    """One fragment for each group of name patterns (`layers.0.*`); what matches none goes apart."""
+    """One fragment for each group of name patterns (`layers.0.*`). Parameters that match none get their own."""
 
     groups: tuple[tuple[str, ...], ...]
 
@@ -94,7 +95,9 @@ class Named:
                     break
         for group, patterns in zip(chosen, self.groups, strict=True):
             if not group:
-                raise ConfigError(f"no parameter matches {patterns}; there are {', '.join(list(shapes)[:8])}, …")
+                raise ConfigError(
+                    f"no parameter matches {patterns}: change the pattern; there are {', '.join(list(shapes)[:8])}, …"
+                )
         return _with_rest(shapes, chosen)
 
 
@@ -120,13 +123,13 @@ def _by_layer(shapes: Shapes, layers: Sequence[Sequence[str]], rule: list[list[i
 def _with_rest(shapes: Shapes, groups: Sequence[Sequence[str]]) -> list[Fragment]:
     """The groups, then what is in none of them, cut so that no piece is larger than the largest group.
 
-    At 35M parameters the embedding is 46 % of the model: uncut it alone would set the bandwidth.
+    At 35M parameters the embedding is 46 % of the model: without a cut it would determine the bandwidth.
     """
     grouped = {name for group in groups for name in group}
     rest = [name for name in shapes if name not in grouped]
     limit = max(sum(math.prod(shapes[name]) for name in group) for group in groups)
-    whole = [tuple(Piece(name, 0, _rows(shapes[name])[0]) for name in group) for group in groups]
-    return whole + _pieces(rest, cut_below([_rows(shapes[name]) for name in rest], limit))
+    grouped_pieces = [tuple(Piece(name, 0, _rows(shapes[name])[0]) for name in group) for group in groups]
+    return grouped_pieces + _pieces(rest, cut_below([_rows(shapes[name]) for name in rest], limit))
 
 
 def strided(layers: int, per_fragment: int) -> list[list[int]]:

@@ -11,7 +11,7 @@ Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 
 
 def attach(optimizers: Optimizers, before: Callable[[], None], after: Callable[[], None]) -> Callable[[], None]:
-    """Call `before` ahead of any optimizer's step and `after` when each has stepped. Returns what detaches again."""
+    """Call `before` ahead of each optimizer's step and `after` once all have stepped. Returns how to detach."""
     every = as_list(optimizers)
     stepped: set[int] = set()
 

@@ -1,4 +1,4 @@
-"""What the published runs say about loss: estimates, with their sources, and the outer lr."""
+"""What published runs say: estimates of the loss, and the values of lr, batch, steps and outer rule to take."""
 
 import math
 from dataclasses import dataclass
@@ -23,10 +23,10 @@ LARGEST_SYNC_EVERY = 300
 OUTER_LR = {1: 0.4, 2: 0.6, 4: 0.6, 8: 0.8}
 """Best outer lr by replicas, large models, sync_every 30 (scaling laws)."""
 OUTER_MOMENTUM = 0.9
-"""Of all published runs."""
+"""In all published runs."""
 SHORT = 150
 """Rounds of a fragment below which a model smaller than FITTED takes the next two values. Momentum 0.9 remembers ten
-rounds: while the inner lr decays, it goes on at the old pace. Measured at 100 rounds (docs/parity.md)."""
+rounds: while the inner lr decays, the anchors still move at the old pace. Measured at 100 rounds (docs/parity.md)."""
 SHORT_OUTER_LR, SHORT_MOMENTUM = 0.7, 0.5
 TOKENS_PER_PARAMETER = 20
 SAFE_OVERLAP = 5
@@ -35,12 +35,12 @@ SAFE_OVERLAP = 5
 
 @dataclass(frozen=True)
 class Estimate:
-    """A relative difference of loss to data-parallel, with what it rests on."""
+    """A relative difference of loss to data-parallel, and its source."""
 
     gap: float
     source: str
     caution: str
-    """Why it may be worth less than it looks; empty if it is inside what was published."""
+    """Why it is uncertain; empty if the case is inside what was published."""
 
 
 def loss_gap(parameters: float, replicas: int, sync_every: int, overlap: int) -> Estimate:
@@ -106,7 +106,7 @@ def _fit(law: tuple[float, float], parameters: float) -> float:
 
 
 def _rise(replicas: int, sync_every: int) -> float:
-    """From sync_every 30 on, on a line over log H through the published means of 30 and 100. No credit below 30."""
+    """From sync_every 30 on, on a line over log H through the published means of 30 and 100. Below 30 it is 0."""
     means = {m: sum(b / a - 1 for a, b in pairs) / len(pairs) for m, pairs in LOSS_30_100.items()}
     share = min(max(math.log2(max(replicas, 1)) - 1, 0.0), 1.0)
     rise = means[2] + (means[4] - means[2]) * share

@@ -21,30 +21,30 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def _clean(name: str) -> str:
-    """A name without what compiled or checkpointed layers put into it."""
+    """The name without what torch.compile and activation checkpointing put into it."""
     return re.sub(r"(_orig_mod\.|_checkpoint_wrapped_module\.)", "", name)
 
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that are trained, by name, tied ones once. Frozen ones are not: they never differ."""
+    """The parameters that are trained, by name, tied ones once."""
     found = {_clean(name): p for name, p in model.named_parameters() if p.requires_grad}
     for name, p in found.items():
         if isinstance(p, nn.parameter.UninitializedParameter) or p.is_meta:
-            raise ConfigError(f"parameter {name} has no values yet (meta or lazy); materialise the model first")
+            raise ConfigError(f"parameter {name} has no values yet (meta or lazy): materialise the model first")
         if not p.is_floating_point():
-            raise ConfigError(f"parameter {name} is {p.dtype}; only real floating-point parameters can be averaged")
+            raise ConfigError(f"parameter {name} is {p.dtype}: only real floating-point parameters can be averaged")
     if not found:
-        raise ConfigError("the model has no parameter with requires_grad; freeze only what is not trained")
+        raise ConfigError("no parameter of the model has requires_grad: set it on the ones to train")
     return found
 
 
 def frozen(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that are not trained: replicas must start with the same, for they are never synced."""
+    """The parameters that are not trained. They are never synced, so all replicas must start with the same ones."""
     return {_clean(name): p for name, p in model.named_parameters() if not p.requires_grad}
 
 
 def trained_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """The buffers that training may change: float, saved with the model, finite (a mask of -inf is none of them)."""
+    """The buffers that training may change: float, saved with the model, and finite (unlike a mask of -inf)."""
     fixed = {
         f"{prefix}.{name}".lstrip(".")
         for prefix, module in model.named_modules()
@@ -57,8 +57,8 @@ def trained_buffers(model: nn.Module) -> dict[str, Tensor]:
 def find_layers(model: nn.Module, names: Mapping[str, Tensor]) -> list[list[str]]:
     """The trained parameters of each layer: the children of the largest ModuleList or ModuleDict.
 
-    Unless a Sequential holds more than twice as much: then its children are the layers. (One that holds hardly more is
-    what the list is in.)
+    If a Sequential holds more than twice as much, its children are the layers. (A Sequential that holds only a little
+    more contains that list.)
     """
     lists = _largest(model, names, (nn.ModuleList, nn.ModuleDict))
     chain = _largest(model, names, (nn.Sequential,))
@@ -66,7 +66,7 @@ def find_layers(model: nn.Module, names: Mapping[str, Tensor]) -> list[list[str]
 
 
 def _largest(model: nn.Module, names: Mapping[str, Tensor], kinds: tuple[type, ...]) -> list[list[str]]:
-    """Of the modules of these kinds with at least two trained children, the parameters of the largest, by child."""
+    """The parameters of each child of the largest module of these kinds with at least two trained children."""
     best: list[list[str]] = []
     for prefix, module in model.named_modules():
         if isinstance(module, kinds):

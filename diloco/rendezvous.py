@@ -15,10 +15,10 @@ PATIENCE = 600.0
 
 
 def meet(world: World, backend: str = "gloo", patience: float = PATIENCE) -> None:
-    """Make the default process group of all processes. Only the meeting has this patience: later, one of them may
-    prepare a corpus for as long as it takes."""
+    """Make the default process group of all processes. `patience` limits only the meeting, in seconds: afterwards one
+    process may prepare a corpus for as long as it takes."""
     host, port = own_address()
-    waiting = f"waiting for {world.size} processes to come to {host}:{port}"
+    waiting = f"waiting for {world.size} processes to meet at {host}:{port}"
     remark = threading.Timer(QUIET, lambda: print(waiting, file=sys.stderr, flush=True))  # noqa: T201
     remark.daemon = True
     if world.local_rank == 0:

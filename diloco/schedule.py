@@ -11,7 +11,7 @@ class Schedule:
 
     So every fragment is sent once in `sync_every` (H) steps, for the first time after a full `sync_every`,
     and fragments are spread as evenly as integers allow. The result of a send after step t is applied after
-    step t + overlap; replicas may have different overlaps, for only the sends must be in step.
+    step t + overlap. Replicas may have different overlaps, because only the sends must be at the same steps.
 
     >>> [step for step in range(1, 251) if Schedule(sync_every=100, fragments=2).sends(step)]
     [100, 150, 200, 250]
@@ -39,7 +39,7 @@ class Schedule:
         return [f for f in range(self.fragments) if self.sends_at(f, step)]
 
     def in_flight(self, overlap: int) -> int:
-        """The most fragments that are under way at once when each takes `overlap` steps."""
+        """The largest number of fragments in flight at once when each takes `overlap` steps."""
         if overlap == 0:
             return 0
         starts = sorted(self.offset(f) for f in range(self.fragments))
@@ -50,5 +50,5 @@ def check_overlap(overlap: int, sync_every: int) -> None:
     if not 0 <= overlap < sync_every:
         raise ConfigError(
             f"overlap={overlap} with sync_every={sync_every}: a result must be applied before the fragment is sent "
-            f"again; take 0 (blocking) to {sync_every - 1}"
+            f"again; give 0 (blocking) to {sync_every - 1}"
         )

@@ -1,4 +1,4 @@
-"""What communication cost: bytes, and seconds hidden behind training or exposed to it, per round and in sum."""
+"""What communication cost: bytes, and seconds hidden behind training or exposed to it, for each round and in sum."""
 
 from collections import deque
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ class RoundStats:
     bytes_sent: int
     bytes_received: int
     seconds: float  # from send to result
-    seconds_exposed: float  # of these, spent waiting by the training thread
+    seconds_exposed: float  # how long the training thread waited
     members: int
     counted: bool
 
@@ -47,5 +47,5 @@ class Stats:
         self.last.append(round)
 
     def since(self, rounds: int) -> list[RoundStats]:
-        """The rounds that came after the first so many."""
+        """Rounds after the first `rounds`."""
         return list(self.last)[len(self.last) - (self.rounds - rounds) :] if self.rounds > rounds else []

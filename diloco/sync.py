@@ -1,4 +1,4 @@
-"""One fragment on one replica: its values in this process, what is agreed on, what is under way."""
+"""One fragment on one replica: its values in this process, the agreed state, the delta in flight."""
 
 import io
 import json
@@ -25,8 +25,8 @@ class InFlight:
 
     index: int
     step: int
-    work: float  # all that had been done when it was sent
-    weight: float  # of it, what is in no anchor yet
+    work: float  # done by this replica when it was sent
+    weight: float  # work that is not in the anchor yet
     values: Tensor
     ready: Callable[[], None]  # wait for copies from the device
     sent_at: float
@@ -63,8 +63,8 @@ class FragmentSync:
         return self.in_flight
 
     def delta_later(self, sent: InFlight, tokens: bool) -> Callable[[], Delta]:
-        """What the reducer calls, off the training thread. The state it is against does not change while it is read:
-        rounds that did not count this delta, and jumps, make a new one."""
+        """The function that the reducer calls, on another thread. The state does not change while it is read: jumps and
+        rounds that did not count this delta, make a new one."""
         state = self.state
 
         def delta() -> Delta:
@@ -77,12 +77,12 @@ class FragmentSync:
         return delta
 
     def apply(self, round: Round, keep_local: float) -> None:
-        """The outer step; then merge if the own delta was counted, else follow the anchor and keep all local work."""
+        """The outer step; then merge. If the own delta was not counted, follow the anchor and keep all local work."""
         if round.faults:
             where = ", ".join(f"{self.pieces[i].name} on replica {m}" for m, i in round.faults.items())
             raise NotFinite(
                 f"fragment {self.number}, round {round.index}: inf or nan in {where}. Nothing was applied on any "
-                "replica. Go back to a checkpoint; a lower learning rate or gradient clipping may prevent it."
+                "replica. Resume from a checkpoint; a lower learning rate or gradient clipping may prevent it."
             )
         assert self.in_flight is not None or not round.counted
         old = self.state
@@ -104,24 +104,24 @@ class FragmentSync:
         """residual ← feedback · (what was sent − what the others decoded of it)."""
         if self.residual is None:
             return
-        if round.own is None:  # another delta than the last one counted: what it lost is not known
+        if round.own is None:  # an older delta was counted: what it lost is not known
             self._forget_residual()
         else:
             torch.sub(sent, round.own(), out=self.residual).mul_(self.feedback)
 
     def _forget_residual(self) -> None:
         if self.residual is not None:
-            self.residual = host(self.view.size)  # a new one: a copy of the old one to a device may be under way
+            self.residual = host(self.view.size)  # a new one: the old one may still be copied to a device
 
     def jump(self, state: State, work: float) -> None:
-        """Take a state as it is; local work since the last round is given up."""
+        """Replace the state; local work since the last round is lost."""
         self.state = state if state.anchor is self.state.anchor else self._copy(state)
         self.in_flight, self.counted = None, work
         self._forget_residual()
         self.view.write(self.state.anchor)
 
     def go_back(self, work: float) -> None:
-        """Give up local values for the anchor; what is under way stays so. If it does not count, it is given up too."""
+        """Set the local values to the anchor. A delta in flight stays in flight; if it does not count, its work is lost."""
         self.view.write(self.state.anchor)
         self.counted = work
         self._forget_residual()
@@ -138,7 +138,7 @@ class FragmentSync:
         return State(state.index, anchor, outer)
 
     def statistics(self, round: Round, step: int, exposed: float) -> RoundStats:
-        """Of a round that is about to be applied."""
+        """Figures of a round that is about to be applied."""
         sent = self.in_flight
         return RoundStats(
             fragment=self.number,
@@ -158,7 +158,7 @@ class FragmentSync:
         return json.dumps([(piece.name, piece.start, piece.stop) for piece in self.pieces])
 
     def state_dict(self) -> dict[str, Any]:
-        flight = bytearray()  # which torch.load(weights_only=True) takes, unlike bytes
+        flight = bytearray()  # torch.load(weights_only=True) refuses bytes
         if self.in_flight is not None:
             self.in_flight.ready()
             buffer, f = io.BytesIO(), self.in_flight
@@ -172,7 +172,7 @@ class FragmentSync:
             "counted": self.counted,
             "anchor": self.state.anchor,
             "outer": self.state.outer,
-            "flight": flight,  # no tensor: checkpoints want the same tensors in every save, and a flight comes and goes
+            "flight": flight,  # not a tensor: checkpoints want the same tensors in every save
             **residual,
         }
 
@@ -181,12 +181,12 @@ class FragmentSync:
         if sizes[0] != sizes[1]:
             raise Mismatch(
                 f"fragment {self.number} has (anchor, outer state) of {sizes[0]} values in the saved state and of "
-                f"{sizes[1]} here: use the model, fragments and outer rule of the run that was saved"
+                f"{sizes[1]} here: load it with the model, fragments and outer rule it was saved with"
             )
         if saved["pieces"] != self._pieces():
             raise Mismatch(
-                f"fragment {self.number} holds other parameters in the saved state: use the fragments of the run that "
-                "was saved"
+                f"fragment {self.number} holds other parameters in the saved state: load it with the fragments it was "
+                "saved with"
             )
         self.state = State(saved["index"], self.state.anchor, self.state.outer)
         self.state.anchor.copy_(saved["anchor"])
@@ -200,4 +200,4 @@ class FragmentSync:
 
 
 def _already() -> None:
-    """Nothing is being copied."""
+    """There is nothing to wait for."""

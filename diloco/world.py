@@ -13,7 +13,7 @@ STARTED = "DILOCO_STARTED_HERE"
 
 @dataclass(frozen=True)
 class World:
-    """Which process of the run this is. Ranks of one replica follow each other."""
+    """The place of a process in the run. The ranks of one replica are consecutive."""
 
     rank: int
     size: int
@@ -34,7 +34,7 @@ class World:
 
 
 def world_from(environment: Mapping[str, str], shards: int, replicas: int | None) -> World | None:
-    """This process's place if torchrun or Slurm gave it one, else None."""
+    """This process's place if torchrun or Slurm gave it one, otherwise None."""
     if {"RANK", "WORLD_SIZE"} <= environment.keys():
         rank, size, local = (int(environment.get(key, 0)) for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     elif int(environment.get("SLURM_NTASKS", 1)) > 1 and "SLURM_PROCID" in environment:
@@ -43,7 +43,7 @@ def world_from(environment: Mapping[str, str], shards: int, replicas: int | None
         return None
     if size % shards or (replicas is not None and replicas * shards != size):
         wanted = f"replicas={replicas}, shards={shards}" if replicas else f"shards={shards}"
-        raise ConfigError(f"{wanted} with {size} processes: start replicas · shards of them")
+        raise ConfigError(f"{wanted} with {size} processes: start replicas · shards processes")
     return World(rank, size, local, shards)
 
 
@@ -52,7 +52,7 @@ def address_from(environment: Mapping[str, str]) -> tuple[str, int]:
     if "MASTER_ADDR" in environment:
         return environment["MASTER_ADDR"], int(environment.get("MASTER_PORT", 29500))
     nodes = environment.get("SLURM_STEP_NODELIST", environment.get("SLURM_JOB_NODELIST", ""))
-    port = 20_000 + int(environment.get("SLURM_JOB_ID", 0)) % 10_000  # the same for all, rarely another job's
+    port = 20_000 + int(environment.get("SLURM_JOB_ID", 0)) % 10_000  # the same on all nodes; two jobs rarely share one
     return first_node(nodes), port
 
 
@@ -64,7 +64,7 @@ def first_node(nodes: str) -> str:
     match = re.match(r"([^,\[]+)(?:\[(\d+))?", nodes)
     if match is None:
         raise ConfigError(
-            "Slurm gives no list of nodes (SLURM_STEP_NODELIST); set MASTER_ADDR to the first node's name"
+            "Slurm gives no list of nodes (SLURM_STEP_NODELIST): set MASTER_ADDR to the name of the first node"
         )
     return match[1] + (match[2] or "")
 
@@ -74,7 +74,7 @@ def own_world(shards: int, replicas: int | None) -> World | None:
 
 
 def started_here() -> bool:
-    """Whether `start` has started this process, which then watches and shows the run."""
+    """Whether `supervise.start` has started this process. Then the process that called it shows the run."""
     return STARTED in os.environ
 
 
@@ -83,7 +83,7 @@ def own_address() -> tuple[str, int]:
 
 
 def alone() -> None:
-    """This process talks to no other: gloo must not look for the machine's name, which may not resolve."""
+    """For a process that talks to no other: keep gloo from resolving the machine's name, which may fail."""
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 

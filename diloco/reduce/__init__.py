@@ -1,8 +1,8 @@
-"""Reduce: who computes the mean of the deltas over the replicas. Three answers to one question, one seam.
+"""Reduce: the mean of the deltas over the replicas. Three implementations of one protocol.
 
 `reduce.local` runs M replicas in one process, `reduce.collective` uses a torch.distributed group with fixed members,
-and `diloco.bucket` lets members come and go, with a folder or an object store between them. A reducer knows fragments
-only as numbers and flat values, and nothing of models.
+and `diloco.bucket` lets members come and go, with a folder or an object store between them. A reducer sees
+fragments as numbers and flat values, and never a model.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +27,7 @@ class State:
     outer: Tensor
 
     def fingerprint(self) -> int:
-        """A sum over all bits, modulo a prime: equal states have equal ones, and one flipped bit changes it."""
+        """A sum over all bits, modulo a prime: equal states give the same, one flipped bit gives another."""
         anchor, outer = _words(self.anchor), _words(self.outer)
         return (anchor + 0x9E3779B97F4A7C15 * outer) % ((1 << 63) - 25)
 
@@ -38,10 +38,10 @@ class Delta:
 
     values: Tensor  # anchor − local, flat fp32 on the host
     weight: float  # work since the last round that counted: tokens, or steps
-    tokens: bool  # which of the two
+    tokens: bool  # whether the weight counts tokens
     fingerprint: int  # of the state that the delta is against
     fault: int | None = None  # the span that holds inf or nan
-    feedback: bool = False  # the round must tell `own`
+    feedback: bool = False  # the round must have `own`
 
 
 @dataclass(frozen=True)
@@ -56,20 +56,22 @@ class Round:
     received: int = 0
     seconds: float = 0.0  # from send to result
     faults: Mapping[str, int] = field(default_factory=dict)  # member → span; then nothing is applied
-    own: Callable[[], Tensor] | None = None  # this replica's delta as the others decoded it; None: not asked, not known
+    own: Callable[[], Tensor] | None = (
+        None  # this replica's delta as the others decoded it; None: not asked or not known
+    )
 
 
 @dataclass(frozen=True)
 class Jump:
-    """Not a round but its outcome: take this state as it is."""
+    """Instead of rounds, their outcome: take this state."""
 
     state: State
 
 
 @dataclass(frozen=True)
 class Dropped:
-    """The round that was sent will not take place. What was trained stays in the next delta, unless it is to be given
-    up: `reset` puts local back to the anchor (a delta with inf or nan, where others go on without it)."""
+    """The round that was sent will not take place. The work stays in the next delta. With `reset` it is lost: local
+    goes back to the anchor (after a delta with inf or nan, when the others continue without it)."""
 
     reset: bool = False
 
@@ -78,7 +80,7 @@ class Reduce(Protocol):
     """All calls come from the training thread. Only `join`, `take` of a round that was sent, and `settle` may wait."""
 
     def join(self, contract: Contract, states: Sequence[State], codecs: Sequence[Codec]) -> list[State | None]:
-        """Compare the contract; agree on every fragment's state. Returns the states to take; None: the own one."""
+        """Compare the contract; agree on every fragment's state. Returns the states to take; None: keep the own."""
         ...
 
     def due(self, fragment: int, steps: int, slot: bool) -> bool:
@@ -86,7 +88,7 @@ class Reduce(Protocol):
         ...
 
     def send(self, fragment: int, index: int, delta: Callable[[], Delta]) -> None:
-        """Start round `index`; returns at once. `delta` is called once, on whatever thread does the work."""
+        """Start round `index`; returns at once. `delta` is called once, on the thread that does the work."""
         ...
 
     def take(self, fragment: int, index: int) -> Round | Jump | Dropped | None:
@@ -98,11 +100,11 @@ class Reduce(Protocol):
         ...
 
     def settle(self) -> None:
-        """All replicas are done with their steps. Rounds that not all have started end as Dropped."""
+        """All replicas are done with their steps. Rounds that some replicas have not started end as Dropped."""
         ...
 
     def leave(self) -> None:
-        """Take no further part. May be called twice."""
+        """Leave the other replicas. May be called twice."""
         ...
 
 

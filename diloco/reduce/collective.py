@@ -41,12 +41,12 @@ class Collective:
     """The mean over the replicas of a process group.
 
     Args:
-        group: the ranks that hold the same part of the model, one for each replica; by default all ranks. With FSDP2
+        group: the ranks that hold the same part of the model, one in each replica; by default all ranks. With FSDP2
             inside a replica, the group of the mesh's replica dimension: `mesh.get_group("replica")`.
-        shards: with FSDP2 inside a replica, its ranks: what ends a round for one of them ends it for all.
+        shards: with FSDP2 inside a replica, its ranks: an error in a round on one of them ends it on all.
         ddp_ranks: with DDP inside a replica, its ranks: each of them carries its share of the traffic.
-        streams: TCP connections to use at once; on a long link one stream does not fill it.
-        timeout: seconds that an exchange may take, waiting for slower replicas included; then a peer counts as lost.
+        streams: TCP connections to use at once; a single one does not fill a long link.
+        timeout: seconds that an exchange may take, including the wait for slower replicas; then a peer counts as lost.
         mean_codec: the codec of the averaged shares (4 or more replicas); by default that of the deltas.
     """
 
@@ -80,7 +80,7 @@ class Collective:
 
     def join(self, contract: Contract, states: Sequence[State], codecs: Sequence[Codec]) -> list[State | None]:
         self._codecs = codecs
-        self._rounds.clear()  # of a time line that was given up by loading a state
+        self._rounds.clear()  # loading a state has made them obsolete
         if self._connection is None:
             self._connection = _Connection(CommThread())
         return self._submit("join", self._join, contract, states).result()
@@ -123,7 +123,7 @@ class Collective:
             return work(connection.groups, *args)
         except Broken as error:
             connection.lost = f"{what}, {time.perf_counter() - began:.1f} s: {error}. The state can still be saved."
-            connection.drop()  # at once, so that survivors that wait for this replica learn of it too
+            connection.drop()  # at once, so that replicas that wait for this one also learn of it
             raise PeerLost(connection.lost) from None
 
     def _join(self, groups: Groups, contract: Contract, states: Sequence[State]) -> list[State | None]:
@@ -141,7 +141,7 @@ class Collective:
             for tensor in (arrived.anchor, arrived.outer):
                 groups.broadcast(tensor, source)
             if held[self.replica][i] != held[source][i]:
-                # Into the tensors that are there, once all has come: no second copy of the model, and no half state.
+                # Into the existing tensors, after everything has arrived: no second copy of the model, no half state.
                 mine = states[i]
                 mine.index = arrived.index
                 mine.anchor.copy_(arrived.anchor)
@@ -161,7 +161,7 @@ class Collective:
         faults = _agree(groups, headers)
         weights = [h.weight for h in headers]
         members = {str(m): weight for m, weight in enumerate(weights)}
-        if faults or not any(weights):  # nothing will be applied, so nothing need be sent
+        if faults or not any(weights):  # nothing will be applied, so do not send
             return Round(index, delta.values, members, faults=faults)
         n, codec, before = len(delta.values), self._codecs[fragment], groups.sent
         share = parts(n, len(self._ddp_ranks))[self._ddp_ranks.index(dist.get_rank())]
@@ -176,20 +176,20 @@ class Collective:
         decode = partial(decode_cuts, codec, payloads, share.stop - share.start, self.replicas)
         if len(self._ddp_ranks) == 1:
             return decode
-        whole = groups.gather_ddp(decode(), n)  # here, in step with the other ranks of this replica
-        return lambda: whole
+        gathered = groups.gather_ddp(decode(), n)  # now, as the other ranks of this replica do
+        return lambda: gathered
 
     def _mean_by_gather(
         self, groups: Groups, codec: Codec, payloads: list[Tensor], n: int, weights: list[float]
     ) -> Tensor:
-        """Everyone gets all deltas, its own too as the others see it, and averages."""
+        """Each replica gets all deltas, its own as the others see it, and averages them."""
         received = groups.all_to_all(payloads * self.replicas, [len(payloads[0])] * self.replicas)
         return mean(codec, received, weights, n)
 
     def _mean_by_parts(
         self, groups: Groups, codec: Codec, payloads: list[Tensor], n: int, weights: list[float]
     ) -> Tensor:
-        """Everyone averages one part and hands it round; quantised deltas are never summed on their way."""
+        """Each replica averages one part and sends it to all: unlike in a ring, partial sums are never quantised."""
         mean_codec = self._mean_codec or codec
         counts = [cut.stop - cut.start for cut in cuts(n, self.replicas)]
         mine = counts[self.replica]
@@ -200,11 +200,11 @@ class Collective:
 
     def _settle(self, groups: Groups) -> None:
         while not all(h.kind is Kind.SETTLE for h in groups.exchange(Header(Kind.SETTLE))):
-            pass  # a replica still trains: the round that it has just started is dropped
+            pass  # a replica still trains: drop the round that it has just started
 
 
 def _agree(groups: Groups, headers: Sequence[Header]) -> dict[str, int]:
-    """The faults that any rank of this replica knows of. What one of them finds wrong is raised on all."""
+    """The faults known to any rank of this replica. An error found by one of them is raised on all."""
     faults, wrong = {str(m): h.fault for m, h in enumerate(headers) if h.fault >= 0}, None
     try:
         check_round(headers)

@@ -7,8 +7,8 @@ from diloco.reduce import Contract
 
 
 def compare(contracts: Sequence[Contract], names: Sequence[str] = ()) -> None:
-    """Raise a Mismatch that names every setting on which replicas differ, with both values. `names`: of whom, else they
-    are replica 0, replica 1, …"""
+    """Raise a Mismatch that names every setting on which replicas differ, with both values.
+    `names`: of the replicas; by default replica 0, replica 1, …"""
     called = names or [f"replica {m}" for m in range(len(contracts))]
     differences = []
     for key in dict.fromkeys(key for contract in contracts for key in contract):
@@ -38,10 +38,10 @@ def _show(value: object) -> str:
 
 
 def sources(held: Sequence[Sequence[tuple[int, int]]]) -> list[int | None]:
-    """For each fragment the replica whose state all take, or None where all are equal.
+    """For each fragment, the replica with the state that all take, or None where all are equal.
 
-    `held[replica][fragment]` is (index, fingerprint). Who is behind gets the state of one that is ahead. At round 0
-    states may differ (other seeds): the first replica's is taken. Later they must not.
+    `held[replica][fragment]` is (index, fingerprint). A replica that is behind gets the state of one that is ahead.
+    At round 0 states may differ (different seeds): all take the first replica's. Later they must be equal.
     """
     out: list[int | None] = []
     for fragment, states in enumerate(zip(*held, strict=True)):

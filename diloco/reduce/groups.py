@@ -1,7 +1,7 @@
 """The process groups of a Collective, and the exchanges on them. Gloo on the host carries everything.
 
-The groups are our own: the user's collectives come from another thread, in an order that we do not know. They are not
-registered with torch.distributed, which would use names and keys again after a group was destroyed.
+The groups are separate from the user's, which other threads use in an unknown order. They are not registered with
+torch.distributed, which would reuse names and keys after a group was destroyed.
 """
 
 import json
@@ -49,7 +49,7 @@ class Groups:
             raise Broken(_explain(str(error), self._timeout)) from None
 
     def open(self, streams: int, ddp_ranks: list[int], shards: list[int]) -> None:
-        """Open the other groups, once all replicas are known to want the same."""
+        """Open the other groups, after all replicas have agreed on the settings."""
         if self._payload:
             return
         self._payload = [self._group(f"payload {i}", self._ranks) for i in range(streams)]
@@ -58,7 +58,7 @@ class Groups:
         self._shards = self._group("shards", shards) if len(shards) > 1 else None
 
     def drop(self) -> None:
-        """Close the connections, which is what tells the others."""
+        """Close the connections: so the others learn that this replica is gone."""
         self._control, self._payload, self._ddp, self._shards = None, [], None, None
 
     def exchange(self, header: Header) -> list[Header]:
@@ -91,7 +91,7 @@ class Groups:
             self._wait([self._control.broadcast(tensor, source)])
 
     def all_to_all(self, payloads: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
-        """Give each replica the payload for it; take from each what it has for this one, sizes[m] bytes."""
+        """Send each replica its payload; receive sizes[m] bytes from each replica m."""
         streams, out = len(self._payload), [torch.empty(size, dtype=torch.uint8) for size in sizes]
         out[self._replica] = payloads[self._replica]
         ours, theirs = ([t.tensor_split(streams) for t in tensors] for tensors in (payloads, out))
@@ -110,11 +110,11 @@ class Groups:
     def _start(self, group: Any, ours: list[Tensor], theirs: list[Tensor]) -> list[Any]:
         """Straight to each peer, every receive posted before any send.
 
-        gloo announces a receive on the connection that carries the data: behind megabytes of our own the peer sees it
-        only when ours are through, and the link works one way at a time. gloo's own all_gather and all_to_all often do
-        that (50 to 75 % of a 100 Mbit/s link in two rounds of three; in this order 99 % in all).
-        Sends and receives cannot be asked whether they are done. A byte to each peer at the end can, and it travels
-        behind them on the same connections.
+        gloo announces a receive on the connection that carries the data: behind megabytes that we send, the peer sees
+        it late, and the link works in one direction at a time. gloo's own all_gather and all_to_all often do that
+        (50 to 75 % of a 100 Mbit/s link in two rounds of three; in this order 99 % in all rounds).
+        Sends and receives cannot be asked whether they are done. A byte to each peer at the end can, and it follows
+        them on the same connections.
         """
         peers = [(self._replica + i) % self._replicas for i in range(1, self._replicas)]
         receives = [group.recv([theirs[m]], m, 0) for m in peers if len(theirs[m])]
@@ -136,7 +136,7 @@ class Groups:
         """Sleep until all are done, checking after ever longer pauses: at most 10 % more time, 50 checks in 100 ms.
 
         A check takes 25 µs from the core that trains.
-        Not in `work.wait()`: a thread that is in there when the interpreter ends aborts the process.
+        Not in `work.wait()`: a thread that is inside it when the interpreter ends aborts the process.
         """
         began = time.perf_counter()
         while poll and not all(work.is_completed() for work in works):

@@ -1,4 +1,4 @@
-"""The few bytes that go before each payload, so that all replicas end a round alike instead of hanging."""
+"""The header before each payload. It lets all replicas end a round in the same way instead of hanging."""
 
 import enum
 import struct
@@ -40,12 +40,12 @@ class Header:
 
 
 def settling(headers: Sequence[Header]) -> bool:
-    """Whether some replica is done with its steps, so that a round which others start is dropped by all."""
+    """Whether a replica has finished its steps. Then all drop a round that others start."""
     return any(h.kind is Kind.SETTLE for h in headers)
 
 
 def check_round(headers: Sequence[Header]) -> None:
-    """Raise, alike on every replica, unless all bring a delta of the same round against the same state."""
+    """Raise the same error on every replica unless all bring a delta of the same round against the same state."""
     first = headers[0]
     for m, h in enumerate(headers):
         if h.kind is not first.kind:
@@ -59,7 +59,7 @@ def check_round(headers: Sequence[Header]) -> None:
                 f"of fragment {first.fragment}: they resumed from different steps; resume all from the same one"
             )
         if h.tokens is not first.tokens:
-            raise Mismatch(f"of the replicas 0 and {m} only one calls count(tokens): let all call it or none")
+            raise Mismatch(f"only one of the replicas 0 and {m} calls count(tokens): let all call it, or none")
         if h.fingerprint != first.fingerprint:
             raise Diverged(
                 f"replicas 0 and {m} hold different anchors or outer state at round {h.index - 1} of fragment "

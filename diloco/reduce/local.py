@@ -1,6 +1,6 @@
 """Reduce between M replicas in one process, for studies and tests: the same loop, the same bits as the collective.
 
-M threads run the unmodified loop, one at a time; a replica that would wait hands the baton to the next that can go on.
+M threads run the unmodified loop, one at a time: a replica that would wait passes the turn to the next that can run.
 So the order of execution, and with it every random number, is the same each time.
 """
 
@@ -55,7 +55,7 @@ def run(replicas: int, loop: Callable[["Local"], T], *, mean_codec: Codec | None
 
 
 class _Board:
-    """What the replicas share, and whose turn it is."""
+    """What the replicas share, and which of them has the turn."""
 
     def __init__(self, replicas: int, mean_codec: Codec | None) -> None:
         self.replicas, self.mean_codec = replicas, mean_codec
@@ -78,7 +78,7 @@ class _Board:
             self.condition.wait_for(lambda: self.holder == m)
 
     def wait(self, m: int, until: Callable[[], bool]) -> None:
-        """Hand the baton on and come back with it once `until` holds."""
+        """Pass the turn on; return when `until` holds and the turn is back."""
         with self.condition:
             self.waiting[m] = until
             if self.holder == m:
@@ -87,7 +87,7 @@ class _Board:
             del self.waiting[m]
 
     def some_will_not_send(self, deltas: Collection[int]) -> bool:
-        """Whether a replica that is done with its steps is missing, while others still train."""
+        """Whether a replica that has finished its steps is missing while others still train."""
         return len(self.settled) < self.replicas and any(m not in deltas for m in self.settled)
 
     def pass_on(self, m: int) -> None:
@@ -95,7 +95,7 @@ class _Board:
             self._next(m)
 
     def _next(self, m: int) -> None:
-        """The next replica in turn that can go on. If none can, the one after m goes on, to find out why."""
+        """Give the turn to the next replica that can run. If none can, the one after m gets it, to raise the reason."""
         order = [(m + i) % self.replicas for i in range(1, self.replicas + 1)]
         alive = [r for r in order if r not in self.gone]
         able = [r for r in alive if r not in self.waiting or self.waiting[r]()]
@@ -111,7 +111,7 @@ class _Join:
 
 @dataclass
 class _Outcome:
-    """What the collective would give to all replicas, who has taken it, and the deltas as they were encoded."""
+    """What the collective would give to all replicas, the replicas that took it, and the encoded deltas."""
 
     round: Round | DiLoCoError
     encoded: list[list[Tensor]]
@@ -136,7 +136,7 @@ class Local:
         meeting.offers[self.replica] = (contract, states)
         self._wait("join", lambda: len(meeting.offers) == self.replicas)
         self._began.clear()
-        self._board.clear()  # all are here: what is left is of a run that has finished or was given up
+        self._board.clear()  # all are here: the rest belongs to a run that has ended
         offers = [meeting.offers[m] for m in range(self.replicas)]
         compare([theirs for theirs, _ in offers])
         held = [[(s.index, s.fingerprint()) for s in theirs] for _, theirs in offers]
@@ -145,7 +145,7 @@ class Local:
             if source is not None and held[source][i] != held[self.replica][i]:
                 theirs = offers[source][1][i]
                 out[i] = State(theirs.index, theirs.anchor.clone(), theirs.outer.clone())
-        meeting.done.add(self.replica)  # a source must not train on before all have copied
+        meeting.done.add(self.replica)  # a source must not train before all have copied
         self._wait("join", lambda: len(meeting.done) == self.replicas)
         return out
 

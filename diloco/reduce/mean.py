@@ -1,4 +1,4 @@
-"""The weighted mean of encoded deltas: summed in fp32, in the order of the replicas, so that all get the same bits."""
+"""The weighted mean of encoded deltas: summed in fp32, in the order of the replicas, so that all get equal bits."""
 
 from collections.abc import Sequence
 
@@ -8,12 +8,12 @@ from torch import Tensor
 from diloco.codec import Codec, chunks, pack, unpack
 
 GATHER = 3
-"""Up to this many replicas everyone gathers all deltas: one quantisation, one round trip; fewest bytes at 2, and 1.5
-times the fewest at 3. Above, each replica averages one share and the shares are gathered."""
+"""Up to this many replicas, each gathers all deltas: one quantisation, one round trip; the fewest bytes at 2, and 1.5
+times the fewest at 3. With more, each replica averages one share, and the shares are gathered."""
 
 
 def shares(weights: Sequence[float]) -> list[float]:
-    """Weights that sum to 1; equal ones if there is no work at all."""
+    """Weights that sum to 1; equal ones if all are 0."""
     total = sum(weights)
     return [w / total for w in weights] if total else [1 / len(weights)] * len(weights)
 
@@ -24,7 +24,7 @@ def mean(codec: Codec, payloads: Sequence[Tensor], weights: Sequence[float], n: 
 
 
 def weighted(codec: Codec, payloads: Sequence[Tensor], factors: Sequence[float], n: int) -> Tensor:
-    """Σ factor · decoded delta, every multiply and add rounded by itself, in fp32."""
+    """Σ factor · decoded delta, with every multiply and add rounded separately, in fp32."""
     out = torch.empty(n, dtype=torch.float32, device="cpu")
     for values, data in chunks(codec, n):
         total, count = out[values], values.stop - values.start
@@ -44,7 +44,7 @@ def parts(n: int, replicas: int) -> list[slice]:
 
 
 def cuts(n: int, replicas: int) -> list[slice]:
-    """How a delta is cut before it is encoded: a part for each replica that averages one, or not at all."""
+    """How a delta is cut before it is encoded: one part for each replica, or no cut."""
     return parts(n, replicas) if replicas > GATHER else [slice(0, n)]
 
 
@@ -68,7 +68,7 @@ def reference_mean(codec: Codec, mean_codec: Codec, deltas: Sequence[Tensor], we
 def mean_of_encoded(
     codec: Codec, mean_codec: Codec, encoded: Sequence[Sequence[Tensor]], weights: Sequence[float], n: int
 ) -> Tensor:
-    """The same, of what `encode_cuts` gave for each replica."""
+    """The same, from the result of `encode_cuts` of each replica."""
     replicas = len(encoded)
     if replicas <= GATHER:
         return mean(codec, [payloads[0] for payloads in encoded], weights, n)

@@ -33,7 +33,7 @@ class CommThread:
         return future
 
     def close(self, last: Callable[[], None]) -> None:
-        """Stop after the job under way and `last`. Wait for it only briefly: the job may wait for other replicas."""
+        """Stop after the current job and `last`. Wait at most a second: the job may wait for other replicas."""
         self.submit(last)
         self._jobs.put(None)
         self._thread.join(timeout=1.0)
@@ -41,7 +41,7 @@ class CommThread:
             atexit.unregister(self._at_exit)
 
     def unless_exiting(self, act: Callable[[], None]) -> None:
-        """For a job: do what would abort the process while the interpreter ends. Then it sleeps until the end."""
+        """Call `act`, unless the interpreter is ending, when it would abort the process: then sleep until the end."""
         with self._exit:
             if not self._exiting:
                 act()
@@ -53,7 +53,7 @@ class CommThread:
             self._exiting = True
 
     def _serve(self, ready: threading.Event) -> None:
-        torch.set_num_threads(1)  # one core's worth of work; the others belong to training
+        torch.set_num_threads(1)  # one core; the others belong to training
         torch.get_num_threads()  # reading the value pins it for this thread
         ready.set()
         while (queued := self._jobs.get()) is not None:
@@ -62,4 +62,4 @@ class CommThread:
                 future.set_result(job(*args))
             except BaseException as error:
                 future.set_exception(error)
-            del queued, job, args, future  # they hold a delta and a mean, and the next job may come much later
+            del queued, job, args, future  # free the delta and the mean: the next job may come much later

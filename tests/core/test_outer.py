@@ -69,17 +69,14 @@ def test_impossible_rules_are_refused_with_what_is_allowed(make):
 
 def test_an_outer_rule_has_a_name_and_its_numbers_in_order():
     assert outer_named("nesterov:0.6,0.9") == Nesterov(0.6, 0.9)
-    assert outer_named("nesterov:0.7") == Nesterov(0.7)
     assert outer_named("sgd:1") == SGD(1.0)
     assert outer_named("sgd") == SGD()
 
 
-@pytest.mark.parametrize("text", ["adam:1", "nesterov:fast", "sgd:1,2", "nesterov:1,,", ""])
+@pytest.mark.parametrize("text", ["adam:1", "nesterov:fast", "nesterov:0.7", "nesterov:", "sgd:1,2", "sgd:-1", ""])
 def test_a_wrong_name_of_an_outer_rule_says_what_is_allowed(text):
-    with pytest.raises(ConfigError, match="give nesterov:LR,MOMENTUM or sgd:LR"):
+    with pytest.raises(ConfigError, match="nesterov:LR,MOMENTUM, sgd or sgd:LR, with a positive LR"):
         outer_named(text)
-    with pytest.raises(ConfigError, match=r"outer lr=-1\.0: give a positive number"):
-        outer_named("nesterov:-1")
 
 
 def test_naming_an_outer_rule_imports_no_torch():
