@@ -90,8 +90,8 @@ def outer_named(text: str) -> Outer:
         if rule is not None and len(words) == (len(fields(rule)) if colon else 1):
             return rule(*map(float, words)) if colon else rule()
     raise ConfigError(
-        f"outer={text!r}: give nesterov, nesterov:LR,MOMENTUM, sgd or sgd:LR, with a positive LR and a MOMENTUM from 0 up "
-        "to, not including, 1, as in nesterov:0.6,0.9"
+        f"outer={text!r}: give nesterov, nesterov:LR,MOMENTUM, sgd or sgd:LR, with a positive LR and a MOMENTUM from 0 "
+        "up to, not including, 1, as in nesterov:0.6,0.9"
     )
 
 

@@ -121,7 +121,7 @@ class FragmentSync:
         self.view.write(self.state.anchor)
 
     def go_back(self, work: float) -> None:
-        """Set the local values to the anchor. A delta in flight stays in flight; if it does not count, its work is lost."""
+        """Set the local values to the anchor. A delta in flight stays so; if it is not counted, its work is lost."""
         self.view.write(self.state.anchor)
         self.counted = work
         self._forget_residual()

@@ -50,7 +50,7 @@ def main(config: CompareConfig) -> int:
     runs: list[Path] = []
     for label, cell in cells:
         cell = replace(cell, out=home, name=label)
-        begun = (home / label / "config.toml").exists()  # interrupted before: go on where it stopped
+        begun = (home / label / "config.toml").exists()  # interrupted before: continue where it stopped
         if begun:
             _check_same(cell, home / label)
         if _finished(home / label):
@@ -75,7 +75,7 @@ def _finished(folder: Path) -> bool:
 
 
 def _check_same(cell: TrainConfig, folder: Path) -> None:
-    """What was given must be what the run there was made with."""
+    """Raise unless the run in the folder was started with the same settings."""
     before = parse(TrainConfig, stored(folder / "config.toml"))
     for field in fields(TrainConfig):
         given, was = getattr(cell, field.name), getattr(before, field.name)
@@ -88,7 +88,7 @@ def plan(config: CompareConfig) -> list[tuple[str, TrainConfig]]:
     methods = config.methods.split(",")
     for method in methods:
         if method not in METHODS:
-            raise ConfigError(f"methods={config.methods}: {method!r} is none of {', '.join(METHODS)}")
+            raise ConfigError(f"methods={config.methods}: {method!r} is not a method; give {', '.join(METHODS)}")
     if config.bucket is not None:
         raise ConfigError("compare starts its replicas here: leave --bucket out")
     if config.seeds < 1:

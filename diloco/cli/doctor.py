@@ -1,8 +1,4 @@
-"""`diloco doctor`: what this machine has, and, between replicas, what the link gives.
-
-Alone it looks at this machine. Started with torchrun on every machine of a run it also measures the link from the first
-replica to each other one.
-"""
+"""`diloco doctor`: check this machine and, if torchrun starts it on every machine of a run, the links between them."""
 
 import importlib.util
 import json
@@ -108,7 +104,7 @@ def _port() -> Finding:
 
 
 def measure(world: World, megabytes: float) -> list[Finding]:
-    """Round trip and bandwidth, both ways at once, between the first replica and each other one."""
+    """Round trip and bandwidth, in both directions at once, between the first replica and each other one."""
     import torch
     import torch.distributed as dist
 

@@ -68,7 +68,7 @@ def _write(settings: TrainConfig, checkpoint: Path, to: Path) -> None:
     model.load_state_dict(state["model"])
 
     def with_anchors(reduce: local.Local) -> None:
-        """Checkpoints hold the replica's own weights, and the anchors beside them."""
+        """A checkpoint holds the replica's own weights and, separately, the anchors."""
         diloco = attach(model, adamw(model, settings), settings, None, reduce)
         if diloco:
             with alone():
@@ -80,7 +80,7 @@ def _write(settings: TrainConfig, checkpoint: Path, to: Path) -> None:
 
 
 def _start_shards(shards: int, words: list[str]) -> None:
-    """A rank's checkpoint has its shard of the anchors: as many processes as the replica had bring them together."""
+    """Each rank's checkpoint has one shard of the anchors: start one process for each, to gather them."""
     with tempfile.TemporaryDirectory() as logs:
         code, reason = supervise.start(["export", *words], shards, Path(logs), shards, lambda: None)
         if code:
@@ -104,8 +104,8 @@ def _write_shards(settings: TrainConfig, checkpoint: Path, to: Path) -> None:
     assert world is not None
     meet(world)
     corpus = prepare(settings.data, settings.tokenizer)
-    whole = build(settings.model, corpus.tokenizer.vocabulary, settings.context, settings.seed)
-    model, mesh = spread(copy.deepcopy(whole), settings, world, torch.device("cpu"))
+    complete_model = build(settings.model, corpus.tokenizer.vocabulary, settings.context, settings.seed)
+    model, mesh = spread(copy.deepcopy(complete_model), settings, world, torch.device("cpu"))
     diloco = attach(model, adamw(model, settings), settings, mesh)
     state = {"model": get_model_state_dict(model)}
     dcp.load(state, checkpoint_id=checkpoint)
@@ -115,6 +115,6 @@ def _write_shards(settings: TrainConfig, checkpoint: Path, to: Path) -> None:
     with diloco.anchors() if diloco else contextlib.nullcontext():
         weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     if world.rank == 0:
-        whole.load_state_dict(weights)
-        export_module(whole, corpus.tokenizer, to)
+        complete_model.load_state_dict(weights)
+        export_module(complete_model, corpus.tokenizer, to)
     dist.destroy_process_group()

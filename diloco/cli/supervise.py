@@ -23,7 +23,7 @@ def start(
 ) -> tuple[int, str]:
     """Run `python -m diloco WORDS` in `size` processes here; return their exit code and the reason if they failed.
 
-    `watch` is called several times a second. If one process fails, all stop. `keep`: open files that they hold too.
+    `watch` is called several times a second. If one process fails, all stop. They inherit the open files `keep`.
     """
     asked: list[int] = []
     before = {s: signal.signal(s, lambda number, _: asked.append(number)) for s in ASKS}
@@ -48,7 +48,7 @@ def _spawn(
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // size, 1))),
     }
     if sys.platform == "linux":
-        common["GLOO_SOCKET_IFNAME"] = "lo"  # the machine's name may not resolve, above all without a network
+        common["GLOO_SOCKET_IFNAME"] = "lo"  # the machine's name may not resolve, above all offline
     processes = []
     for rank in range(size):
         world = World(rank, size, rank, shards)
@@ -68,13 +68,13 @@ def _spawn(
 def _attend(
     processes: list[subprocess.Popen[bytes]], folder: Path, watch: Callable[[], None], asked: list[int]
 ) -> tuple[int, str]:
-    """`asked`: the signals that came, which grows."""
+    """Watch the processes until all have ended. `asked`: the signals so far, which grows."""
     passed_on, failed_at = 0, None
     try:
         while any(p.poll() is None for p in processes):
             if failed_at is None and any(p.poll() for p in processes):
                 failed_at = time.monotonic()
-            if len(asked) > passed_on:  # the first asks for a checkpoint, the second does not wait for it
+            if len(asked) > passed_on:  # the first asks for a checkpoint, the second ends at once
                 passed_on = len(asked)
                 first = passed_on == 1
                 trains = any(folder.glob("replica-*/metrics.jsonl"))
@@ -91,8 +91,10 @@ def _attend(
     if failed_at is None and not any(p.returncode for p in processes):
         return (130, "") if asked else (0, "")
     if passed_on == 1 and any(p.returncode == -signal.SIGTERM for p in processes):
-        whole = any(folder.glob("replica-*/checkpoints/step-*"))  # it trains no more, or not yet: nobody could save
-        return 130, "stopped; " + ("go on with --resume" if whole else "no step was done, there is nothing to resume")
+        saved = any(folder.glob("replica-*/checkpoints/step-*"))  # before and after training a signal saves nothing
+        return 130, "stopped; " + (
+            "continue with --resume" if saved else "no step was done, there is nothing to resume"
+        )
     return (130, "") if passed_on > 1 else _reason(processes, folder)
 
 
@@ -103,7 +105,7 @@ def _signal_all(processes: list[subprocess.Popen[bytes]], number: int) -> None:
 
 
 def _reason(processes: list[subprocess.Popen[bytes]], folder: Path) -> tuple[int, str]:
-    """The error that came first: those that only say that another replica is gone come last."""
+    """Exit code and text of the first error. Errors that only report the loss of another replica come last."""
     errors = [json.loads(path.read_text()) for path in sorted(folder.glob("replica-*/error-*.json"))]
     errors.sort(key=lambda e: (e["type"] == "PeerLost", e["time"]))
     killed = [f"process {rank} was killed by signal {-p.returncode}" for rank, p in enumerate(processes)

@@ -27,7 +27,7 @@ EXAMPLES = (
 
 
 def complete(words: Sequence[str]) -> list[str]:
-    """With `--resume`, the flags of that run, then the words given: what is not given stays as it was."""
+    """With `--resume`, put the stored flags of the run before the given words: what is not given stays as it was."""
     if "--resume" not in words:
         return list(words)
     apart = [part for word in words for part in (word.split("=", 1) if word.startswith("--") else [word])]
@@ -40,9 +40,9 @@ def complete(words: Sequence[str]) -> list[str]:
     try:
         before = stored(folders.existing(Path(given.get("--out", "runs")), given.get("--name")) / "config.toml")
     except ConfigError:
-        return list(words)  # the same error is raised, with more to say, when the run starts
+        return list(words)  # starting the run raises the same error
     if "--tokens" in given:
-        _drop(before, "--steps")  # the number of steps follows from the tokens
+        _drop(before, "--steps")  # they follow from the tokens
     if ":" in given.get("--outer", ""):
         _drop(before, "--outer-lr", "--outer-momentum")
     return [*before, *words]
@@ -54,12 +54,6 @@ def _drop(words: list[str], *flags: str) -> None:
         if flag in words:
             at = words.index(flag)
             del words[at : at + 2]
-
-
-def _folder(config: TrainConfig) -> Path:
-    if config.resume:
-        return folders.existing(config.out, config.name)
-    return folders.new(config.out, config.name, f"{config.model}-{config.method}")
 
 
 def main(config: TrainConfig) -> int:
@@ -92,10 +86,16 @@ def run_here(config: TrainConfig, *, show: bool = True) -> tuple[int, Path]:
     if reason:
         print(f"diloco: {reason}", file=sys.stderr)
     if code in (2, 130) and not (folder / "config.toml").exists():
-        shutil.rmtree(folder)  # refused or stopped before anything was there to keep
+        shutil.rmtree(folder)  # refused, or stopped before there was anything to keep
     if show and (folder / "summary.json").exists() and code in (0, 130):
         show_run(folder, config.json)
     return code, folder
+
+
+def _folder(config: TrainConfig) -> Path:
+    if config.resume:
+        return folders.existing(config.out, config.name)
+    return folders.new(config.out, config.name, f"{config.model}-{config.method}")
 
 
 def _say_what_changed(config: TrainConfig, folder: Path) -> None:
@@ -106,20 +106,8 @@ def _say_what_changed(config: TrainConfig, folder: Path) -> None:
     print(f"resume with the settings of {folder / 'config.toml'}{text}", file=sys.stderr)
 
 
-def show_run(folder: Path, as_json: bool) -> None:
-    if as_json:
-        print(json.dumps(json.loads((folder / "summary.json").read_text()) | {"run": str(folder)}))
-        return
-    from rich.console import Console
-
-    from diloco.report import terminal
-    from diloco.runs.reader import read
-
-    Console().print(terminal.table(read(folder)))
-
-
 def _be_rank(config: TrainConfig, world: World) -> int:
-    """One process of the run. Its reason to fail is one line; the traceback goes to the log."""
+    """Be one process of the run. An error is one line for the user; its traceback goes to the log."""
     _log_to_stderr()
     folder = config.out / (config.name or "run")
     try:
@@ -131,11 +119,11 @@ def _be_rank(config: TrainConfig, world: World) -> int:
         folder = _agree_on_folder(config, world, dist.distributed_c10d._get_default_store())
         from diloco.train.run import train
 
-        # Processes that `run_here` started leave it to hold the folder and to show the run.
+        # If `run_here` started this process, it holds the lock and shows the run itself.
         leads = world.shard == 0 and not started_here()
         with folders.locked(folder / f"replica-{world.replica}") if leads else contextlib.nullcontext():
             summary = train(config, world, folder)
-        dist.barrier()  # all have written their last line
+        dist.barrier()  # until all have written their last line
         if world.rank == 0:
             write_summary(folder, summary)
             if leads:
@@ -151,20 +139,8 @@ def _be_rank(config: TrainConfig, world: World) -> int:
         return code
 
 
-def _log_to_stderr() -> None:
-    """Our own lines, and the warnings of others."""
-    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
-    logging.getLogger("diloco").setLevel(logging.INFO)
-
-
-def _backend() -> str:
-    import torch
-
-    return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-
-
 def _agree_on_folder(config: TrainConfig, world: World, store: Any) -> Path:
-    """The first rank chooses for all, unless `run_here` has done so."""
+    """The folder that the first rank chooses for all, unless `run_here` has chosen it."""
     if world.rank == 0:
         chosen = config.out / str(config.name) if started_here() else _folder(config)
         store.set("folder", chosen.name)
@@ -174,7 +150,7 @@ def _agree_on_folder(config: TrainConfig, world: World, store: Any) -> Path:
 
 
 def _be_member(config: TrainConfig) -> int:
-    """One member of a run in a bucket, or one rank of it under torchrun. No other process is started or waited for."""
+    """Be one member of a run in a bucket, or one of its ranks under torchrun. Start no other process."""
     import torch.distributed as dist
 
     from diloco.rendezvous import meet
@@ -194,7 +170,7 @@ def _be_member(config: TrainConfig) -> int:
         config = replace(config, resume=check_folder(folder, config))
         if world.size > 1:
             meet(world, _backend())
-        else:  # the loop and its checkpoints need a group: this one has a single process and no address
+        else:  # the loop and its checkpoints need a process group, even for one process
             alone()
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         try:
@@ -208,6 +184,18 @@ def _be_member(config: TrainConfig) -> int:
     return 130 if summary["stopped"] else 0
 
 
+def _log_to_stderr() -> None:
+    """Log our own lines, and the warnings of other libraries."""
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    logging.getLogger("diloco").setLevel(logging.INFO)
+
+
+def _backend() -> str:
+    import torch
+
+    return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+
+
 def write_summary(folder: Path, summary: dict[str, Any]) -> None:
     from diloco.plan import check
     from diloco.report import html
@@ -218,3 +206,15 @@ def write_summary(folder: Path, summary: dict[str, Any]) -> None:
         summary["predicted_utilization"] = check.compare(folder).predicted
         path.write_text(json.dumps(summary, indent=1))
     html.write([folder], folder / "report.html")
+
+
+def show_run(folder: Path, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(json.loads((folder / "summary.json").read_text()) | {"run": str(folder)}))
+        return
+    from rich.console import Console
+
+    from diloco.report import terminal
+    from diloco.runs.reader import read
+
+    Console().print(terminal.table(read(folder)))

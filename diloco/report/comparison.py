@@ -1,6 +1,6 @@
 """Several runs side by side: what distinguishes them, and their gap to data-parallel.
 
-A gap is taken between runs of the same seed, which began alike and saw the same batches; its interval is over seeds.
+A gap is taken between runs with the same seed: same initial weights, same batches. Its interval is over seeds.
 """
 
 import math
@@ -49,7 +49,7 @@ def compare(runs: Sequence[RecordedRun]) -> list[Row]:
 
 
 def labels(runs: Sequence[RecordedRun]) -> list[str]:
-    """What distinguishes each run from the others, its seed apart: the method, then what varies among its runs."""
+    """What distinguishes each run from the others, except the seed: its method, and what varies within the method."""
     return [_label(run, _varied([other for other in runs if other.method == run.method])) for run in runs]
 
 
@@ -66,7 +66,7 @@ def interval(values: Sequence[float]) -> tuple[float, float | None]:
 
 
 def student(freedom: int) -> float:
-    """The t that 95 % of Student's distribution lie within, both sides.
+    """The t such that 95 % of Student's distribution lie between -t and t.
 
     The probability within ±t is a finite sum in θ = atan(t/√ν) if ν is an integer
     (Abramowitz and Stegun, 26.7.3 and 26.7.4).
@@ -107,7 +107,7 @@ def _gap(group: Sequence[RecordedRun], runs: Sequence[RecordedRun]) -> Gap | Non
     for run in group:
         paired = [other for other in data_parallel if other.seed == run.seed]
         if paired and run.figures.loss is not None:
-            # If several have that seed (with different lr, say): the one that shares most settings with this run.
+            # If several have that seed (with different lr, say), take the one that shares most settings with this run.
             like = max(paired, key=lambda other: sum(_setting(other, key) == _setting(run, key) for key in varied))
             gaps[run.seed] = run.figures.loss / (like.figures.loss or math.nan) - 1
     if not gaps:
@@ -122,7 +122,7 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 
 def _varied(runs: Sequence[RecordedRun]) -> list[str]:
-    """Keys in which two of the runs differ that both read them."""
+    """The settings that differ between runs which read them."""
     keys = dict.fromkeys(key for run in runs for key in run.config if distinguishes(key))
     return [key for key in keys if len({_setting(run, key) for run in runs if reads(run.method, key)}) > 1]
 

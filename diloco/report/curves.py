@@ -13,16 +13,16 @@ from diloco.runs.reader import RecordedRun, Replica
 from diloco.runs.schema import Round, Step
 
 POINTS = 2000
-"""Points of one curve, at most. Beyond, a point stands for several steps."""
+"""Points of one curve, at most. In longer runs a point stands for several steps."""
 ROUNDS = 6000
-"""Rounds of one replica on its timeline, at most; those of the slowest sync periods are always there."""
+"""Rounds of one replica on its timeline, at most. Those of the slowest sync periods are always shown."""
 SLOWEST = 3
 
 PER_STEP = {"lr": "Learning rate", "grad_norm": "Norm of the gradient, before clipping"}
 """Fields of a step that have a chart of their own, with a curve for each replica, and the titles of these charts."""
 
 Curve = tuple[str, str, Callable[[int], float | None]]
-"""Label, kind (which the page draws in a style of its own), and value at a step."""
+"""Label, kind (each has its own style on the page), and value at a step."""
 
 
 def charts(run: RecordedRun) -> dict[str, Any]:
@@ -32,7 +32,7 @@ def charts(run: RecordedRun) -> dict[str, Any]:
 
 
 def timeline(run: RecordedRun) -> dict[str, Any]:
-    """Steps and rounds of every replica in seconds, and the windows that are worth a look."""
+    """Steps and rounds of every replica in seconds, and the windows to look at first."""
     sync_every = run.config.get("sync_every")
     period = sync_every if isinstance(sync_every, int) and sync_every > 0 else 100
     slowest = _slowest(run, period)
@@ -44,7 +44,7 @@ def timeline(run: RecordedRun) -> dict[str, Any]:
 
 
 def compared(run: RecordedRun, setting: int) -> dict[str, Any]:
-    """A run's loss for the comparison, each over steps, tokens, seconds and bytes sent."""
+    """A run's loss for the comparison, over steps, tokens, seconds and bytes sent."""
     steps = run.replicas[0].steps if run.replicas else ()
     at = {step.step: step for step in steps}
     width = _width(len(steps))
@@ -94,7 +94,7 @@ def _traffic(run: RecordedRun) -> dict[str, Any]:
         slot = _slot(step, width, steps)
         largest[slot] = max(largest.get(slot, 0), sent)
     axis = sorted(total.keys() | largest.keys())
-    # A logarithmic axis has no place for zero: nothing sent is nothing drawn.
+    # A logarithmic axis cannot show zero.
     each: list[Curve] = [("sent", "bars", lambda step: largest.get(step) or None)]
     in_sum: list[Curve] = [("sent", "line", lambda step: total.get(step) or None)]
     if run.figures.bytes_data_parallel and run.figures.steps:
@@ -105,7 +105,7 @@ def _traffic(run: RecordedRun) -> dict[str, Any]:
 
 
 def _bursts(replica: Replica | None) -> Mapping[int, float]:
-    """Bytes sent after each step: those of its rounds; without rounds (data-parallel), by the sums of the steps."""
+    """Bytes sent after each step, from the rounds; without rounds (data-parallel), from the sums of the steps."""
     if replica is None:
         return {}
     bursts: dict[int, float] = defaultdict(float)
@@ -130,7 +130,7 @@ def _point(step: Step | None, number: int, loss: float) -> dict[str, Any]:
 
 
 def _slowest(run: RecordedRun, period: int) -> dict[int, dict[str, Any]]:
-    """The sync periods in which training waited longest; where it never waited, those with most time in flight."""
+    """The sync periods in which training waited longest; if it never waited, those with the most time in flight."""
     groups: dict[int, list[Round]] = defaultdict(list)
     for round in run.rounds:
         groups[_first_step(round) // period].append(round)
@@ -157,7 +157,7 @@ def _window(rounds: Sequence[Round], exposed: float) -> dict[str, Any]:
 
 
 def _first_step(round: Round) -> int:
-    """The step after which it was sent; where this replica did not send, the step after which it was applied."""
+    """The step after which it was sent; if this replica did not send, the step after which it was applied."""
     return round.step if round.sent_step is None else round.sent_step
 
 
@@ -175,7 +175,7 @@ def _lanes(replica: Replica, period: int, slowest: set[int]) -> dict[str, Any]:
 
 
 def _blocks(steps: Sequence[Step]) -> list[dict[str, Any]]:
-    """Steps as they are drawn: each alone, or `count` of them as one block, up to `step`."""
+    """Steps as they are drawn: `count` of them in a block that ends with `step`."""
     width = _width(len(steps))
     blocks: list[dict[str, Any]] = []
     waited = 0.0
@@ -188,7 +188,7 @@ def _blocks(steps: Sequence[Step]) -> list[dict[str, Any]]:
 
 
 def _columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Rows of the same keys, as one list for each key: a third of the size of objects."""
+    """Rows with the same keys, as one list for each key: a third of the size."""
     return {key: [_number(v) if isinstance(v := row[key], float) else v for row in rows] for key in (rows or [{}])[0]}
 
 
@@ -200,7 +200,7 @@ def _means(steps: Sequence[Step], name: str, width: int) -> dict[int, float]:
 
 
 def _slot(step: int, width: int, steps: Sequence[Step]) -> int:
-    """The step that stands for this one: the last of its `width`, so that replicas share their points."""
+    """The step that stands for this one: the last of its `width` steps, the same on all replicas."""
     return min(-(-step // width) * width, max(step, steps[-1].step)) if steps else step
 
 
@@ -209,5 +209,5 @@ def _width(steps: int) -> int:
 
 
 def _number(value: float | None) -> float | None:
-    """Seven digits: what a screen shows, at half the size of the file."""
+    """Seven digits, which halve the file. None for inf and nan."""
     return None if value is None or not math.isfinite(value) else float(f"{value:.7g}")

@@ -1,4 +1,4 @@
-"""One run, or a comparison of several, as one HTML file that opens offline: all it needs is inside."""
+"""One run, or a comparison of several, as one HTML file that opens offline."""
 
 import json
 import os
@@ -24,7 +24,7 @@ def write(runs: Sequence[Path], out: Path) -> None:
     found = [read(folder) for folder in runs]
     page = _one(found[0]) if len(found) == 1 else _several(found)
     out.parent.mkdir(parents=True, exist_ok=True)
-    # A reader of the report of a run that goes on must never find half a file.
+    # A browser that reads it while the run continues must never find half a file.
     part = out.with_name(f".{out.name}.{os.getpid()}")
     part.write_text(page, encoding="utf-8")
     part.replace(out)
@@ -35,8 +35,7 @@ def _one(run: RecordedRun) -> str:
         title=run.name,
         about=terminal.about(run),
         run=run,
-        # The line under the title has the time.
-        figures=[row for row in terminal.rows(run) if row.name != "time"],
+        figures=[row for row in terminal.rows(run) if row.name != "time"],  # which stands under the title
         per_step=PER_STEP,
         settings=_settings(run.config),
         corpus=_corpus(run),

@@ -22,7 +22,7 @@ def amount(count: float | None) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """Seconds in the units in which one would say them.
+    """Seconds in the units that people use for them.
 
     >>> duration(0.0123), duration(7.25), duration(192), duration(7260)
     ('12.3 ms', '7.25 s', '3 min 12 s', '2 h 01 min')
@@ -41,7 +41,7 @@ def duration(seconds: float | None) -> str:
 
 
 def factor(value: float | None) -> str:
-    """How many times less.
+    """A ratio.
 
     >>> factor(399.2), factor(1), factor(float("inf"))
     ('399 ×', '1 ×', '∞')

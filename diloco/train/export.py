@@ -1,4 +1,4 @@
-"""What others load: config.json, model.safetensors and the tokenizer, as transformers' Qwen3ForCausalLM reads them."""
+"""Export a model: config.json, model.safetensors and the tokenizer, as transformers' Qwen3ForCausalLM reads them."""
 
 import json
 from pathlib import Path
@@ -25,16 +25,16 @@ def export(
     """Write the weights of a `Decoder` so that `AutoModelForCausalLM.from_pretrained(folder)` gives the same logits.
 
     Args:
-        state: what `Decoder.state_dict()` gives, on any device; other weights are refused.
+        state: from `Decoder.state_dict()`, on any device; other weights are refused.
         context: tokens of a sequence in training; transformers warns beyond it.
-        theta: base of the rotary positions, if it is not the usual one.
+        theta: base of the rotary positions.
     """
     with torch.device("meta"):
         expected = Decoder(shape, context).state_dict()
     wrong = [n for n in state.keys() | expected.keys() if _size(state, n) != _size(expected, n)]
     if wrong:
         raise ConfigError(
-            f"{min(wrong)} and {len(wrong) - 1} more do not fit {shape}; export with the model of the run"
+            f"{min(wrong)} and {len(wrong) - 1} more do not fit {shape}: export with the model of the run"
         )
     folder.mkdir(parents=True, exist_ok=True)
     dtype = str(next(iter(state.values())).dtype).removeprefix("torch.")
@@ -45,7 +45,7 @@ def export(
 
 
 def export_module(module: nn.Module, tokenizer: Tokenizer, folder: Path) -> None:
-    """Write what `build` made, with the weights it has; a Hugging Face model in the way of its own library."""
+    """Write a model made by `build` with its weights; transformers itself writes a Hugging Face model."""
     if isinstance(module, Decoder):
         export(module.state_dict(), module.shape, tokenizer, folder, context=module.context, theta=module.theta)
     elif isinstance(module, Pretrained):
@@ -56,7 +56,7 @@ def export_module(module: nn.Module, tokenizer: Tokenizer, folder: Path) -> None
 
 
 def config(shape: Shape, tokenizer: Tokenizer, context: int, theta: float, dtype: str) -> dict[str, Any]:
-    """config.json. Two keys are there twice: `rope_theta` and `torch_dtype` are what transformers before 5 reads."""
+    """config.json. Transformers before version 5 reads `rope_theta` and `torch_dtype`, later ones their successors."""
     return {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
@@ -89,12 +89,12 @@ def _size(state: dict[str, Tensor], name: str) -> torch.Size | None:
 
 
 def _save(state: dict[str, Tensor], path: Path) -> None:
-    """Under another name first: what was exported there before stays until the new weights are complete."""
+    """Write to another name first: an earlier export stays until the new weights are complete."""
     try:
         from safetensors.torch import save_file
     except ImportError as error:
         raise ConfigError("export needs safetensors: pip install safetensors") from error
     temporary = path.with_suffix(".tmp")
     save_file({n: t.detach().cpu().contiguous() for n, t in state.items()}, temporary, metadata={"format": "pt"})
-    temporary.chmod(path.parent.stat().st_mode & 0o666)  # as readable as its folder; safetensors gives it to the owner
+    temporary.chmod(path.parent.stat().st_mode & 0o666)  # as readable as its folder; safetensors makes it private
     temporary.replace(path)

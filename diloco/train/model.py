@@ -1,4 +1,4 @@
-"""The model that is trained: a decoder whose weights are named as Qwen3ForCausalLM's, or any Hugging Face causal LM.
+"""The model that is trained, and its loss: a decoder with the names of Qwen3ForCausalLM, or a Hugging Face causal LM.
 
 RMSNorm before every block and at the end, QK-norm per head, rotary positions, a gated MLP, no biases; z-loss as in the
 paper (section 5). The names make the export a plain save.
@@ -6,6 +6,7 @@ paper (section 5). The names make the export a plain save.
 
 import difflib
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -15,12 +16,15 @@ from torch import Tensor, nn
 
 from diloco.errors import ConfigError
 from diloco.presets import PRESETS, Shape
+from diloco.train.data.tokenizer import Tokenizer
 
 EPSILON = 1e-6
 ROPE_THETA = 10_000.0
 Z_LOSS = 1e-4
 IGNORE = -100
 """Targets of this value do not count."""
+Windows = Sequence[tuple[Tensor, Tensor]]
+"""Batches of inputs and targets."""
 
 
 class Loss(NamedTuple):
@@ -34,10 +38,10 @@ def build(spec: str, vocabulary: int, context: int, seed: int) -> nn.Module:
     """Make a model on the host: `forward(tokens)` gives logits, `forward(tokens, targets)` a `Loss`.
 
     Args:
-        spec: a preset, or hf:PATH_OR_ID with weights as they are there.
-        vocabulary: of the tokenizer; replaces that of a preset.
-        context: tokens of a sequence.
-        seed: of the weights of a preset.
+        spec: a preset, or hf:PATH_OR_ID, which comes with its weights.
+        vocabulary: size of the tokenizer's; replaces that of a preset.
+        context: tokens in a sequence.
+        seed: for the weights of a preset.
     """
     if spec.startswith("hf:"):
         return _pretrained(spec.removeprefix("hf:"), vocabulary, context, seed)
@@ -45,7 +49,7 @@ def build(spec: str, vocabulary: int, context: int, seed: int) -> nn.Module:
         near = difflib.get_close_matches(spec.lower(), PRESETS, 1)
         hint = f"did you mean {near[0]}? " if near else ""
         raise ConfigError(f"model={spec!r}: {hint}give {', '.join(PRESETS)}, or hf:PATH_OR_ID")
-    with torch.device("meta"):  # no default initialisation, and none of the global random numbers
+    with torch.device("meta"):  # skips the default initialisation, which draws global random numbers
         model = Decoder(replace(PRESETS[spec], vocabulary=vocabulary), context)
     model.to_empty(device="cpu")
     model.initialize(torch.Generator().manual_seed(seed))
@@ -67,8 +71,33 @@ def loss_of(logits: Tensor, targets: Tensor) -> Loss:
     return Loss(cross_entropy + Z_LOSS * z_loss, cross_entropy.detach())
 
 
+@torch.no_grad()
+def held_out_loss(model: nn.Module, windows: Windows, device: torch.device) -> float:
+    """Mean cross-entropy in nats a token. Every window holds the same number of tokens."""
+    training = model.training
+    model.eval()
+    total = sum(model(x.to(device), y.to(device)).cross_entropy.double() for x, y in windows)
+    model.train(training)
+    return float(total) / len(windows)
+
+
+def bits_per_byte(loss: float, bytes_per_token: float) -> float:
+    return loss / math.log(2) / bytes_per_token
+
+
+@torch.no_grad()
+def sample(model: nn.Module, tokenizer: Tokenizer, prompt: str, count: int, context: int, device: torch.device) -> str:
+    """Continue a prompt by `count` tokens at temperature 0.8, always with the same random numbers."""
+    generator = torch.Generator().manual_seed(0)
+    ids = [int(i) for i in tokenizer.encode(prompt.encode())]
+    for _ in range(count):
+        logits = model(torch.tensor([ids[-context:]], device=device))[0, -1].float().cpu()
+        ids.append(int(torch.multinomial((logits / 0.8).softmax(0), 1, generator=generator)))
+    return tokenizer.decode(ids)
+
+
 class Decoder(nn.Module):
-    """A causal language model of the given shape. `context` is what it is trained for; it bounds nothing."""
+    """A causal language model of the given shape. `context`: the length it is trained for, not a limit."""
 
     def __init__(self, shape: Shape, context: int, theta: float = ROPE_THETA) -> None:
         super().__init__()
@@ -149,7 +178,7 @@ class _Attention(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         heads = (*x.shape[:2], self.heads, -1)
         v = self.v_proj(x).view(heads)
-        # Under autocast the projections are bf16 and the norms fp32, which is where they belong.
+        # Under autocast the projections are bf16, and the norms stay fp32.
         q = self.q_norm(self.q_proj(x).view(heads).type_as(self.q_norm.weight))
         k = self.k_norm(self.k_proj(x).view(heads).type_as(self.k_norm.weight))
         q, k = _rotate(q, cos, sin).type_as(v), _rotate(k, cos, sin).type_as(v)
@@ -171,7 +200,7 @@ class _MLP(nn.Module):
 def _rotary(length: int, head_width: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
     """Tables of (length, 1, head_width), the sine with the sign of each half.
 
-    Computed for every batch: 0.1 % of a step, and no buffers that would have to grow, be cast or be averaged.
+    Computed for every batch: it takes 0.1 % of a step, and a buffer would have to grow, be cast and be averaged.
     """
     frequencies = theta ** -(torch.arange(0, head_width, 2, device=device, dtype=torch.float32) / head_width)
     angles = torch.arange(length, device=device, dtype=torch.float32)[:, None, None] * frequencies
@@ -190,7 +219,7 @@ def _pretrained(source: str, vocabulary: int, context: int, seed: int) -> Pretra
     except ImportError as error:
         raise ConfigError(f"model='hf:{source}' needs transformers: pip install 'diloco[hf]'") from error
     try:
-        with torch.random.fork_rng(devices=()):  # weights that the checkpoint lacks, such as a new head
+        with torch.random.fork_rng(devices=()):  # for weights that the checkpoint lacks, such as a new head
             torch.manual_seed(seed)
             network: Any = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     except (OSError, ValueError) as error:

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from diloco.runs.config import TrainConfig
 from diloco.runs.schema import Evaluation, Event, Step
-from diloco.train.evaluate import bits_per_byte, loss_of, sample
+from diloco.train.model import bits_per_byte, held_out_loss, sample
 from diloco.train.setup import Prepared, prepare
 from diloco.train.stop import Stop
 from diloco.world import World
@@ -155,7 +155,7 @@ def _summary(
 
 
 def _held_out_loss(run: Prepared) -> float:
-    return loss_of(run.bare, run.windows, run.device)
+    return held_out_loss(run.bare, run.windows, run.device)
 
 
 def _anchors(run: Prepared) -> contextlib.AbstractContextManager[None]:

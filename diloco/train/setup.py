@@ -33,9 +33,8 @@ from diloco.train.data.batches import Batches
 from diloco.train.data.corpus import Corpus
 from diloco.train.data.tokenizer import tokenizer_digest
 from diloco.train.defaults import describe, resolve
-from diloco.train.evaluate import Windows
 from diloco.train.members import Fixed, Members
-from diloco.train.model import build
+from diloco.train.model import Windows, build
 from diloco.world import World
 
 SUMS = ("rounds", "bytes_sent", "bytes_received", "largest_round", "seconds_hidden", "seconds_exposed")

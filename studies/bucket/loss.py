@@ -14,8 +14,7 @@ from diloco.presets import Shape
 from diloco.runs.config import TrainConfig
 from diloco.train.data.corpus import Corpus, prepare
 from diloco.train.defaults import lr_at
-from diloco.train.evaluate import loss_of
-from diloco.train.model import Decoder
+from diloco.train.model import Decoder, held_out_loss
 from diloco.train.setup import adamw
 from tests.support.players import Player, World
 
@@ -130,7 +129,7 @@ def _train(corpus: Corpus, arm: str, seed: int) -> Record:
             member.player.turn()
     first = members[0]
     with first.player.diloco.anchors():
-        final = loss_of(first.model, corpus.evaluation(CONTEXT, 65_536), CPU)
+        final = held_out_loss(first.model, corpus.evaluation(CONTEXT, 65_536), CPU)
     weights = [(m.get("s", 0.0), sum(m.values())) for m in _rounds(first.player)]
     slow = members[2].player.diloco.stats.last if arm != "alone" else []
     return {"loss": final, "share": sum(a for a, _ in weights) / sum(b for _, b in weights),

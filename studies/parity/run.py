@@ -20,8 +20,7 @@ from diloco.runs.config import TrainConfig
 from diloco.schedule import Schedule
 from diloco.train.data.corpus import Corpus, prepare
 from diloco.train.defaults import lr_at
-from diloco.train.evaluate import loss_of
-from diloco.train.model import Decoder
+from diloco.train.model import Decoder, held_out_loss
 from diloco.train.setup import adamw
 from studies.parity.cell import BATCH, CONTEXT, SHAPES, Cell
 from studies.parity.controls import Zeroing
@@ -91,7 +90,7 @@ class _Loop:
         return next(p for s in later for p in range(len(self.fragments)) if self.schedule.sends_at(p, s))
 
     def loss(self, tokens: int) -> float:
-        return loss_of(self.compiled, self.corpus.evaluation(CONTEXT, tokens), CPU)
+        return held_out_loss(self.compiled, self.corpus.evaluation(CONTEXT, tokens), CPU)
 
 
 def _data_parallel(loop: _Loop, *_: object) -> dict[str, Any]:

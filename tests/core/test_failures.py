@@ -280,7 +280,7 @@ def _half_counting(rank):
 
 def test_tokens_on_one_side_and_steps_on_the_other_are_refused():
     for message in run(2, _half_counting):
-        assert "only one calls count(tokens)" in message
+        assert "only one of the replicas 0 and 1 calls count(tokens)" in message
 
 
 def _twice(rank):
@@ -310,7 +310,7 @@ def _local(**settings):
 
 @pytest.mark.parametrize(("act", "message"), [
     (lambda: _local(sync_every=0, overlap=0), "overlap=0 with sync_every=0|sync_every=0"),
-    (lambda: _local(overlap=100), "overlap=100 with sync_every=100: .* take 0 .* to 99"),
+    (lambda: _local(overlap=100), "overlap=100 with sync_every=100: .* give 0 .* to 99"),
     (lambda: _local(keep_local=1.5), "keep_local=1.5: give a number from 0 .* to 1"),
     (lambda: DiLoCo(Tiny(), adamw(Tiny())), "no process group: call torch.distributed.init_process_group.*torchrun"),
     (lambda: DiLoCo(Tiny(), Tiny()), "optimizer is a Tiny: give a torch.optim.Optimizer"),  # type: ignore[arg-type]
@@ -319,7 +319,7 @@ def _local(**settings):
     (lambda: _local(codec="e3m0"), r"codec='e3m0': give an object, as in E3M0\(\)"),
     (lambda: _local(fragments=3), r"fragments=3: give an object, as in Strided\(layers=3\)"),
     (lambda: _local(outer=SGD), "outer=<class .*: give an object"),
-    (lambda: DiLoCo(nn.Linear(2, 2).requires_grad_(False)), "no parameter with requires_grad"),
+    (lambda: DiLoCo(nn.Linear(2, 2).requires_grad_(False)), "no parameter of the model has requires_grad"),
 ])  # fmt: skip
 def test_wrong_arguments_fail_at_construction_with_what_is_allowed(act, message):
     with pytest.raises(ConfigError, match=message):

@@ -151,7 +151,7 @@ def test_scalars_have_one_row():
         (lambda: fragments_of(Tiny(), Named((("nothing.*",),))), r"no parameter matches \('nothing.\*',\)"),
         (lambda: trainable(nn.Linear(2, 2, device="meta")), "weight has no values yet"),
         (lambda: trainable(nn.LazyLinear(2)), "weight has no values yet"),
-        (lambda: trainable(nn.Linear(2, 2).requires_grad_(False)), "no parameter with requires_grad"),
+        (lambda: trainable(nn.Linear(2, 2).requires_grad_(False)), "no parameter of the model has requires_grad"),
         (lambda: trainable(nn.Linear(2, 2, dtype=torch.complex64)), "weight is torch.complex64"),
     ],
 )

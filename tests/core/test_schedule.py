@@ -49,7 +49,7 @@ def test_in_flight_counts_what_is_under_way_at_once(schedule, data):
 
 @pytest.mark.parametrize("overlap", [-1, 100, 101])
 def test_an_overlap_outside_its_range_is_refused_with_the_range(overlap):
-    with pytest.raises(ConfigError, match=f"overlap={overlap} .*take 0 .* to 99"):
+    with pytest.raises(ConfigError, match=f"overlap={overlap} .*give 0 .* to 99"):
         check_overlap(overlap, 100)
 
 

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from diloco.codec import E3M0, BFloat16, Float8, Float32, Int8
 from diloco.errors import ConfigError
 from diloco.fragment import Balanced, Sequential, Strided
-from diloco.plan import failures
 from diloco.plan import methods as method
 from diloco.plan import simulate as simulation
+from diloco.plan.costs import goodput_quorum, goodput_waiting
 from diloco.plan.model import count_values, model_of_layers, model_of_preset
 from diloco.plan.simulate import Group, Method, required_rates, simulate, utilization
 from diloco.plan.traffic import CODECS, GATHER, Link, least_rate, round_bytes
@@ -359,14 +359,14 @@ def test_goodput_agrees_with_a_simulated_year(least):
             at += restart
     there = replicas - away.sum(axis=0)
     expected = np.where(there >= least, there, 0).mean() / replicas
-    assert failures.quorum(replicas, mtbf, restart, least) == pytest.approx(expected, rel=0.01)
+    assert goodput_quorum(replicas, mtbf, restart, least) == pytest.approx(expected, rel=0.01)
 
 
 def test_goodput_without_failures_is_one_and_waiting_for_all_is_worse():
-    assert failures.synchronous(8, math.inf, 600, 500) == failures.quorum(8, math.inf, 600, 4) == 1
-    assert failures.synchronous(8, 1e5, 600, 500) < failures.quorum(8, 1e5, 600, 4, grace=30, lost=50)
+    assert goodput_waiting(8, math.inf, 600, 500) == goodput_quorum(8, math.inf, 600, 4) == 1
+    assert goodput_waiting(8, 1e5, 600, 500) < goodput_quorum(8, 1e5, 600, 4, grace=30, lost=50)
 
 
 def test_an_overlap_as_long_as_sync_every_is_refused():
-    with pytest.raises(ConfigError, match=r"take 0 .* to 9"):
+    with pytest.raises(ConfigError, match=r"give 0 .* to 9"):
         method.streaming([[(0, 1.0)]], 1, 10, 10, paper.bits4)

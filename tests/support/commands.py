@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import diloco.train.run
 from diloco.cli import main
-from diloco.train.evaluate import sample
+from diloco.train.model import sample
 from tests.support.processes import context
 from tests.support.s3 import free_port
 

@@ -50,7 +50,7 @@ def test_compare_plans_every_combination_that_a_method_reads_for_every_seed():
     assert labels[:2] == ["dp-seed0", "dp-seed1"]
     chosen = dict(plan(config))["streaming-overlap=1-codec=int8-seed1"]
     assert (chosen.overlap, chosen.codec, chosen.seed, chosen.method) == (1, "int8", 1, "streaming")
-    for wrong, message in (({"methods": "dp,sgd"}, "'sgd' is none of"), ({"vary": ("speed=1",)}, "with a setting of"),
+    for wrong, message in (({"methods": "dp,sgd"}, "is not a method"), ({"vary": ("speed=1",)}, "with a setting of"),
                            ({"vary": ("overlap=a",)}, "--overlap a: give a whole number"), ({"seeds": 0}, "seeds=0"),
                            ({"vary": ("codec=fp32",)}, "give e3m0, float8"),
                            ({"vary": ("compile=yes",)}, "give true or false")):  # fmt: skip

@@ -32,7 +32,7 @@ def test_one_that_comes_alone_says_what_it_waits_for_and_ends_with_the_reason(tm
     port = free_port()
     code, _, err = ended(Command(tmp_path, meet, rank, port, 2.0))
     assert code == 1
-    assert f"waiting for 2 processes to come to 127.0.0.1:{port}\n" in err
+    assert f"waiting for 2 processes to meet at 127.0.0.1:{port}\n" in err
     assert f"lost: 2 processes did not meet at 127.0.0.1:{port} within 2 s: start all of them" in err.splitlines()[-1]
 
 

@@ -1,7 +1,7 @@
-"""The order of training: every window of the corpus once per epoch, in an order computed, not stored.
+"""The order of training: every window of the corpus once in each epoch, in an order that is computed, not stored.
 
 Window w is the tokens from w·context on. The permutation of (seed, epoch) puts all windows of the corpus in a row; the
-row is dealt out, `sequences` to each replica in turn. So step t of all replicas together takes the same windows for
+row is given out, `sequences` to each replica in turn. So step t of all replicas together takes the same windows for
 any number of replicas and for any method, as long as replicas · sequences is the same: runs with the same seed and
 global batch can be compared. Within an epoch no two replicas see the same window. For the ranks of a sharded replica,
 count ranks instead of replicas; for gradient accumulation take several batches a step: the sum stays the same.
@@ -24,7 +24,7 @@ _SHIFT, _SHIFT_AGAIN = np.uint64(31), np.uint64(27)
 
 
 class Batches:
-    """What one replica trains on. The position is all there is to save."""
+    """What one replica trains on. The position is its only state."""
 
     def __init__(
         self, tokens: np.ndarray, *, replica: int, replicas: int, sequences: int, context: int, seed: int
@@ -56,7 +56,7 @@ class Batches:
         epochs, places = np.divmod(places, self.windows)
         if epochs[0] == epochs[-1]:
             return permuted(places, self.windows, self._seed, int(epochs[0]))
-        later = epochs > epochs[0]  # a batch is no larger than an epoch: it touches two at most
+        later = epochs > epochs[0]  # a batch is at most one epoch long, so it touches at most two
         return np.concatenate(
             [
                 permuted(places[~later], self.windows, self._seed, int(epochs[0])),
@@ -65,7 +65,7 @@ class Batches:
         )
 
     def state_dict(self) -> dict[str, int]:
-        """Windows that all replicas together have taken; holds for another number of replicas too."""
+        """How many windows all replicas together have taken: valid for any number of replicas."""
         return {"position": self._position}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
@@ -76,8 +76,8 @@ def permuted(places: np.ndarray, size: int, seed: int, epoch: int) -> np.ndarray
     """Where a pseudo-random permutation of range(size) takes each place.
 
     A Feistel network on a nearly square grid of at least `size` cells: each round moves one coordinate by a hash of the
-    other, which can be undone. A place that lands beyond `size` goes on until it lands within; few do, as the grid has
-    fewer than √size + 1 cells too many.
+    other, which can be undone. A place that lands beyond `size` is moved again until it lands within: few are, as the
+    grid has fewer than √size + 1 cells too many.
 
     >>> permuted(np.arange(6), 6, seed=0, epoch=0).tolist()
     [1, 5, 0, 2, 3, 4]

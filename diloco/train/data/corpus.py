@@ -1,7 +1,7 @@
 """The corpus: documents, tokenized once into files that are then memory-mapped, split into train and held-out.
 
-A document is held out if its hash says so (one in twenty), so equal documents are on the same side on every machine.
-Preparation goes through the documents one by one and never holds the corpus in memory.
+The hash of a document decides whether it is held out (one in twenty are), so all machines split alike. Documents are
+read one by one: the corpus need not fit into memory.
 """
 
 import hashlib
@@ -38,7 +38,7 @@ _EVALUATED_AT_ONCE = 16
 class Corpus:
     name: str
     sha256: str
-    """Hash of the hashes of all documents in order: the same text gives the same one on every machine."""
+    """Hash of the hashes of all documents in order: equal on every machine for the same text."""
     nbytes: int
     """Bytes of the train text."""
     train: Path
@@ -59,7 +59,7 @@ class Corpus:
         )
 
     def evaluation(self, context: int, limit: int) -> list[tuple[Tensor, Tensor]]:
-        """Held-out windows of at most `limit` tokens in all, evenly spread, always the same, in batches of one size."""
+        """Held-out windows with at most `limit` tokens in total: evenly spread, always the same, in equal batches."""
         ids = self._tokens(self.held_out)
         windows = max(len(ids) - 1, 0) // context
         if windows == 0:
@@ -75,9 +75,9 @@ class Corpus:
         return [(part[:, :-1].contiguous(), part[:, 1:].contiguous()) for part in both.split(size)]
 
     def unigram_loss(self) -> float:
-        """Nats per held-out token of a model that knows only how often each token is in the train part, plus one."""
+        """Nats per held-out token of a model that knows only the frequency of each token in the train part."""
         size = self.tokenizer.vocabulary
-        seen = self._counts(self.train, size) + 1
+        seen = self._counts(self.train, size) + 1  # so that none is impossible
         wanted = self._counts(self.held_out, size)
         return float(-(wanted * np.log(seen / seen.sum())).sum() / wanted.sum())
 
@@ -92,10 +92,10 @@ class Corpus:
 
 
 def prepare(data: Sequence[str], tokenizer: str, cache: Path | None = None) -> Corpus:
-    """Tokenize a corpus, or find that it has been done.
+    """Tokenize a corpus, unless the cache has it.
 
     Args:
-        data: files, folders or hf:NAME; nothing for the sources of Python's standard library.
+        data: files, folders or hf:NAME; if empty, the sources of Python's standard library.
         tokenizer: bytes, train:SIZE, or the path of a tokenizer.json.
         cache: folder of prepared corpora. Default: `diloco` in the user's cache folder.
     """
@@ -106,7 +106,7 @@ def prepare(data: Sequence[str], tokenizer: str, cache: Path | None = None) -> C
     if not _is_complete(folder):
         try:
             cache.mkdir(parents=True, exist_ok=True)
-            # Made under another name and then renamed: a folder of this name is complete, whenever this process dies.
+            # Made under another name, then renamed: a folder with the final name is complete.
             with tempfile.TemporaryDirectory(prefix=f"{key[:16]}-", suffix=".tmp", dir=cache) as temporary:
                 _write(Path(temporary), sources, tokenizer)
                 _publish(Path(temporary), folder)
@@ -120,7 +120,7 @@ def prepare(data: Sequence[str], tokenizer: str, cache: Path | None = None) -> C
 
 
 def default_cache() -> Path:
-    """`diloco` in the user's cache folder, by the custom of the platform."""
+    """`diloco` in the user's cache folder on this platform."""
     if sys.platform == "win32":
         base = os.environ.get("LOCALAPPDATA", "~/AppData/Local")
     else:
@@ -146,7 +146,7 @@ def _facts(folder: Path) -> dict[str, Any]:
 
 
 def _is_complete(folder: Path) -> bool:
-    """Sizes are compared too: a cache may have been cleaned file by file."""
+    """Compares sizes too, because a cleaner may have deleted some of the files."""
     try:
         facts = _facts(folder)
         width = dtype_of(facts["vocabulary"]).itemsize
@@ -156,7 +156,7 @@ def _is_complete(folder: Path) -> bool:
 
 
 def _publish(temporary: Path, folder: Path) -> None:
-    """Rename to the final name, unless another process was quicker: then its folder holds the same."""
+    """Rename to the final name, unless another process was faster: its folder holds the same."""
     while True:
         try:
             # TemporaryDirectory still owns the outer folder, so its contents move.
@@ -167,7 +167,7 @@ def _publish(temporary: Path, folder: Path) -> None:
                 return
             if not folder.exists():
                 raise
-            # A damaged folder moves away in one step, so that two processes do not delete each other's repair.
+            # Move a damaged folder away in one step, so that two processes do not delete each other's repair.
             folder.rename(temporary / f"damaged-{len(list(temporary.iterdir()))}")
 
 
@@ -204,7 +204,7 @@ def _encoded(sources: Sources, encoder: Tokenizer) -> Iterator[tuple[bytes, int,
             yield _digest(ids.astype("<u4").tobytes()), encoder.nbytes(ids), ids
         return
     texts = documents.texts(sources)
-    with ThreadPoolExecutor() as pool:  # the tokenizers library lets go of the interpreter while it works
+    with ThreadPoolExecutor() as pool:  # the tokenizers library releases the interpreter's lock
         while group := list(islice(texts, 256)):
             for text, ids in zip(group, pool.map(encoder.encode, group), strict=True):
                 yield _digest(text), len(text), ids
@@ -219,7 +219,7 @@ def _is_held_out(digest: bytes) -> bool:
 
 
 def _even_out(folder: Path, counts: dict[str, list[int]], encoder: Tokenizer) -> None:
-    """With few documents chance may hold out nothing or most: then it is the last twentieth of the tokens instead."""
+    """Among few documents, the hash may hold out none or most: then hold out the last twentieth of the tokens."""
     total, nbytes = (sum(column) for column in zip(*counts.values(), strict=True))
     if 0.01 <= counts["held_out"][0] / total <= 0.2:
         return

@@ -1,7 +1,7 @@
 """Where documents come from: Python's own standard library, files, or a streamed Hugging Face dataset.
 
-A document is a file of sources, a line of .jsonl, a row of .parquet, a run of tokens up to an end, or a piece of a
-.txt file of about 16 KiB: files of prose are often few and large, and some of each should be held out.
+A document is a file of sources, a line of .jsonl, a row of .parquet, the tokens up to an end token, or a
+piece of about 16 KiB of a .txt file: such files are often few and large, and a part of each should be held out.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ from diloco.errors import ConfigError
 PIECE = 1 << 14
 """Bytes of a piece of a .txt file, up to the end of a line; tokens of a shard without ends."""
 _BLOCK = 1 << 20
-"""Tokens of a shard that are looked at together; a longer document is cut."""
+"""Tokens of a shard that are read at once; a longer document is cut."""
 ENDINGS = (".txt", ".jsonl", ".parquet", ".bin")
 _LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
@@ -39,7 +39,7 @@ class Sources:
         return any(isinstance(item, Path) and item.suffix == ".bin" for item in self.items)
 
     def identity(self) -> str:
-        """A text that differs if a source does, without reading it: paths, sizes and times of change."""
+        """A text that differs if a source does: paths, sizes and times of change."""
         facts = []
         for item in self.items:
             if isinstance(item, str):
@@ -52,7 +52,7 @@ class Sources:
 
 
 def find(data: Sequence[str]) -> Sources:
-    """All files behind `--data`, each once, a folder's in the order of their paths."""
+    """All files that `--data` names, each once; those of a folder in the order of their paths."""
     if not data:
         return _standard_library()
     items: dict[Path | str, None] = {}
@@ -80,7 +80,7 @@ def find(data: Sequence[str]) -> Sources:
 
 
 def texts(sources: Sources) -> Iterator[bytes]:
-    """The documents as they are on disk. Files of the standard library with the same content are given once."""
+    """The documents as they are on disk. Equal files of the standard library are given once."""
     seen: set[bytes] = set()
     for item in sources.items:
         for document in _read(item):
@@ -132,7 +132,7 @@ def open_shard(path: Path, vocabulary: int) -> np.ndarray:
 
 
 def _standard_library() -> Sources:
-    """Every .py, except tests, installed packages, and what is generated at installation and so differs by machine."""
+    """Every .py file, except tests, installed packages and files generated at installation, which differ by machine."""
     root = Path(sysconfig.get_path("stdlib"))
     files: list[Path] = []
     for folder, below, names in os.walk(root):

@@ -15,10 +15,10 @@ import numpy as np
 from diloco.errors import ConfigError
 
 END = "<|endoftext|>"
-"""Stands between documents. In a text it is just characters: it never becomes the end id."""
+"""The token between documents. The same characters inside a text do not become this token."""
 _KNOWN_ENDS = (END, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
 _TRAINED_ON = 1 << 26
-"""Bytes of text that a BPE is trained on, at most: beyond 64 MiB the merges hardly change."""
+"""Largest amount of text, in bytes, that a BPE is trained on: with more the merges hardly change."""
 
 Ids = np.ndarray | Sequence[int]
 
@@ -73,7 +73,7 @@ def tokenizer_identity(spec: str) -> str:
 
 
 def tokenizer_digest(tokenizer: Tokenizer) -> str:
-    """Hash of what `save` writes. Replicas must agree in it, or they average weights that mean different text."""
+    """Hash of what `save` writes. It must be equal on all replicas: otherwise the same id means different text."""
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save(Path(folder))
         return hashlib.sha256((Path(folder) / "tokenizer.json").read_bytes()).hexdigest()[:16]
@@ -100,7 +100,7 @@ class Bytes:
         return int(np.count_nonzero(ids < 256))
 
     def save(self, folder: Path) -> None:
-        """A byte-level BPE without merges: written out, so that it needs no `tokenizers`."""
+        """A byte-level BPE without merges, written here because `tokenizers` may not be installed."""
         level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
         model = {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
                  "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": False,
@@ -114,10 +114,10 @@ class Bytes:
 
 
 class BPE:
-    """A `tokenizers.Tokenizer`, with an end added if it has none that is known."""
+    """A `tokenizers.Tokenizer`. If it has no known end token, one is added."""
 
     def __init__(self, tokenizer: Any, settings: dict[str, Any]) -> None:
-        tokenizer.encode_special_tokens = True  # a document that mentions a special token does not thereby contain it
+        tokenizer.encode_special_tokens = True  # the text of a special token in a document is only text
         self._tokenizer, self._settings = tokenizer, settings
         given = settings.get("eos_token")
         names = [given["content"] if isinstance(given, dict) else given, *_KNOWN_ENDS]
@@ -141,7 +141,7 @@ class BPE:
 
     @classmethod
     def train(cls, texts: Iterable[bytes], size: int) -> "BPE":
-        """A byte-level BPE of `size` tokens, or fewer if the text offers fewer merges; the end is the last one."""
+        """A byte-level BPE of `size` tokens, or fewer if the text allows fewer merges. The end is the last id."""
         library = _library(f"tokenizer='train:{size}'")
         tokenizer = library.Tokenizer(library.models.BPE())
         tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -182,7 +182,7 @@ def _first(texts: Iterable[bytes], limit: int) -> Iterator[str]:
 
 
 def _byte_characters() -> list[str]:
-    """The printable stand-in of each byte, as GPT-2 and the `tokenizers` library have it."""
+    """The printable character for each byte, as in GPT-2 and the `tokenizers` library."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = iter(range(256, 512))
     return [chr(byte if byte in printable else next(others)) for byte in range(256)]
