@@ -5,7 +5,7 @@ JOBS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 export PIP_CONSTRAINT := constraints.txt
 
-.PHONY: help demo test test-fast lint format wheel browser bench netlab bucket chaos parity parity-quick clean
+.PHONY: help demo test test-fast lint format wheel sanitize browser bench netlab bucket chaos parity parity-quick clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## */\1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -31,6 +31,13 @@ format: .venv/ready  ## repair what ruff can repair
 
 wheel: .venv/ready  ## build sdist and wheel into dist/, install the wheel into a clean environment, try it there
 	.ci/wheel
+
+sanitize: .venv/ready  ## the kernels' tests, with a library that checks every access to memory
+	mkdir -p build
+	cc -O1 -g -std=c11 -fPIC -shared -ffp-contract=off -fsanitize=address,undefined -fno-sanitize-recover \
+	   -o build/sanitized.so diloco/kernels.c
+	LD_PRELOAD=$$(cc -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0 DILOCO_KERNELS=$$PWD/build/sanitized.so \
+	   $(BIN)/python -m pytest tests/core/test_kernels.py -k 'not replica and not arm'
 
 browser:  ## install Chromium, which the report's browser tests need (Debian, Ubuntu; as root or with sudo)
 	.ci/browser
@@ -63,7 +70,7 @@ parity: .venv/ready  ## does it train as well as data-parallel? takes hours; con
 parity-quick: .venv/ready  ## the same for four comparisons on two seeds, with fewer steps
 	$(BIN)/python -m studies.parity --quick
 
-.venv/ready: pyproject.toml constraints.txt
+.venv/ready: pyproject.toml constraints.txt hatch_build.py diloco/kernels.c
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
 	touch $@

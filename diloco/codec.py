@@ -4,6 +4,7 @@ Codecs run on the host, where the deltas are. `pack` and `unpack` apply one in c
 that is written for short tensors is fast on long ones. Decoding gives the same bits on every CPU.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -11,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from diloco import kernels
 from diloco.formats import BLOCK, FORMATS, blocks, format_named
 
 CHUNK = 1 << 17
@@ -34,6 +36,9 @@ class Codec(Protocol):
 def pack(codec: Codec, x: Tensor) -> Tensor:
     """Encode chunk by chunk into one payload of `codec.nbytes(len(x))` bytes."""
     payload = torch.empty(codec.nbytes(len(x)), dtype=torch.uint8, device="cpu")
+    if isinstance(codec, E3M0) and kernels.level != "reference":
+        kernels.encode_e3m0(x, payload)
+        return payload
     for values, data in chunks(codec, len(x)):
         payload[data] = codec.encode(x[values])
     return payload
@@ -52,9 +57,23 @@ def chunks(codec: Codec, n: int) -> list[tuple[slice, slice]]:
 
 def unpack(codec: Codec, payload: Tensor, n: int) -> Tensor:
     """Decode what `pack` gave."""
+    return weighted(codec, [payload], [1.0], n)
+
+
+def weighted(codec: Codec, payloads: Sequence[Tensor], factors: Sequence[float], n: int) -> Tensor:
+    """Σ factor · decoded payload, every multiply and add rounded by itself, in fp32."""
     out = torch.empty(n, dtype=torch.float32, device="cpu")
+    if isinstance(codec, _Shipped) and kernels.decodes(codec.name):
+        kernels.mean(codec.name, payloads, factors, out)
+        return out
     for values, data in chunks(codec, n):
-        out[values] = codec.decode(payload[data], values.stop - values.start)
+        total, count = out[values], values.stop - values.start
+        for i, (payload, factor) in enumerate(zip(payloads, factors, strict=True)):
+            term = codec.decode(payload[data], count)
+            if i == 0:
+                torch.mul(term, factor, out=total)
+            else:
+                total.add_(term.mul_(factor))
     return out
 
 

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from diloco.bucket.store.envelope import DIGEST, Invalid, Opened, integer, number, text
-from diloco.codec import Codec, chunks
-from diloco.reduce.mean import weighted
+from diloco.codec import Codec, chunks, weighted
 
 CLIP = 10.0
 NORMS, FEWEST_NORMS = 16, 8

@@ -73,12 +73,19 @@ def look_here() -> list[Finding]:
     if count and name is not None and name.type == "cuda":
         found.append(Finding("nccl", "yes" if dist.is_nccl_available() else "no", dist.is_nccl_available(),
                              "only --shards needs NCCL; install a torch build with it"))  # fmt: skip
-    found += [_hostname(), _port()]
+    found += [_kernels(), _hostname(), _port()]
     for extra, modules in EXTRAS.items():
         missing = [m for m in modules if importlib.util.find_spec(m) is None]
         text = f"no {', '.join(missing)}" if missing else "installed"
         found.append(Finding(f"extra {extra}", text, None, f"pip install 'diloco[{extra}]'" if missing else ""))
     return found
+
+
+def _kernels() -> Finding:
+    from diloco import kernels
+
+    texts = {"reference": "in Python", "plain": "in C", "wide": "in C, with AVX2"}
+    return Finding("codecs and outer step", texts[kernels.level], None if kernels.missing else True, kernels.missing)
 
 
 def _hostname() -> Finding:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from diloco.codec import Codec, chunks, pack, unpack
+from diloco.codec import Codec, pack, unpack, weighted
 
 GATHER = 3
 """Up to this many replicas, each gathers all deltas: one quantisation, one round trip; the fewest bytes at 2, and 1.5
@@ -21,20 +21,6 @@ def shares(weights: Sequence[float]) -> list[float]:
 def mean(codec: Codec, payloads: Sequence[Tensor], weights: Sequence[float], n: int) -> Tensor:
     """Σ share · decoded delta."""
     return weighted(codec, payloads, shares(weights), n)
-
-
-def weighted(codec: Codec, payloads: Sequence[Tensor], factors: Sequence[float], n: int) -> Tensor:
-    """Σ factor · decoded delta, with every multiply and add rounded separately, in fp32."""
-    out = torch.empty(n, dtype=torch.float32, device="cpu")
-    for values, data in chunks(codec, n):
-        total, count = out[values], values.stop - values.start
-        for i, (payload, factor) in enumerate(zip(payloads, factors, strict=True)):
-            term = codec.decode(payload[data], count)
-            if i == 0:
-                torch.mul(term, factor, out=total)
-            else:
-                total.add_(term.mul_(factor))
-    return out
 
 
 def parts(n: int, replicas: int) -> list[slice]:

@@ -1,0 +1,290 @@
+/* What a round costs the host: encode a delta; decode and average the deltas of a round, and apply an outer rule.
+ *
+ * Plain C, called through ctypes, which lets other Python threads run meanwhile. Every result has the bits of the
+ * numpy and torch code in codec.py, mean.py and outer.py: each multiply and add is rounded by itself (compiled with
+ * -ffp-contract=off), sums have the same order. The loops are written so that the compiler turns them into vector
+ * instructions; on x86-64 each function is compiled twice and chosen by what the processor has.
+ */
+
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#define WIDE __attribute__((target("avx2")))
+#else
+#define WIDE
+#endif
+#define INLINE static inline __attribute__((always_inline))
+
+enum { BLOCK = 256, CHUNK = 1 << 17, PIECE = 2048 };
+enum { FLOAT32, BFLOAT16, INT8, E3M0 };
+enum { MEAN, SGD, NESTEROV };
+
+/* The payloads of a round, and what becomes of their mean. Mirrored in __init__.py. */
+typedef struct {
+    const uint8_t *const *payloads;
+    const float *factors;
+    int32_t members, codec, rule;
+    float lr, momentum;
+    float *anchor, *velocity; /* the state, which the rule changes; MEAN writes the mean into `anchor` */
+} Round;
+
+INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+INLINE int64_t blocks(int64_t n) { return (n + BLOCK - 1) / BLOCK; }
+
+/* ---- E3M0: 1 sign bit, 3 exponent bits below a power-of-two scale for each block (codec.py describes it) ---- */
+
+/* Returns the scale. `largest`: the largest exponent field seen so far; all ones means inf or nan. */
+INLINE uint8_t e3m0_block(const float *x, int count, uint8_t *codes, uint16_t *largest)
+{
+    uint32_t bits[BLOCK];
+    uint16_t upper[BLOCK], most = *largest;
+    uint8_t exponent[BLOCK], code[BLOCK], scale = 0;
+    memcpy(bits, x, sizeof(float) * (size_t)count);
+    memset(bits + count, 0, sizeof(uint32_t) * (size_t)(BLOCK - count));
+    for (int i = 0; i < BLOCK; i++) {
+        uint16_t half = (uint16_t)(bits[i] >> 16), field = half & 0x7F80;
+        most = field > most ? field : most;
+        upper[i] = (uint16_t)(half + 0x40); /* carries into the exponent from 1.5 times a power of two on */
+    }
+    for (int i = 0; i < BLOCK; i++) {
+        uint8_t e = (uint8_t)(upper[i] >> 7);
+        e = e > 254 ? 254 : e;
+        exponent[i] = e;
+        scale = e > scale ? e : scale;
+    }
+    scale = scale < 8 ? 0 : scale; /* codes below it would be denormals, which some processors flush to zero */
+    uint8_t zero = (uint8_t)((scale > 7 ? scale : 7) - 7);
+    for (int i = 0; i < BLOCK; i++) {
+        uint8_t e = exponent[i] > zero ? exponent[i] : zero;
+        code[i] = (uint8_t)((e - zero) | ((upper[i] >> 12) & 8));
+    }
+    for (int i = 0; i < BLOCK / 2; i++)
+        codes[i] = (uint8_t)(code[2 * i] | (code[2 * i + 1] << 4));
+    *largest = most;
+    return scale;
+}
+
+/* Returns whether all values are finite. */
+INLINE int e3m0_encode(const float *x, int64_t n, uint8_t *out)
+{
+    uint16_t largest = 0;
+    for (int64_t at = 0; at < n; at += CHUNK) {
+        int64_t count = least(CHUNK, n - at), heads = blocks(count);
+        uint8_t *codes = out + heads;
+        for (int64_t b = 0; b < heads; b++) {
+            int size = (int)least(BLOCK, count - b * BLOCK);
+            uint8_t block[BLOCK / 2];
+            out[b] = e3m0_block(x + at + b * BLOCK, size, block, &largest);
+            memcpy(codes + b * (BLOCK / 2), block, (size_t)(size + 1) / 2);
+        }
+        out += heads + (count + 1) / 2;
+    }
+    return largest < 0x7F80;
+}
+
+INLINE void e3m0_decode(const uint8_t *payload, int64_t count, int64_t from, int64_t n, float *out)
+{
+    const uint8_t *scales = payload, *codes = payload + blocks(count);
+    for (int64_t at = from; at < from + n; at += BLOCK) {
+        float scale, base[BLOCK];
+        uint32_t bits[BLOCK], power = (uint32_t)scales[at / BLOCK] << 23;
+        uint16_t upper[BLOCK];
+        uint8_t packed[BLOCK / 2], code[BLOCK];
+        int64_t size = least(BLOCK, from + n - at);
+        memcpy(&scale, &power, sizeof scale);
+        memcpy(packed, codes + at / 2, (size_t)(size + 1) / 2);
+        for (int i = 0; i < BLOCK / 2; i++) {
+            code[2 * i] = packed[i] & 15;
+            code[2 * i + 1] = packed[i] >> 4;
+        }
+        for (int i = 0; i < BLOCK; i++) { /* code 0 is zero, codes 1..7 are 2^-6 .. 1 */
+            uint16_t c = code[i], magnitude = (uint16_t)((uint16_t)((c & 7) + 120) << 7);
+            upper[i] = (uint16_t)(((c & 7) ? magnitude : 0) | (uint16_t)((c & 8) << 12));
+        }
+        for (int i = 0; i < BLOCK; i++)
+            bits[i] = (uint32_t)upper[i] << 16;
+        memcpy(base, bits, sizeof base);
+        for (int i = 0; i < size; i++)
+            out[at - from + i] = base[i] * scale;
+    }
+}
+
+/* ---- the other codecs, decoding only: encoding them is as fast as memory in torch ---- */
+
+INLINE void float32_decode(const uint8_t *payload, int64_t from, int64_t n, float *out)
+{
+    memcpy(out, payload + 4 * from, 4 * (size_t)n);
+}
+
+INLINE void bfloat16_decode(const uint8_t *payload, int64_t from, int64_t n, float *out)
+{
+    for (int64_t i = 0; i < n; i++) {
+        uint16_t half;
+        memcpy(&half, payload + 2 * (from + i), sizeof half);
+        uint32_t bits = (uint32_t)half << 16;
+        memcpy(out + i, &bits, sizeof bits);
+    }
+}
+
+INLINE void int8_decode(const uint8_t *payload, int64_t count, int64_t from, int64_t n, float *out)
+{
+    const int8_t *codes = (const int8_t *)payload + 4 * blocks(count);
+    for (int64_t at = from; at < from + n; at += BLOCK) {
+        float scale;
+        memcpy(&scale, payload + 4 * (at / BLOCK), sizeof scale);
+        int64_t size = least(BLOCK, from + n - at);
+        for (int64_t i = 0; i < size; i++)
+            out[at - from + i] = (float)codes[at + i] * scale;
+    }
+}
+
+INLINE int64_t chunk_bytes(int codec, int64_t n)
+{
+    switch (codec) {
+    case FLOAT32: return 4 * n;
+    case BFLOAT16: return 2 * n;
+    case INT8: return n + 4 * blocks(n);
+    default: return (n + 1) / 2 + blocks(n);
+    }
+}
+
+/* ---- the round ---- */
+
+INLINE void decode(int codec, const uint8_t *chunk, int64_t count, int64_t from, int64_t n, float *out)
+{
+    switch (codec) {
+    case FLOAT32: float32_decode(chunk, from, n, out); break;
+    case BFLOAT16: bfloat16_decode(chunk, from, n, out); break;
+    case INT8: int8_decode(chunk, count, from, n, out); break;
+    default: e3m0_decode(chunk, count, from, n, out);
+    }
+}
+
+/* total = factor * decoded values, or total + factor * decoded values */
+INLINE void add_decoded(int codec, const uint8_t *chunk, int64_t count, int64_t from, int64_t n, float factor,
+                        int first, float *total)
+{
+    float term[PIECE];
+    decode(codec, chunk, count, from, n, first ? total : term);
+    if (first)
+        for (int64_t i = 0; i < n; i++)
+            total[i] = total[i] * factor;
+    else
+        for (int64_t i = 0; i < n; i++)
+            total[i] = total[i] + term[i] * factor;
+}
+
+#if defined(__x86_64__)
+/* The same for full blocks of E3M0. A block has 8 magnitudes, so each is scaled and weighted once, in a table of one
+ * vector, and looked up 8 values at a time. */
+WIDE static void add_e3m0_blocks(const uint8_t *scales, const uint8_t *codes, int64_t n, float factor, int first,
+                                 float *total)
+{
+    const __m256i shifts = _mm256_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28);
+    const __m256i signs = _mm256_set1_epi32((int)0x80000000u);
+    const __m256 bases = _mm256_setr_ps(0, 0x1p-6f, 0x1p-5f, 0x1p-4f, 0x1p-3f, 0x1p-2f, 0x1p-1f, 1);
+    for (int64_t at = 0; at < n; at += BLOCK) {
+        __m256 scale = _mm256_castsi256_ps(_mm256_set1_epi32((int)((uint32_t)scales[at / BLOCK] << 23)));
+        __m256 table = _mm256_mul_ps(_mm256_mul_ps(bases, scale), _mm256_set1_ps(factor));
+        for (int i = 0; i < BLOCK; i += 8) {
+            int32_t eight;
+            memcpy(&eight, codes + (at + i) / 2, sizeof eight);
+            __m256i each = _mm256_srlv_epi32(_mm256_set1_epi32(eight), shifts);
+            __m256i sign = _mm256_and_si256(_mm256_slli_epi32(each, 28), signs);
+            __m256 term = _mm256_xor_ps(_mm256_permutevar8x32_ps(table, each), _mm256_castsi256_ps(sign));
+            float *out = total + at + i;
+            _mm256_storeu_ps(out, first ? term : _mm256_add_ps(_mm256_loadu_ps(out), term));
+        }
+    }
+}
+
+WIDE static void add_decoded_wide(int codec, const uint8_t *chunk, int64_t count, int64_t from, int64_t n,
+                                  float factor, int first, float *total)
+{
+    int64_t full = codec == E3M0 ? n / BLOCK * BLOCK : 0;
+    const uint8_t *scales = chunk + from / BLOCK;
+    for (int64_t b = 0; b < full / BLOCK; b++)
+        if (scales[b] == 255) /* no encoder makes it: 0 times inf has a sign that the table has not */
+            full = 0;
+    if (full)
+        add_e3m0_blocks(scales, chunk + blocks(count) + from / 2, full, factor, first, total);
+    if (full < n)
+        add_decoded(codec, chunk, count, from + full, n - full, factor, first, total + full);
+}
+#else
+#define add_decoded_wide add_decoded
+#endif
+
+/* v = mu * v + d; anchor = anchor - lr * (d + mu * v), each operation rounded by itself, as in outer.py */
+INLINE void apply(const Round *r, const float *mean, int64_t at, int64_t n)
+{
+    float *anchor = r->anchor + at, *velocity = r->velocity + at;
+    float lr = r->lr, mu = r->momentum;
+    if (r->rule == SGD) {
+        for (int64_t i = 0; i < n; i++)
+            anchor[i] = anchor[i] - mean[i] * lr;
+        return;
+    }
+    for (int64_t i = 0; i < n; i++) {
+        float v = velocity[i] * mu + mean[i];
+        velocity[i] = v;
+        anchor[i] = anchor[i] - (v * mu + mean[i]) * lr;
+    }
+}
+
+/* `n` values from `from` on of a chunk, which begins at value `begin` and at byte `offset` of each payload. */
+INLINE void piece(Round *r, int wide, int codec, int64_t begin, int64_t offset, int64_t count, int64_t from, int64_t n)
+{
+    float total[PIECE];
+    for (int m = 0; m < r->members; m++) {
+        const uint8_t *chunk = r->payloads[m] + offset;
+        if (wide)
+            add_decoded_wide(codec, chunk, count, from, n, r->factors[m], m == 0, total);
+        else
+            add_decoded(codec, chunk, count, from, n, r->factors[m], m == 0, total);
+    }
+    int64_t at = begin + from;
+    if (r->rule == MEAN)
+        memcpy(r->anchor + at, total, sizeof(float) * (size_t)n);
+    else
+        apply(r, total, at, n);
+}
+
+INLINE void all_pieces(Round *r, int wide, int codec, int64_t n)
+{
+    int64_t offset = 0;
+    for (int64_t begin = 0; begin < n; begin += CHUNK) {
+        int64_t count = least(CHUNK, n - begin);
+        for (int64_t from = 0; from < count; from += PIECE)
+            piece(r, wide, codec, begin, offset, count, from, least(PIECE, count - from));
+        offset += chunk_bytes(codec, count);
+    }
+}
+
+INLINE void finish(Round *r, int wide, int64_t n)
+{
+    switch (r->codec) { /* a constant in each call, so that the compiler makes one loop for each codec */
+    case FLOAT32: all_pieces(r, wide, FLOAT32, n); break;
+    case BFLOAT16: all_pieces(r, wide, BFLOAT16, n); break;
+    case INT8: all_pieces(r, wide, INT8, n); break;
+    default: all_pieces(r, wide, E3M0, n);
+    }
+}
+
+int diloco_encode_plain(const float *x, int64_t n, uint8_t *out) { return e3m0_encode(x, n, out); }
+WIDE int diloco_encode_wide(const float *x, int64_t n, uint8_t *out) { return e3m0_encode(x, n, out); }
+void diloco_round_plain(Round *r, int64_t n) { finish(r, 0, n); }
+WIDE void diloco_round_wide(Round *r, int64_t n) { finish(r, 1, n); }
+
+/* Whether the processor has what the wide functions need. */
+int diloco_wide(void)
+{
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    return __builtin_cpu_supports("avx2") != 0;
+#else
+    return 1;
+#endif
+}

@@ -1,0 +1,121 @@
+"""The fast way: kernels.c, compiled when the package is installed, called without holding the interpreter's lock.
+
+What they compute has the bits of the code in codec.py, mean.py and outer.py, which is the reference, and which runs
+where there was no compiler. Levels: "reference" (no native code), "plain" (C for any processor of its kind), "wide"
+(AVX2 on x86-64).
+"""
+
+import ctypes
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from diloco.errors import ConfigError
+
+LEVELS = ("reference", "plain", "wide")
+VARIABLE = "DILOCO_KERNELS"
+"""Environment variable: a level below the best one, or the path of a library that was compiled in another way."""
+_CODECS = {"float32": 0, "bfloat16": 1, "int8": 2, "e3m0": 3}
+_MEAN, _SGD, _NESTEROV = range(3)
+
+
+class _Round(ctypes.Structure):
+    """`Round` of kernels.c."""
+
+    _fields_ = (
+        ("payloads", ctypes.POINTER(ctypes.c_void_p)),
+        ("factors", ctypes.POINTER(ctypes.c_float)),
+        ("members", ctypes.c_int32),
+        ("codec", ctypes.c_int32),
+        ("rule", ctypes.c_int32),
+        ("lr", ctypes.c_float),
+        ("momentum", ctypes.c_float),
+        ("anchor", ctypes.c_void_p),
+        ("velocity", ctypes.c_void_p),
+    )
+
+
+def _load() -> tuple[ctypes.CDLL | None, str]:
+    """The library, or the reason why there is none."""
+    given = os.environ.get(VARIABLE, "")
+    path = Path(given) if given.endswith(".so") else Path(__file__).with_name("_kernels.so")
+    if not path.exists():
+        return None, "not compiled: install a C compiler, then install diloco again"
+    try:
+        return ctypes.CDLL(str(path)), ""
+    except OSError as error:
+        return None, f"cannot be loaded ({error}): install diloco again on this machine"
+
+
+_library, missing = _load()
+
+
+def levels() -> list[str]:
+    """The levels that work here, slowest first."""
+    if _library is None:
+        return ["reference"]
+    return list(LEVELS) if _library.diloco_wide() else ["reference", "plain"]
+
+
+def _chosen() -> str:
+    wanted = os.environ.get(VARIABLE, "")
+    if not wanted or wanted.endswith(".so"):
+        return levels()[-1]
+    if wanted not in levels():
+        raise ConfigError(f"{VARIABLE}={wanted}: on this machine it can be {', '.join(levels())}, or the path of a .so")
+    return wanted
+
+
+level = _chosen()
+
+
+@contextmanager
+def at_level(name: str) -> Iterator[None]:
+    """Use another level for a while, in all threads: for tests and benchmarks."""
+    global level
+    before, level = level, name
+    try:
+        yield
+    finally:
+        level = before
+
+
+def decodes(codec: str) -> bool:
+    """Whether `mean` has native code for a codec of this name."""
+    return level != "reference" and codec in _CODECS
+
+
+def encode_e3m0(x: Tensor, payload: Tensor) -> bool:
+    """Fill the payload of a flat fp32 tensor, as `pack` does. Returns whether all values are finite."""
+    assert x.dtype == torch.float32 and x.is_contiguous() and payload.is_contiguous()
+    function = getattr(_library, f"diloco_encode_{level}")
+    return bool(function(ctypes.c_void_p(x.data_ptr()), ctypes.c_int64(len(x)), ctypes.c_void_p(payload.data_ptr())))
+
+
+def mean(codec: str, payloads: Sequence[Tensor], factors: Sequence[float], out: Tensor) -> None:
+    """out ← Σ factor · decoded payload, as `weighted` does."""
+    held = [payload.contiguous() for payload in payloads]
+    work = _Round(rule=_MEAN, codec=_CODECS[codec], members=len(held), anchor=out.data_ptr())
+    work.payloads = (ctypes.c_void_p * len(held))(*(payload.data_ptr() for payload in held))
+    work.factors = (ctypes.c_float * len(held))(*factors)
+    _run(work, len(out))
+
+
+def outer_step(anchor: Tensor, delta: Tensor, velocity: Tensor | None, lr: float, momentum: float = 0.0) -> None:
+    """SGD without a velocity, Nesterov with one, in place, as their `step` does."""
+    for tensor in (anchor, delta) if velocity is None else (anchor, delta, velocity):
+        assert tensor.dtype == torch.float32 and tensor.is_contiguous() and len(tensor) == len(anchor)
+    work = _Round(rule=_SGD if velocity is None else _NESTEROV, codec=_CODECS["float32"], members=1)
+    work.payloads = (ctypes.c_void_p * 1)(delta.data_ptr())
+    work.factors = (ctypes.c_float * 1)(1.0)
+    work.lr, work.momentum, work.anchor = lr, momentum, anchor.data_ptr()
+    work.velocity = None if velocity is None else velocity.data_ptr()
+    _run(work, len(anchor))
+
+
+def _run(work: _Round, n: int) -> None:
+    getattr(_library, f"diloco_round_{level}")(ctypes.byref(work), ctypes.c_int64(n))

@@ -1,0 +1,34 @@
+"""Compile diloco/kernels.c when the package is built. Without a C compiler the package is pure Python, and slower."""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+from packaging.tags import sys_tags
+
+FLAGS = ["-O3", "-std=c11", "-fPIC", "-shared", "-ffp-contract=off", "-fno-math-errno", "-Wall", "-Wextra"]
+"""No contraction of multiply and add, no fast mathematics: the bits must be those of the code in Python."""
+
+
+class Kernels(BuildHookInterface):
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        source = Path(self.root, "diloco", "kernels.c")
+        library = source.with_name("_kernels.so")
+        compiler = shutil.which(os.environ.get("CC", "cc"))
+        if compiler is None:
+            self.app.display_warning("no C compiler: diloco is built without its fast kernels")
+            library.unlink(missing_ok=True)
+            return
+        partial = library.with_suffix(".new")
+        done = subprocess.run([compiler, *FLAGS, "-o", str(partial), str(source)], capture_output=True, text=True)
+        if done.returncode:
+            self.app.display_warning(f"{compiler} failed, diloco is built without its fast kernels:\n{done.stderr}")
+            library.unlink(missing_ok=True)
+            return
+        partial.replace(library)
+        build_data["artifacts"].append("diloco/_kernels.so")
+        build_data["pure_python"] = False
+        build_data["tag"] = f"py3-none-{next(sys_tags()).platform}"  # no Python in it: one wheel for all versions

@@ -1,0 +1,168 @@
+"""The native kernels give the bits of the code in Python, at every level that this processor has."""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from diloco import kernels
+from diloco.codec import CHUNK, E3M0, BFloat16, Float32, Int8, pack, weighted
+from diloco.outer import SGD, Nesterov
+from tests.support.models import train
+from tests.support.processes import run
+
+CODECS = {"float32": Float32(), "bfloat16": BFloat16(), "int8": Int8(), "e3m0": E3M0()}
+LENGTHS = (1, 2, 255, 256, 257, 2047, 2048, 2305, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 771)
+native = pytest.mark.parametrize("level", [name for name in kernels.levels() if name != "reference"])
+
+
+def reference(codec, payloads, factors, n):
+    with kernels.at_level("reference"):
+        return weighted(codec, payloads, factors, n)
+
+
+def same_bits(a, b):
+    """Equal bit for bit; of a nan only the place counts, which no encoder sends."""
+    nan = a.isnan()
+    return torch.equal(nan, b.isnan()) and torch.equal(a[~nan].view(torch.int32), b[~nan].view(torch.int32))
+
+
+def values(kind, n):
+    generator = torch.Generator().manual_seed(n)
+    x = torch.randn(n, generator=generator)
+    if kind == "tiny and huge":
+        return x * torch.exp2(torch.randint(-149, 127, (n,), generator=generator).float())
+    if kind == "zeros":
+        x[torch.rand(n, generator=generator) < 0.5] = 0.0
+        x[torch.rand(n, generator=generator) < 0.3] = -0.0
+        x[: 256 * (n // 512)] = -0.0
+        return x
+    if kind == "denormal":
+        return x * 2.0**-130
+    if kind == "any bits":
+        bits = torch.randint(-(2**31), 2**31, (n,), generator=generator, dtype=torch.int64).to(torch.int32)
+        return bits.view(torch.float32)
+    return x
+
+
+KINDS = ("gaussian", "tiny and huge", "zeros", "denormal", "any bits")
+
+
+@pytest.mark.skipif(not shutil.which("cc"), reason="needs a C compiler: apt-get install gcc")
+def test_a_machine_with_a_compiler_has_the_kernels():
+    assert "plain" in kernels.levels(), kernels.missing
+
+
+@native
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("n", LENGTHS)
+def test_encoding_gives_the_same_bytes(level, kind, n):
+    x = values(kind, n)
+    with kernels.at_level("reference"):
+        expected = pack(E3M0(), x)
+    payload = torch.full_like(expected, 170)
+    with kernels.at_level(level):
+        finite = kernels.encode_e3m0(x, payload)
+    assert torch.equal(payload, expected)
+    assert finite == bool(x.isfinite().all())
+
+
+@native
+@pytest.mark.parametrize("at", [0, 255, 256, CHUNK - 1, CHUNK, CHUNK + 700])
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+def test_encoding_finds_one_value_that_is_not_finite(level, value, at):
+    x = torch.randn(CHUNK + 701)
+    payload = torch.empty(sum(E3M0().nbytes(n) for n in (CHUNK, 701)), dtype=torch.uint8)
+    with kernels.at_level(level):
+        assert kernels.encode_e3m0(x, payload)
+        x[at] = 3.0e38  # the largest exponent is finite
+        assert kernels.encode_e3m0(x, payload)
+        x[at] = value
+        assert not kernels.encode_e3m0(x, payload)
+
+
+@native
+@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("members", range(1, 10))
+def test_the_mean_has_the_same_bits_for_any_number_of_members(level, name, members):
+    n, codec = 2 * CHUNK + 771, CODECS[name]
+    payloads = [pack(codec, values(KINDS[m % 4], n + m)[:n]) for m in range(members)]
+    factors = [float(f) for f in np.random.default_rng(members).dirichlet(np.ones(members))]
+    expected, out = reference(codec, payloads, factors, n), torch.empty(n)
+    with kernels.at_level(level):
+        kernels.mean(name, payloads, factors, out)
+    assert same_bits(out, expected)
+
+
+@native
+@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("n", LENGTHS)
+def test_the_mean_has_the_same_bits_for_any_bytes_and_any_length(level, name, n):
+    codec = CODECS[name]
+    size = len(pack(codec, torch.zeros(n)))
+    generator = torch.Generator().manual_seed(n)
+    payloads = [torch.randint(0, 256, (size,), generator=generator, dtype=torch.uint8) for _ in range(3)]
+    expected, out = reference(codec, payloads, [0.25, 0.0, 0.75], n), torch.empty(n)
+    with kernels.at_level(level):
+        kernels.mean(name, payloads, [0.25, 0.0, 0.75], out)
+    assert same_bits(out, expected)
+
+
+@native
+@pytest.mark.parametrize("rule", [Nesterov(0.4, 0.9), SGD(0.7)])
+@pytest.mark.parametrize("n", LENGTHS)
+def test_a_step_of_the_outer_rule_has_the_same_bits(level, rule, n):
+    delta, anchor = values("gaussian", n), values("tiny and huge", n).clamp(-1e30, 1e30)
+    velocity = values("zeros", n) if rule.state(1).numel() else torch.empty(0)
+    expected, found = (anchor.clone(), velocity.clone()), (anchor.clone(), velocity.clone())
+    with kernels.at_level("reference"):
+        rule.step(expected[0], delta, expected[1])
+    with kernels.at_level(level):
+        rule.step(found[0], delta, found[1])
+    assert n < 255 or not torch.equal(expected[0], anchor)
+    assert all(same_bits(*pair) for pair in zip(found, expected, strict=True))
+
+
+def _train(rank, settings):
+    with kernels.at_level(kernels.levels()[-1] if rank % 2 else "reference"):
+        return train(rank, 25, sync_every=10, **settings)
+
+
+@pytest.mark.parametrize("replicas", [2, 4])
+@pytest.mark.parametrize("codec", [E3M0(), Int8()])
+def test_a_replica_without_the_kernels_agrees_with_one_that_has_them(replicas, codec):
+    results = run(replicas, _train, {"codec": codec})
+    assert len({tuple(h) for h in results[0]["history"]}) > 2  # they moved
+    assert all(other["history"] == results[0]["history"] for other in results[1:])
+
+
+FLAGS = ["-O3", "-std=c11", "-ffp-contract=off", "-fno-math-errno"]
+DIGEST = Path(__file__).parents[1] / "support" / "kernels_digest.c"
+
+
+def digests(tmp_path, compiler, *flags, run=(), level="plain"):
+    """What the kernels compute from fixed input, as a program of their own."""
+    program = tmp_path / f"digest-{compiler}"
+    subprocess.run([compiler, *FLAGS, *flags, "-o", program, DIGEST], check=True, timeout=100)
+    done = subprocess.run([*run, program, level], check=True, capture_output=True, text=True, timeout=100)
+    assert len(done.stdout.splitlines()) == 13
+    return done.stdout
+
+
+@native
+def test_no_kernel_reads_or_writes_where_it_must_not(level, tmp_path):
+    """Under the address and undefined-behaviour sanitizers; also: their code computes the same."""
+    sanitized = digests(tmp_path, "cc", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover", level=level)
+    assert sanitized == digests(tmp_path, "cc", level="plain")
+
+
+@pytest.mark.skipif(
+    not shutil.which("aarch64-linux-gnu-gcc") or not shutil.which("qemu-aarch64"),
+    reason="needs an ARM compiler and emulator: apt-get install gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user",
+)
+def test_an_arm_processor_computes_the_same_bits(tmp_path):
+    arm = digests(tmp_path, "aarch64-linux-gnu-gcc", "-static", run=["qemu-aarch64"])
+    assert arm == digests(tmp_path, "cc")
