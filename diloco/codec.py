@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from diloco import kernels
+from diloco.errors import ConfigError
 from diloco.formats import BLOCK, FORMATS, blocks, format_named
 
 CHUNK = 1 << 17
@@ -21,7 +22,7 @@ CHUNK = 1 << 17
 
 class Codec(Protocol):
     def nbytes(self, n: int) -> int:
-        """Exactly how many bytes `encode` gives for n values."""
+        """Exactly how many bytes n values take: what `encode` gives for each chunk of them, added up."""
         ...
 
     def encode(self, x: Tensor) -> Tensor:
@@ -42,6 +43,16 @@ def pack(codec: Codec, x: Tensor) -> Tensor:
     for values, data in chunks(codec, len(x)):
         payload[data] = codec.encode(x[values])
     return payload
+
+
+def check_sizes(codec: Codec) -> None:
+    """Refuse a codec whose sizes do not add up over chunks, before a fragment of more than one chunk is sent."""
+    parts, together = codec.nbytes(CHUNK) + codec.nbytes(1), codec.nbytes(CHUNK + 1)
+    if parts != together:
+        raise ConfigError(
+            f"codec={codec!r}: nbytes({CHUNK}) + nbytes(1) is {parts}, nbytes({CHUNK + 1}) is {together}. Values are "
+            f"encoded in chunks of {CHUNK}: count what is sent once for each chunk in nbytes"
+        )
 
 
 def chunks(codec: Codec, n: int) -> list[tuple[slice, slice]]:

@@ -14,7 +14,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from diloco.codec import E3M0, Codec, Float32
+from diloco.codec import E3M0, Codec, Float32, check_sizes
 from diloco.errors import ConfigError, DiLoCoError, Mismatch, NotFinite
 from diloco.flat import WHOLE, ShardId, checksum, forget_not_finite, reshard, shard_id
 from diloco.fragment import Fragmenter, Piece, Strided
@@ -72,6 +72,7 @@ class DiLoCo:
         if not 0 <= feedback <= 1:
             raise ConfigError(f"feedback={feedback}: give a number from 0 (off) to 1 (all that the codec lost)")
         _check_kinds(fragments, codec, outer)
+        check_sizes(codec)
         self._optimizers = as_list(optimizer)  # refuses what is none, before anything is done
         self._model = model = unwrap(model)
         reshard(model)  # after a forward without a backward FSDP2 shows gathered parameters, which it frees later

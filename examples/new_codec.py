@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from diloco import E3M0, DiLoCo, Float32
-from diloco.codec import Codec
+from diloco.codec import CHUNK, Codec
 from diloco.reduce import local
 
 
@@ -19,7 +19,7 @@ class Sign:
     """Each value becomes plus or minus the mean magnitude."""
 
     def nbytes(self, n: int) -> int:
-        return 4 + -(-n // 8)
+        return 4 * -(-n // CHUNK) + -(-n // 8)
 
     def encode(self, x: Tensor) -> Tensor:
         scale = x.abs().mean().reshape(1).view(torch.uint8)

@@ -124,3 +124,17 @@ def test_each_format_has_one_codec_which_its_name_gives():
     assert [FORMATS[name].nbytes(257) for name in FORMATS] == [129 + 2, 257 + 2, 257 + 8, 514, 1028]
     with pytest.raises(ConfigError, match="codec='fp4': give one of e3m0, float8, int8, bfloat16, float32"):
         codec_named("fp4")
+
+
+class OneScale:
+    """Counts its scale once for a tensor of any length."""
+
+    def nbytes(self, n):
+        return 4 + 4 * n
+
+
+def test_a_codec_whose_sizes_do_not_add_up_over_chunks_is_refused():
+    for c in ALL:
+        codec.check_sizes(c)
+    with pytest.raises(ConfigError, match=r"nbytes\(131072\) \+ nbytes\(1\) is 524300, nbytes\(131073\) is 524296"):
+        codec.check_sizes(OneScale())
