@@ -150,8 +150,8 @@ SECTIONS: tuple[tuple[Path, str, Callable[[Record], str]], ...] = (
 SINCE = {
     NETLAB: """\
 Since these figures were measured, the code of the collective reducer was divided into a communication thread and its
-process groups. What is sent has the same bits; codecs, mean and outer
-step run in C. The figures were not measured again.
+process groups, and codecs, mean and outer step run in C. What is sent has the same bits. The figures were not measured
+again.
 
 """,
     BUCKET: _BUCKET_SINCE,
