@@ -98,7 +98,8 @@ class Member(threading.Thread):
 
     @property
     def others(self):
-        return self.reduce.session.members.alive(time.monotonic())
+        """The other members that a round would wait for. One that is known to be joining is not yet among them."""
+        return [m for m in self.reduce.session.members.alive(time.monotonic()).values() if not m.joining]
 
     @property
     def rounds(self):
