@@ -4,8 +4,8 @@ caller's decision."""
 from collections.abc import Callable
 
 from diloco.bucket.rounds import Contribution, Record, folder, read_delta, read_record, record_name
-from diloco.bucket.store.envelope import HEADER, PREFIX, Envelope, Invalid, get
-from diloco.bucket.store.operations import List, Oversized, Read, Size, Task, Work, create, together
+from diloco.bucket.store.envelope import HEADER, PREFIX, Answer, Envelope, Invalid, get
+from diloco.bucket.store.operations import List, Read, Size, Task, Work, create, together
 from diloco.codec import Codec
 
 RECORD = PREFIX.size + HEADER
@@ -49,9 +49,9 @@ class RoundStore:
         """The content of a slot. A record judged invalid must be invalid for all members, forever. So look twice: a
         reply may have been cut off on its way."""
         name = record_name(self._fragment, index, slot)
-        before: bytes | Oversized | None = None
+        before: Answer | None = None
         while True:
-            data = yield Read(name, RECORD)
+            data = yield Read(name, RECORD, patient=True)
             if data is None:
                 return None
             try:

@@ -8,7 +8,7 @@ from typing import Any
 
 from diloco.bucket.protocol import BEHIND, FragmentProtocol
 from diloco.bucket.snapshots import index_of, seal_snapshot
-from diloco.bucket.store.backend import Backend, Failure, open_store
+from diloco.bucket.store.backend import Backend, open_store, patiently
 from diloco.bucket.store.envelope import HEADER, PART, PREFIX, Envelope, Invalid, get, put
 from diloco.bucket.store.operations import Size, Task, Work, create, together
 from diloco.bucket.store.store import Store
@@ -124,11 +124,7 @@ def contract_of(contract: Contract, rounds: int | None, max_work: float) -> dict
 def find_run(url: str, key: bytes | None = None, *, create: bool = False) -> Run | None:
     """The run in a bucket, if there is one. `create`: make the folder if it does not exist."""
     backend = open_store(url, create=create)
-    try:
-        backend.attempt(Size(NAME))
-    except Failure as failure:  # before training there is nothing to do meanwhile, so do not retry
-        raise DiLoCoError(f"{url}: the store does not answer: {failure}; check the address, AWS_ENDPOINT_URL or the "
-                          "equivalent of your store, and the network") from None  # fmt: skip
+    patiently(lambda: backend.attempt(Size(NAME)), url)
     return Store(backend).run(read_run(key), contextlib.nullcontext())
 
 

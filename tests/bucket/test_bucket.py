@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from diloco import ConfigError, DiLoCoError, NotFinite
+from diloco import ConfigError, NotFinite
 from diloco.bucket import Bucket
 from diloco.bucket.members import Superseded
 from diloco.bucket.protocol import AHEAD
@@ -162,22 +162,6 @@ def test_while_the_store_is_gone_training_goes_on_and_rounds_catch_up(tmp_path):
     store.down.clear()
     until(lambda: min(a.held) > max(held) + AHEAD, a)
     a.stop().end()
-
-
-class Refusing(Flaky):
-    def attempt(self, operation):
-        if self.down.is_set():
-            raise ConfigError("access is refused")
-        return self.backend.attempt(operation)
-
-
-def test_refused_access_stops_the_member_with_the_reason(tmp_path):
-    store = Refusing(open_store(str(tmp_path)))
-    a = Member(tmp_path, "a", backend=store)
-    until(lambda: a.done > 5, a)
-    store.down.set()
-    with pytest.raises(DiLoCoError, match="refused"):
-        a.end()
 
 
 @pytest.mark.parametrize("url", ["folder", "memory://x"])

@@ -1,21 +1,31 @@
 """One try of one operation: a folder or a bucket behind `obstore`, and the probe that refuses unfit stores."""
 
 import secrets
+import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
+from diloco.bucket.store.folder import Folder
 from diloco.bucket.store.operations import Create, Delete, List, Operation, Oversized, Read, Size, Write
 from diloco.errors import ConfigError, DiLoCoError
 
 TIMEOUT = 60.0
 """Seconds of one request. A part of 16 MB needs 2.2 Mbit/s if it travels alone, as `TransferLimit` makes it on a slow
 link."""
+PAUSES = (0.2, 0.5, 1.0, 2.0)
+"""Seconds between the tries of what is asked before a member takes part."""
+T = TypeVar("T")
 SCHEMES = "a folder, file://, s3://, gs://, az:// or memory://"
 
 
 class Failure(Exception):
     """An operation that may succeed when it is repeated."""
+
+
+class Refused(Failure):
+    """The store answers, and does not allow the operation: wrong credentials, or for a moment the right ones."""
 
 
 class Backend(Protocol):
@@ -26,19 +36,20 @@ class Backend(Protocol):
 
 def open_store(url: str, *, create: bool = True) -> Backend:
     """A backend for a URL or the path of a folder."""
-    try:
-        import obstore.store as stores
-    except ImportError:
-        raise ConfigError("the bucket needs obstore: pip install 'diloco[bucket]'") from None
     scheme, separator, rest = url.partition("://")
     if not separator or scheme == "file":
         folder = Path(rest if separator else url).expanduser().absolute()
         if not create and not folder.is_dir():
             raise ConfigError(f"there is no folder {folder}")
         try:
-            return Obstore(stores.LocalStore(folder, mkdir=True), url)
+            folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"{url}: {error}") from None
+        return FolderStore(Folder(folder), url)
+    try:
+        import obstore.store as stores
+    except ImportError:
+        raise ConfigError("the bucket needs obstore: pip install 'diloco[bucket]'") from None
     if scheme == "memory":
         return _MEMORIES.setdefault(rest, Obstore(stores.MemoryStore(), url))
     if scheme not in ("s3", "gs", "az"):
@@ -55,9 +66,30 @@ def open_store(url: str, *, create: bool = True) -> Backend:
 _MEMORIES: dict[str, Backend] = {}
 
 
+def patiently(attempt: Callable[[], T], url: str = "") -> T:
+    """Repeat what fails a few times, for some seconds: before training there is nothing to do meanwhile. Raises
+    DiLoCoError."""
+    for pause in (*PAUSES, None):
+        try:
+            return attempt()
+        except Refused as refused:
+            raise ConfigError(str(refused)) from None
+        except Failure as failure:
+            if pause is None:
+                where = f"{url}: " if url else ""
+                raise DiLoCoError(f"{where}the store does not answer: {failure}; check the address, AWS_ENDPOINT_URL "
+                                  "or the equivalent of your store, and the network") from None  # fmt: skip
+            time.sleep(pause)
+    raise AssertionError
+
+
 def probe(backend: Backend) -> None:
     """Refuse a store whose create-only puts are not. Eight race for one name: a store that looks first and writes
     afterwards would pass if they came one by one."""
+    patiently(lambda: _race(backend))
+
+
+def _race(backend: Backend) -> None:
     name = f"probe/{secrets.token_hex(8)}"
     won: list[bytes] = []
 
@@ -66,21 +98,35 @@ def probe(backend: Backend) -> None:
             won.append(body)
 
     bodies = [f"{i}".encode() for i in range(9)]
-    try:
-        with ThreadPoolExecutor(8) as pool:
-            list(pool.map(attempt, bodies[:8]))
-        first = backend.attempt(Read(name, 16))
-        attempt(bodies[8])
-        second = backend.attempt(Read(name, 16))
-        backend.attempt(Delete(name))
-    except Failure as failure:
-        raise DiLoCoError(f"the store does not answer: {failure}") from None
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(attempt, bodies[:8]))
+    first = backend.attempt(Read(name, 16))
+    attempt(bodies[8])
+    second = backend.attempt(Read(name, 16))
+    backend.attempt(Delete(name))
+    if not won and first == second:
+        raise Failure("of 9 that raced for one name none was told that it won: replies were lost")
     if len(won) != 1 or first != won[0] or second != first:
         raise ConfigError(
             f"the store has no create-only puts: 9 raced for one name, {len(won)} were told that they won, and "
             f"{'the name was' if first == second else 'it was overwritten: it'} read as {second!r}. Members could "
             "disagree on who is in a round. Use S3, R2, GCS, Azure, MinIO, a local folder or NFS."
         )
+
+
+class FolderStore:
+    """One try in a folder."""
+
+    def __init__(self, folder: Folder, url: str) -> None:
+        self._folder, self._url = folder, url
+
+    def attempt(self, operation: Operation) -> Any:
+        try:
+            return self._folder.attempt(operation)
+        except PermissionError as error:
+            raise Refused(f"{self._url}: access is refused ({_first_line(error)}); check the permissions") from None
+        except OSError as error:
+            raise Failure(_first_line(error)) from None
 
 
 class Obstore:
@@ -96,7 +142,7 @@ class Obstore:
             return self._attempt(operation)
         except FileNotFoundError as error:
             if isinstance(operation, (Create, Write)):
-                raise ConfigError(f"{self._url}: there is no such bucket ({_first_line(error)})") from None
+                raise Refused(f"{self._url}: there is no such bucket ({_first_line(error)})") from None
             return {} if isinstance(operation, List) else None
         except (exceptions.AlreadyExistsError, exceptions.PreconditionError):
             return False
@@ -138,12 +184,12 @@ class Obstore:
                 return obstore.delete(self._store, name)
         raise TypeError(f"{operation} is not a store operation")
 
-    def _refused(self, error: BaseException) -> DiLoCoError:
-        return ConfigError(f"{self._url}: access is refused ({_first_line(error)}); check the credentials")
+    def _refused(self, error: BaseException) -> Refused:
+        return Refused(f"{self._url}: access is refused ({_first_line(error)}); check the credentials")
 
 
 _REFUSED = ("403 Forbidden", "401 Unauthorized", "InvalidAccessKeyId", "SignatureDoesNotMatch", "AccessDenied",
-            "NoSuchBucket")  # fmt: skip
+            "NoSuchBucket", "ExpiredToken", "InvalidToken", "RequestTimeTooSkewed")  # fmt: skip
 
 
 def _first_line(error: BaseException) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from diloco.bucket.store.operations import All, Create, Oversized, Pause, Read, Size, Task, Work
+from diloco.bucket.store.operations import All, Create, Forbidden, Oversized, Pause, Read, Size, Task, Work
 
 PROTOCOL = 1
 MAGIC = b"DLCO"
@@ -22,6 +22,10 @@ HEADER = 64 << 10
 PART = 16 << 20
 DIGEST = "{digest}"
 """Stands in a name for the digest of the header, until the object is sealed."""
+
+
+Answer = bytes | Oversized | Forbidden
+"""What reading an object that is there may give."""
 
 
 class Invalid(Exception):
@@ -82,11 +86,13 @@ class Envelope:
         body = PREFIX.pack(MAGIC, len(header), self._sign(self.run, name, header)) + header
         return Sealed(name, digest, body + payload if inline else body, () if inline else tuple(pieces))
 
-    def open(self, name: str, kind: str, data: bytes | Oversized, size: int | None, *, head: bool = False) -> Opened:
+    def open(self, name: str, kind: str, data: Answer, size: int | None, *, head: bool = False) -> Opened:
         """Check everything except parts. `size`: the exact size of the payload; None: at most one part. `head`: the
         data may end after the header. Raises Invalid."""
         if isinstance(data, Oversized):
             raise Invalid(f"{data.size} bytes are more than it may have")
+        if isinstance(data, Forbidden):
+            raise Invalid("the store refuses to read it")
         if len(data) < PREFIX.size:
             raise Invalid("it is cut off")
         magic, length, signature = PREFIX.unpack_from(data)
@@ -102,7 +108,7 @@ class Envelope:
         if self.key is not None and not hmac.compare_digest(signature, self._sign(run, name, raw)):
             raise Invalid("it is not signed with the key of this run")
         if header.get("protocol") != PROTOCOL:
-            raise Invalid(f"its protocol is {header.get('protocol')!r}, this is {PROTOCOL}")
+            raise Invalid(f"its protocol is {header.get('protocol')!r:.40}, this is {PROTOCOL}")
         if header.get("kind") != kind:
             raise Invalid(f"it is not a {kind}")
         digest = hashlib.sha256(raw).hexdigest()
@@ -166,9 +172,9 @@ def get(envelope: Envelope, name: str, kind: str, size: int | None) -> Task[Open
     return Opened(name, found.digest, found.header, payload, found.nbytes + len(payload))
 
 
-def _joined(parts: list[bytes | Oversized], sums: list[Any], size: int) -> bytes:
+def _joined(parts: list[Answer], sums: list[Any], size: int) -> bytes:
     for k, (part, wanted) in enumerate(zip(parts, sums, strict=True)):
-        if isinstance(part, Oversized) or hashlib.sha256(part).hexdigest() != wanted:
+        if not isinstance(part, bytes) or hashlib.sha256(part).hexdigest() != wanted:
             raise Invalid(f"the checksum of part {k} is wrong")
     payload = b"".join(part for part in parts if isinstance(part, bytes))
     if len(payload) != size:

@@ -19,6 +19,11 @@ class Oversized:
 
 
 @dataclass(frozen=True)
+class Forbidden:
+    """In place of bytes: the store refuses to read this object, while it does what else it is asked."""
+
+
+@dataclass(frozen=True)
 class Raised:
     """In place of an answer: the exception that a `Work` raised. `advance` raises it inside the task."""
 
@@ -45,11 +50,13 @@ class Write:
 
 @dataclass(frozen=True)
 class Read:
-    """→ bytes, Oversized, or None if there is no such object. `first`: only this many bytes, whatever the size."""
+    """→ bytes, Oversized, Forbidden, or None if there is no such object. `first`: only this many bytes, whatever the
+    size. `patient`: the answer decides for ever, so a refusal is only believed when it lasts."""
 
     name: str
     limit: int
     first: int | None = None
+    patient: bool = False
 
 
 @dataclass(frozen=True)
@@ -105,7 +112,7 @@ def advance(task: Task[Any], answer: Any) -> Operation:
     return task.throw(answer.error) if isinstance(answer, Raised) else task.send(answer)
 
 
-def create(name: str, data: bytes, limit: int) -> Task[bytes | Oversized]:
+def create(name: str, data: bytes, limit: int) -> Task[bytes | Oversized | Forbidden]:
     """Create an object, and return what is there afterwards: this one, or the one that was there before."""
     pause = 0.05
     while True:

@@ -8,13 +8,21 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from diloco.bucket.store.backend import TIMEOUT, Backend, Failure
+from diloco.bucket.store.backend import TIMEOUT, Backend, Failure, Refused
 from diloco.bucket.store.limit import TransferLimit, large
-from diloco.bucket.store.operations import All, Create, Operation, Pause, Read, Task, Work, Write, advance
+from diloco.bucket.store.operations import All, Create, Forbidden, Operation, Pause, Read, Task, Work, Write, advance
+from diloco.errors import ConfigError
 
 LONGEST_PAUSE = 10.0
 """Seconds between two tries of an operation while no other operation succeeds."""
+REFUSED = 900.0
+"""Seconds for which a store may refuse everything that it has allowed before."""
+REFUSALS = 3
+"""Of one object, while the store does other things for us: then the object is left alone."""
+SILENT = 10.0
+"""Seconds without any success after which a store that fails is said not to answer: two heartbeats."""
 T = TypeVar("T")
+Report = Callable[..., None]
 log = logging.getLogger("diloco")
 
 
@@ -32,12 +40,16 @@ class Store:
         connections: int = 8,
         timeout: float = TIMEOUT,
         clock: Callable[[], float] = time.monotonic,
+        report: Report = lambda event, **values: None,
     ) -> None:
-        self._backend, self._connections, self._clock = backend, connections, clock
+        """`report`: told what goes wrong and right, as an event with values."""
+        self._backend, self._connections, self._clock, self._report = backend, connections, clock, report
         self.closing = threading.Event()
         self.sent = self.received = self.requests = 0
         self._counting = threading.Lock()
         self._down = threading.Event()
+        self._succeeded: float | None = None  # when an operation last did
+        self._refused: float | None = None  # since when all that is asked is
         self._news = threading.Condition()  # the store answers again, or is closed
         self._transfers = TransferLimit(timeout)
 
@@ -61,7 +73,7 @@ class Store:
             case Pause(seconds):
                 self.closing.wait(seconds * random.uniform(0.5, 1.5))
                 return None
-        pause = 0.1
+        pause, refusals, began = 0.1, 0, self._clock()
         while True:
             if self.closing.is_set():
                 raise Closed
@@ -70,15 +82,33 @@ class Store:
             except Failure as failure:
                 if _stale(operation):
                     return None
+                refusals += isinstance(failure, Refused)
+                if isinstance(failure, Refused) and self._forbidden(operation, failure, refusals, began):
+                    return Forbidden()
                 self._wait_to_repeat(failure, pause)
                 pause = min(2 * pause, LONGEST_PAUSE)
                 continue
-            if self._down.is_set():
-                self._down.clear()
-                log.warning("the store answers again")
-                self._wake_waiting()
+            self._note_success()
             self._count(operation, answer)
             return answer
+
+    def _note_success(self) -> None:
+        self._succeeded, self._refused = self._clock(), None
+        if self._down.is_set():
+            self._down.clear()
+            log.warning("the store answers again")
+            self._report("store answers")
+            self._wake_waiting()
+
+    def _forbidden(self, operation: Operation, refused: Refused, times: int, began: float) -> bool:
+        """Whether this one object is refused, while the store does other things for us. Raises ConfigError if nothing
+        was ever allowed, or nothing for a long time: a moment without the right credentials must not end a run."""
+        now = self._clock()
+        self._refused = now if self._refused is None else self._refused
+        if self._succeeded is None or now - self._refused > REFUSED:
+            raise ConfigError(str(refused))
+        lasts = now - began > REFUSED if isinstance(operation, Read) and operation.patient else times >= REFUSALS
+        return isinstance(operation, Read) and lasts and self._succeeded > began
 
     def close(self) -> None:
         self.closing.set()
@@ -137,9 +167,13 @@ class Store:
         return answers
 
     def _wait_to_repeat(self, failure: Failure, pause: float) -> None:
-        if not self._down.is_set():
+        silent = self._succeeded is None or self._clock() - self._succeeded > SILENT
+        if silent and not self._down.is_set():  # not because of one object, while others can be read
             self._down.set()
-            log.warning("the store does not answer (%s); trying again, training goes on", failure)
+            refused = isinstance(failure, Refused)
+            log.warning("the store %s (%s); trying again, training goes on",
+                        "refuses everything" if refused else "does not answer", failure)  # fmt: skip
+            self._report("store refuses" if refused else "store does not answer", reason=str(failure))
         with self._news:
             if not self.closing.is_set():
                 self._news.wait(pause * random.uniform(0.5, 1.5))

@@ -1,0 +1,188 @@
+"""A folder and a store that others have a hand in: what lies there and is no object, and refusals that come and go."""
+
+import os
+import threading
+
+import pytest
+
+from diloco import ConfigError, DiLoCoError
+from diloco.bucket.rounds import folder, record_name
+from diloco.bucket.store import backend as stores
+from diloco.bucket.store import folder as folders
+from diloco.bucket.store import store as store_module
+from diloco.bucket.store.backend import Failure, Refused, open_store, probe
+from diloco.bucket.store.folder import STAGING, Folder
+from diloco.bucket.store.operations import All, Create, Forbidden, List, Oversized, Read, Size, Write
+from diloco.bucket.store.store import Store
+from tests.support.members import Member, until
+
+HEX = "0" * 64
+
+
+def plant(root, index):
+    """Whatever can lie in a folder, where round `index` of every fragment belongs."""
+    for fragment in range(3):
+        place = root / folder(fragment, index)
+        place.mkdir(parents=True)
+        (place / "closed.0").mkdir()  # where the record belongs
+        (place / "closed.1").symlink_to("nowhere")
+        os.mkfifo(place / f"d-pipe-{HEX}")
+        (place / f"d-root-{HEX}").symlink_to("/")
+        (place / f"d-zero-{HEX}").symlink_to("/dev/zero")
+        (place / "elsewhere").symlink_to("/")
+        (root / os.fsdecode(os.fsencode(str(place / "name-")) + b"\xff\xfe")).write_bytes(b"x")
+    (root / "members").mkdir(exist_ok=True)
+    (root / os.fsdecode(os.fsencode(str(root / "members" / "m-")) + b"\xff")).write_bytes(b"x")
+    (root / "members" / "z" / "000000").mkdir(parents=True)
+
+
+def test_what_is_no_file_in_a_folder_stops_nobody(tmp_path):
+    plant(tmp_path, 2)
+    a = Member(tmp_path, "a")
+    until(lambda: min(a.held) > 3, a)
+    late = Member(tmp_path, "b")  # it finds the record of round 2 behind the directory and the link, as a did
+    until(lambda: min(late.held) >= min(a.held) > 3, a, late)
+    for member in (a, late):
+        member.stop().end()
+    named = {event["object"] for event in a.reduce.events() if event["event"] == "invalid"}
+    assert {record_name(0, 2, 0), record_name(0, 2, 1), f"{folder(0, 2)}d-pipe-{HEX}"} <= named
+
+
+def test_a_folder_reads_what_is_no_file_as_an_empty_object_and_lists_it(tmp_path):
+    store = Folder(tmp_path)
+    (tmp_path / "x" / "folder").mkdir(parents=True)
+    (tmp_path / "x" / "link").symlink_to("/etc/passwd")
+    os.mkfifo(tmp_path / "x" / "pipe")
+    assert store.attempt(Create("x/good", b"12345")) is True
+    assert store.attempt(List("x/")) == {"x/folder": 0, "x/link": 0, "x/pipe": 0, "x/good": 5}
+    for name in ("folder", "link", "pipe"):
+        assert store.attempt(Read(f"x/{name}", 10)) == b"" and store.attempt(Size(f"x/{name}")) == 0
+        assert store.attempt(Create(f"x/{name}", b"new")) is False
+    assert store.attempt(Read("x/good", 4)) == Oversized(5) and store.attempt(Read("x/good", 0, first=2)) == b"12"
+    assert store.attempt(Read("x/none", 9)) is None and store.attempt(List("y/")) == {}
+
+
+def test_a_file_of_another_user_is_forbidden(tmp_path, monkeypatch):
+    (tmp_path / "x").write_bytes(b"1")
+
+    def refuse(*_):  # as it is for everybody but root
+        raise PermissionError
+
+    monkeypatch.setattr(folders.os, "open", refuse)
+    assert Folder(tmp_path).attempt(Read("x", 9)) == Forbidden()
+
+
+def test_a_folder_that_is_gone_for_a_while_is_not_an_empty_one_and_is_not_made_anew(tmp_path):
+    store = open_store(str(tmp_path / "bucket"))
+    (tmp_path / "bucket").rmdir()
+    for operation in (List("rounds/"), Create("x", b""), Write("x", b"")):
+        with pytest.raises(Failure):
+            store.attempt(operation)
+    assert not (tmp_path / "bucket").exists()
+
+
+def test_what_a_killed_process_left_is_deleted_a_day_later(tmp_path):
+    (tmp_path / STAGING).mkdir()
+    old, young = tmp_path / STAGING / "old", tmp_path / STAGING / "young"
+    for left in (old, young):
+        left.write_bytes(b"half an object")
+    os.utime(old, times=(1, 1))
+    Folder(tmp_path).attempt(Create("x", b"1"))
+    assert not old.exists() and young.exists() and folders.LEFT_OVER >= 3600
+
+
+class Refusing:
+    """Allows everything, but for a while nothing, and some objects never."""
+
+    def __init__(self, inner=None):
+        self.inner, self.now, self.never, self.refusing = inner, 0.0, set(), threading.Event()
+        self.meanwhile = lambda: None
+
+    def attempt(self, operation):
+        self.now += 1.0
+        if self.refusing.is_set() or getattr(operation, "name", "") in self.never:
+            self.meanwhile()
+            raise Refused("403 Forbidden")
+        return self.inner.attempt(operation) if self.inner else b"there"
+
+
+def store_of(backend, told):
+    return Store(backend, clock=lambda: backend.now, report=lambda event, **values: told.append(event))
+
+
+@pytest.fixture
+def no_pauses(monkeypatch):
+    monkeypatch.setattr(store_module.random, "uniform", lambda low, high: 0.0)
+    monkeypatch.setattr(stores, "PAUSES", (0.0,) * 4)
+
+
+def test_a_moment_of_refusals_is_waited_out_and_said_and_a_long_one_is_the_end(no_pauses):
+    backend, told = Refusing(), []
+    store = store_of(backend, told)
+    backend.refusing.set()
+    with pytest.raises(ConfigError, match="403"):
+        store.perform(Read("x", 9))  # nothing was ever allowed
+    backend.refusing.clear()
+    store.perform(Read("x", 9))
+    backend.refusing.set()
+    end = backend.now + 100
+    backend.meanwhile = lambda: backend.refusing.clear() if backend.now > end else None
+    store.perform(Write("x", b""))
+    assert told == ["store refuses", "store answers"]
+    end = backend.now + 2 * store_module.REFUSED
+    backend.refusing.set()
+    with pytest.raises(ConfigError, match="403"):
+        store.perform(Write("x", b""))
+
+
+def test_one_refused_object_is_left_alone_while_the_store_does_the_rest(no_pauses):
+    backend, told = Refusing(), []
+    store = store_of(backend, told)
+    store.perform(Read("y", 9))
+    backend.never, backend.meanwhile = {"x"}, lambda: store.perform(Read("y", 9))
+    assert store.perform(Read("x", 9)) == Forbidden()
+    before = backend.now
+    assert store.perform(Read("x", 9, patient=True)) == Forbidden()
+    assert backend.now - before > store_module.REFUSED  # what decides for ever is asked for longer
+    assert told == []  # and nobody says that the store does not answer
+
+
+def test_a_member_outlives_a_moment_of_refusals(tmp_path):
+    backend = Refusing(open_store(str(tmp_path)))
+    a = Member(tmp_path, "a", backend=backend)
+    until(lambda: min(a.held) > 0, a)
+    backend.refusing.set()
+    now = backend.now
+    until(lambda: backend.now > now + 10, a)
+    backend.refusing.clear()
+    held = max(a.held)
+    until(lambda: min(a.held) > held + 2, a)
+    a.stop().end()
+
+
+def test_the_probe_is_repeated_when_the_store_fails_or_replies_are_lost(no_pauses, tmp_path):
+    inner, tries = open_store(str(tmp_path)), []
+
+    class Losing:
+        def attempt(self, operation):
+            tries.append(operation)
+            if len(tries) == 3:
+                raise Failure("500")
+            answer = inner.attempt(operation)
+            return False if isinstance(operation, Create) and len(tries) < 30 else answer
+
+    probe(Losing())
+    assert len({operation.name for operation in tries}) > 2
+
+    class Dead:
+        def attempt(self, operation):
+            raise Failure("500")
+
+    with pytest.raises(DiLoCoError, match="does not answer"):
+        probe(Dead())
+
+
+def test_a_hundred_at_once_are_all_done(tmp_path):
+    store = Store(open_store(str(tmp_path)))
+    assert store.perform(All([Create(f"x/{k}", b"") for k in range(100)])) == [True] * 100
+    assert len(store.perform(List("x/"))) == 100
