@@ -14,10 +14,11 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from diloco import mistakes
 from diloco.codec import E3M0, Codec, Float32, check_sizes
 from diloco.errors import ConfigError, DiLoCoError, Mismatch, NotFinite
 from diloco.flat import WHOLE, ShardId, checksum, forget_not_finite, reshard, shard_id
-from diloco.fragment import Fragmenter, Piece, Strided
+from diloco.fragment import Fragment, Fragmenter, Piece, Strided
 from diloco.hook import Optimizers, as_list, attach
 from diloco.module import find_layers, frozen, trainable, trained_buffers, unwrap
 from diloco.outer import SGD, Nesterov, Outer
@@ -66,12 +67,12 @@ class DiLoCo:
         feedback: float = 0.0,
         reduce: Reduce | None = None,
     ) -> None:
+        mistakes.check_arguments(model, sync_every, overlap, fragments, codec, outer, reduce)
         check_overlap(overlap, sync_every)
         if not 0 <= keep_local <= 1:
             raise ConfigError(f"keep_local={keep_local}: give a number from 0 (take the anchor) to 1 (never take it)")
         if not 0 <= feedback <= 1:
             raise ConfigError(f"feedback={feedback}: give a number from 0 (off) to 1 (all that the codec lost)")
-        _check_kinds(fragments, codec, outer)
         check_sizes(codec)
         self._optimizers = as_list(optimizer)  # refuses what is none, before anything is done
         self._model = model = unwrap(model)
@@ -79,11 +80,12 @@ class DiLoCo:
         parameters: dict[str, Tensor] = dict(trainable(model))
         shapes = {name: tuple(p.shape) for name, p in parameters.items()}
         pieces = fragments.split(shapes, find_layers(model, parameters))
+        mistakes.hint_one_fragment(fragments, pieces)
         self.schedule = Schedule(sync_every, len(pieces))
         self.overlap, self.keep_local = overlap, keep_local
         self._shard = shard_id(parameters.values())
         self.reduce = _default_reduce(self._shard) if reduce is None else reduce
-        self._shapes = shapes
+        self._shapes, self._trained = shapes, list(parameters.values())
         self._fragments = [FragmentSync(i, piece, parameters, outer, codec, feedback) for i, piece in enumerate(pieces)]
         # Buffers stay local, and finish() averages those that training changes, exactly: a fragment without a slot.
         buffers = trained_buffers(model)
@@ -178,6 +180,9 @@ class DiLoCo:
     def _meet(self, fragments: list[FragmentSync]) -> None:
         self._check_open()
         reshard(self._model)
+        mistakes.check_trained(self._model, self._trained, self._optimizers)
+        mistakes.claim(self._model, self)
+        mistakes.expect_end(self)
         states = self.reduce.join(self._contract(), [f.state for f in fragments], [f.codec for f in fragments])
         self._life = _Life.JOINED
         for fragment, state in zip(fragments, states, strict=True):
@@ -195,6 +200,9 @@ class DiLoCo:
         if self._life in (_Life.FINISHING, _Life.FINISHED):
             return
         self.join()
+        mistakes.check_trained(self._model, self._trained, self._optimizers)
+        if not self.step_count and not any(self.indices):
+            mistakes.warn_no_step()
         self._detach()
         self.reduce.settle()
         self._life = _Life.FINISHING
@@ -257,6 +265,7 @@ class DiLoCo:
         Resuming is exact if all replicas have the same overlap; else who merges later takes what others have at once.
         Not the model and not the optimizer: save these as always. The tensors are the live ones, not copies.
         """
+        mistakes.has_end(self)
         parts = {str(fragment.number): fragment.state_dict() for fragment in self._all_fragments()}
         # One entry per shard: torch.distributed.checkpoint takes equal names on several ranks for equal values.
         return {str(self._shard): {"step": self.step_count, "work": self._work, "tokens": self._tokens, "parts": parts}}
@@ -264,6 +273,10 @@ class DiLoCo:
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a saved state: on every replica, before the next step. Load model and optimizer too."""
+        if not state_dict:
+            raise Mismatch(
+                "the saved state is empty: give what state_dict() returned, or leave loading out at the start"
+            )
         if str(self._shard) not in state_dict:
             raise Mismatch(f"the saved state is of {', '.join(state_dict)}, this process is {self._shard}")
         saved, fragments = state_dict[str(self._shard)], self._all_fragments()
@@ -278,6 +291,19 @@ class DiLoCo:
             fragment.load_state_dict(parts[str(fragment.number)])
         self.step_count, self._work, self._tokens = saved["step"], saved["work"], saved["tokens"]
         self._life = _Life.APART
+
+    def __repr__(self) -> str:
+        first, count = self._fragments[0], sum(p.numel() for p in self._trained)
+        return (
+            f"DiLoCo({count:,} parameters in {len(self._fragments)} fragments, sync_every={self.schedule.sync_every}, "
+            f"overlap={self.overlap}, keep_local={self.keep_local:g}, codec={first.codec}, outer={first.outer}, "
+            f"reduce={type(self.reduce).__name__}, step {self.step_count}, {self.stats.rounds} rounds)"
+        )
+
+    @property
+    def fragments(self) -> list[Fragment]:
+        """What is synced in turn: of each fragment its pieces, which are rows of parameters by name."""
+        return [fragment.pieces for fragment in self._fragments]
 
     @property
     def indices(self) -> list[int]:
@@ -313,6 +339,7 @@ class DiLoCo:
         """Closes the line, so that the others do not wait for this replica."""
         if self._life not in (_Life.FINISHED, _Life.LEFT):
             self._detach()
+            mistakes.release(self._model, self)
             self._life = _Life.FINISHED if self._life is _Life.FINISHING else _Life.LEFT
             self.reduce.leave()
 
@@ -324,16 +351,6 @@ class DiLoCo:
             )
         if self._life not in (_Life.APART, _Life.JOINED):
             raise DiLoCoError("this DiLoCo has left the other replicas, by finish() or an error: make a new one")
-
-
-def _check_kinds(fragments: object, codec: object, outer: object) -> None:
-    for name, value, method, examples in (
-        ("fragments", fragments, "split", "Strided(layers=3) or Balanced(8)"),
-        ("codec", codec, "encode", "E3M0() or BFloat16()"),
-        ("outer", outer, "step", "Nesterov(lr=0.4)"),
-    ):
-        if not hasattr(value, method) or isinstance(value, (str, type)):
-            raise ConfigError(f"{name}={value!r}: give an object, as in {examples}")
 
 
 def _default_reduce(shard: ShardId) -> Reduce:

@@ -150,6 +150,7 @@ def _unequal(rank, counts):
     return flat(model), diloco.stats.rounds, [p.state.index for p in diloco._fragments]
 
 
+@pytest.mark.filterwarnings("ignore:finish.. after no step")
 @pytest.mark.parametrize("counts", [[20, 31], [7, 40, 23], [0, 13], [5, 5, 5, 90]])
 def test_replicas_with_unequal_step_counts_all_finish_and_are_equal(counts):
     apart = run(len(counts), _unequal, counts)

@@ -181,7 +181,7 @@ def test_after_leaving_every_call_says_so():
 def test_weights_loaded_before_the_first_step_are_the_start_and_not_progress():
     script = Script()
     model = nn.Linear(1, 1, bias=False)
-    diloco = DiLoCo(model, reduce=script, sync_every=2)
+    diloco = DiLoCo(model, reduce=script, sync_every=2, fragments=Balanced(1))
     nn.init.constant_(model.weight, 100.0)
     with diloco:
         diloco.step()

@@ -1,0 +1,118 @@
+"""Mistakes around a training loop that would pass in silence, or fail far from where they were made."""
+
+import atexit
+import sys
+import warnings
+from collections.abc import Sequence
+from operator import index
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet, ref
+
+import torch
+from torch import Tensor, nn
+
+from diloco.errors import ConfigError
+from diloco.fragment import Fragment, Sequential, Strided
+from diloco.module import trainable
+
+_attached: "WeakKeyDictionary[nn.Module, ref[Any]]" = WeakKeyDictionary()
+"""By model: the DiLoCo that is attached to it."""
+_apart: WeakSet[Any] = WeakSet()
+"""Those that train with others, and have neither finished nor saved their state."""
+
+
+def check_arguments(
+    model: object, sync_every: Any, overlap: Any, fragments: object, codec: object, outer: object, reduce: object
+) -> None:
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model is a {type(model).__name__}: give the module itself, as in DiLoCo(model, optimizer)")
+    for name, value, least in (("sync_every", sync_every, 1), ("overlap", overlap, 0)):
+        if not _is_whole(value) or value < least:
+            raise ConfigError(f"{name}={value!r}: give a whole number of steps, at least {least}")
+    if isinstance(outer, torch.optim.Optimizer):
+        raise ConfigError(f"outer is torch.optim.{type(outer).__name__}, which steps on gradients: give "
+                          "diloco.Nesterov(lr=0.4) or diloco.SGD(lr=1.0), which step on the mean delta")  # fmt: skip
+    for name, value, method, examples in (
+        ("fragments", fragments, "split", "Strided(layers=3) or Balanced(8)"),
+        ("codec", codec, "encode", "E3M0() or BFloat16()"),
+        ("outer", outer, "step", "Nesterov(lr=0.4)"),
+    ):
+        if not hasattr(value, method) or isinstance(value, (str, type)):
+            raise ConfigError(f"{name}={value!r}: give an object, as in {examples}")
+    if reduce is not None and not hasattr(reduce, "take"):
+        raise ConfigError(f"reduce is a {type(reduce).__name__}: give a reducer, as in Collective(group) for a "
+                          "process group, or Bucket(url, name)")  # fmt: skip
+
+
+def _is_whole(value: Any) -> bool:
+    try:
+        return index(value) == value and not isinstance(value, bool)
+    except TypeError:
+        return False
+
+
+def check_trained(model: nn.Module, known: Sequence[Tensor], optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Raise unless what is trained now is what is synced (`known`) and what the optimizers hold."""
+    trained, synced = trainable(model), set(map(id, known))
+    if new := [name for name, p in trained.items() if id(p) not in synced]:
+        raise ConfigError(f"{_listed(new)} trained, but not there when DiLoCo was made, so never synced: make DiLoCo "
+                          "after the last change to the model, such as adapters and new layers")  # fmt: skip
+    held = {id(p): p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    missing = [name for name, p in trained.items() if id(p) not in held] if optimizers else []
+    if missing and len(missing) == len(trained):
+        raise ConfigError("the optimizer holds no parameter of this model: make it from model.parameters(), after the "
+                          "last change to the model")  # fmt: skip
+    if missing:
+        raise ConfigError(f"{_listed(missing)} trained (requires_grad), but in no optimizer that DiLoCo was given: "
+                          "give it all of them as a list, or freeze with requires_grad_(False)")  # fmt: skip
+    own = {id(p) for p in model.parameters()}
+    if strange := [tuple(p.shape) for key, p in held.items() if p.requires_grad and key not in own]:
+        raise ConfigError(f"the optimizer trains a parameter of shape {strange[0]} that the model does not have, so it "
+                          "is never synced: give DiLoCo a module that holds all of them")  # fmt: skip
+
+
+def _listed(names: Sequence[str]) -> str:
+    return f"parameter {names[0]}" + (f" and {len(names) - 1} more are" if len(names) > 1 else " is")
+
+
+def hint_one_fragment(fragments: object, pieces: Sequence[Fragment]) -> None:
+    """Say that nothing is streamed, unless that was asked for."""
+    if isinstance(fragments, (Strided, Sequential)) and len(pieces) == 1:
+        warnings.warn(f"{fragments} makes one fragment of this model, so all of it is sent at once: "
+                      "fragments=Balanced(4) streams it in four parts", stacklevel=3)  # fmt: skip
+
+
+def claim(model: nn.Module, diloco: object) -> None:
+    """Attach to the model, which only one may at a time: two would both count each step and move each weight."""
+    if model in _attached and _attached[model]() not in (None, diloco):
+        raise ConfigError("this model has a DiLoCo already: finish() that one first, or make model and optimizer anew")
+    _attached[model] = ref(diloco)
+
+
+def expect_end(diloco: object) -> None:
+    """From now on, warn at the end of the process if neither `has_end` nor `release` was called."""
+    _apart.add(diloco)
+
+
+def has_end(diloco: object) -> None:
+    _apart.discard(diloco)
+
+
+def release(model: nn.Module, diloco: object) -> None:
+    """It has left the other replicas."""
+    has_end(diloco)
+    _attached.pop(model, None)
+
+
+def warn_no_step() -> None:
+    warnings.warn("finish() after no step at all: this replica trained nothing that DiLoCo saw. Step the optimizer "
+                  "that it was given or, without one, call step() after each step", stacklevel=3)  # fmt: skip
+
+
+def _warn_apart() -> None:
+    if _apart and not hasattr(sys, "last_value"):  # after an error it is clear that nothing was finished
+        warnings.warn("training ended without finish(), so the replicas end with different weights: use `with "
+                      "DiLoCo(…):`, or call finish() after the last step", stacklevel=1)  # fmt: skip
+
+
+atexit.register(_warn_apart)

@@ -1,0 +1,159 @@
+"""Mistakes around the loop: each is refused or warned of, with what to do."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from diloco import Balanced, ConfigError, DiLoCo, Mismatch, run_replicas
+from tests.support.models import Tiny, adamw, steps
+
+
+def _alone(act):
+    return run_replicas(1, act)[0]
+
+
+def _extended(model):
+    model.layers.append(nn.Linear(16, 16))
+
+
+def _replaced(model):
+    model.head.weight = nn.Parameter(torch.zeros_like(model.head.weight))
+
+
+def _adapted(model):
+    """As adapters do: everything is frozen, and small matrices are added."""
+    model.requires_grad_(False)
+    model.adapter = nn.Parameter(torch.zeros(2, 16))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_extended, r"parameter layers\.6\.weight and 1 more are trained, but not there when DiLoCo was made"),
+        (_replaced, r"parameter head\.weight is trained, but not there"),
+        (_adapted, "parameter adapter is trained, but not there"),
+    ],
+)
+@pytest.mark.parametrize("late", [False, True])
+def test_parameters_that_come_after_construction_are_refused(change, message, late):
+    def loop(reduce):
+        model = Tiny()
+        optimizer = adamw(model)
+        diloco = DiLoCo(model, optimizer, sync_every=5, reduce=reduce)
+        if late:
+            list(steps(model, optimizer, 0, 1, 2))
+        change(model)
+        diloco.finish() if late else diloco.join()
+
+    with pytest.raises(ConfigError, match=message):
+        _alone(loop)
+
+
+def test_an_optimizer_of_another_model_is_refused():
+    with pytest.raises(ConfigError, match=r"the optimizer holds no parameter of this model: make it from model\.param"):
+        _alone(lambda reduce: DiLoCo(Tiny(), adamw(Tiny()), reduce=reduce).join())
+
+
+def test_an_optimizer_must_hold_all_that_is_trained_and_nothing_else():
+    model, strange = Tiny(), nn.Linear(3, 2)
+    part = torch.optim.SGD(model.layers.parameters())
+    with pytest.raises(ConfigError, match=r"parameter embedding\.weight and 3 more are trained .* in no optimizer"):
+        _alone(lambda reduce: DiLoCo(model, part, reduce=reduce).join())
+    both = torch.optim.SGD([*model.parameters(), *strange.parameters()])
+    with pytest.raises(ConfigError, match=r"shape \(2, 3\) that the model does not have"):
+        _alone(lambda reduce: DiLoCo(model, both, reduce=reduce).join())
+
+
+def test_all_optimizers_together_hold_the_model_and_may_hold_frozen_parameters():
+    model = Tiny()
+    model.head.requires_grad_(False)
+    rest = [p for name, p in model.named_parameters() if not name.startswith("layers.")]
+    both = [torch.optim.SGD(model.layers.parameters()), torch.optim.SGD(rest)]
+    _alone(lambda reduce: DiLoCo(model, both, reduce=reduce).join())
+
+
+def test_a_second_diloco_on_one_model_is_refused_until_the_first_has_left():
+    def loop(reduce):
+        model = Tiny()
+        optimizer = adamw(model)
+        first = DiLoCo(model, optimizer, sync_every=5, reduce=reduce)
+        first.join()
+        second = DiLoCo(model, sync_every=5, reduce=reduce)
+        with pytest.raises(ConfigError, match="this model has a DiLoCo already: finish"):
+            second.join()
+        list(steps(model, optimizer, 0, 1, 2))
+        first.finish()
+        second.join()
+
+    _alone(loop)
+
+
+def test_finishing_without_a_step_warns():
+    with pytest.warns(UserWarning, match="after no step at all.*call step"):
+        _alone(lambda reduce: DiLoCo(Tiny(), None, reduce=reduce).finish())
+
+
+def test_one_fragment_by_layers_is_hinted_at_and_one_that_was_asked_for_is_not():
+    chain = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    with pytest.warns(UserWarning, match=r"Strided\(layers=3\) makes one fragment .*Balanced\(4\)"):
+        _alone(lambda reduce: DiLoCo(chain, reduce=reduce))
+    _alone(lambda reduce: DiLoCo(chain, reduce=reduce, fragments=Balanced(1)))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"model": Tiny().parameters()}, "model is a generator: give the module itself"),
+        ({"sync_every": 0}, "sync_every=0: give a whole number of steps, at least 1"),
+        ({"sync_every": 2.5}, "sync_every=2.5: give a whole number"),
+        ({"sync_every": "10"}, "sync_every='10': give a whole number"),
+        ({"overlap": 0.5}, "overlap=0.5: give a whole number of steps, at least 0"),
+        ({"outer": torch.optim.SGD([torch.zeros(1)])}, r"outer is torch\.optim\.SGD.*diloco\.SGD\(lr=1\.0\)"),
+        ({"reduce": object()}, r"reduce is a object: give a reducer, as in Collective\(group\)"),
+    ],
+)
+def test_arguments_of_another_kind_are_named(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        _alone(lambda reduce: DiLoCo(**{"model": Tiny(), "reduce": reduce} | settings))
+
+
+def test_an_empty_state_is_named():
+    with pytest.raises(Mismatch, match="the saved state is empty"):
+        _alone(lambda reduce: DiLoCo(Tiny(), reduce=reduce).load_state_dict({}))
+
+
+def test_repr_and_fragments_say_what_is_synced():
+    def loop(reduce):
+        diloco = DiLoCo(Tiny(), sync_every=7, overlap=2, fragments=Balanced(3), reduce=reduce)
+        return repr(diloco), diloco.fragments
+
+    text, fragments = _alone(loop)
+    assert text == (
+        "DiLoCo(3,264 parameters in 3 fragments, sync_every=7, overlap=2, keep_local=0, codec=E3M0(), "
+        "outer=Nesterov(lr=0.4, momentum=0.9), reduce=Local, step 0, 0 rounds)"
+    )
+    assert len(fragments) == 3
+    assert fragments[0][0].name == "embedding.weight"
+
+
+ENDS = """
+from diloco import DiLoCo, run_replicas
+from tests.support.models import Tiny, adamw, steps
+def loop(reduce):
+    model = Tiny()
+    optimizer = adamw(model)
+    diloco = DiLoCo(model, optimizer, sync_every=5, reduce=reduce)
+    list(steps(model, optimizer, 0, 1, 3))
+    {}
+run_replicas(1, loop)
+"""
+
+
+@pytest.mark.parametrize(("end", "warned"), [("", True), ("diloco.finish()", False), ("diloco.state_dict()", False)])
+def test_a_process_that_ends_without_finish_is_warned_of(end, warned):
+    done = subprocess.run([sys.executable, "-c", ENDS.format(end)], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert ("ended without finish(), so the replicas end with different weights" in done.stderr) == warned
