@@ -19,7 +19,7 @@ from diloco.codec import E3M0, Codec, Float32, check_sizes
 from diloco.errors import ConfigError, DiLoCoError, Mismatch, NotFinite
 from diloco.flat import WHOLE, ShardId, checksum, forget_not_finite, reshard, shard_id
 from diloco.fragment import Fragment, Fragmenter, Piece, Strided
-from diloco.hook import Optimizers, as_list, attach
+from diloco.hook import Optimizers, as_list, attach, evaluate
 from diloco.module import find_layers, frozen, trainable, trained_buffers, unwrap
 from diloco.outer import SGD, Nesterov, Outer
 from diloco.reduce import Dropped, Jump, Reduce, Round
@@ -96,7 +96,7 @@ class DiLoCo:
         self._work, self._tokens = 0.0, False
         self._spoiled: int | None = None  # the step at which local values were given up, until a delta counts again
         self._life = _Life.APART
-        self._detach = attach(optimizer, self.join, self.step)
+        self._detach = attach(self._optimizers, self.join, self.step)
 
     @torch.no_grad()
     def step(self) -> None:
@@ -110,14 +110,22 @@ class DiLoCo:
             for fragment in self._fragments:
                 self._apply(fragment)
         finally:  # also after a lost peer: what is sent now is saved, and sent again when all resume
-            for fragment in self._fragments:
-                slot = self.schedule.sends_at(fragment.number, self.step_count)
-                since = self.step_count - fragment.sent_step
-                if self.reduce.due(fragment.number, since, slot):
-                    self._send(fragment)
+            due = [fragment for fragment in self._fragments if self._is_due(fragment)]
+            if due:
+                self._check_trained()
+            for fragment in due:
+                self._send(fragment)
         if self.overlap == 0:
             for fragment in self._fragments:
                 self._apply(fragment)
+
+    def _is_due(self, fragment: FragmentSync) -> bool:
+        slot = self.schedule.sends_at(fragment.number, self.step_count)
+        return self.reduce.due(fragment.number, self.step_count - fragment.sent_step, slot)
+
+    def _check_trained(self) -> None:
+        reshard(self._model)  # FSDP2 may show gathered parameters in the place of its own
+        mistakes.check_trained(self._model, self._trained, self._optimizers)
 
     def _send(self, fragment: FragmentSync) -> None:
         sent = fragment.take_delta(self.step_count, self._work)
@@ -179,8 +187,8 @@ class DiLoCo:
 
     def _meet(self, fragments: list[FragmentSync]) -> None:
         self._check_open()
-        reshard(self._model)
-        mistakes.check_trained(self._model, self._trained, self._optimizers)
+        self._check_trained()
+        mistakes.check_ranks(self._trained, getattr(self.reduce, "ranks", ()))
         mistakes.claim(self._model, self)
         mistakes.expect_end(self)
         states = self.reduce.join(self._contract(), [f.state for f in fragments], [f.codec for f in fragments])
@@ -200,9 +208,10 @@ class DiLoCo:
         if self._life in (_Life.FINISHING, _Life.FINISHED):
             return
         self.join()
-        mistakes.check_trained(self._model, self._trained, self._optimizers)
+        self._check_open()
+        self._check_trained()
         if not self.step_count and not any(self.indices):
-            mistakes.warn_no_step()
+            mistakes.check_no_step(any(fragment.moved() for fragment in self._fragments))
         self._detach()
         self.reduce.settle()
         self._life = _Life.FINISHING
@@ -210,6 +219,7 @@ class DiLoCo:
         self._find_buffers()
         for fragment in fragments:
             self._apply(fragment)
+        evaluate(self._optimizers)
         for fragment in fragments:
             self._send(fragment)
         for fragment in fragments:

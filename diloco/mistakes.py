@@ -1,17 +1,21 @@
 """Mistakes around a training loop that would pass in silence, or fail far from where they were made."""
 
 import atexit
+import gc
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from operator import index
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
-from diloco.errors import ConfigError
+from diloco.errors import ConfigError, DiLoCoError
 from diloco.fragment import Fragment, Sequential, Strided
 from diloco.module import trainable
 
@@ -56,7 +60,9 @@ def check_trained(model: nn.Module, known: Sequence[Tensor], optimizers: Sequenc
     trained, synced = trainable(model), set(map(id, known))
     if new := [name for name, p in trained.items() if id(p) not in synced]:
         raise ConfigError(f"{_listed(new)} trained, but not there when DiLoCo was made, so never synced: make DiLoCo "
-                          "after the last change to the model, such as adapters and new layers")  # fmt: skip
+                          "after the last change to the model, such as adapters and new layers, unfreezing, "
+                          "conversion, load_state_dict(assign=True). In the middle of a run call finish() first, then "
+                          "make optimizer and DiLoCo anew")  # fmt: skip
     held = {id(p): p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
     missing = [name for name, p in trained.items() if id(p) not in held] if optimizers else []
     if missing and len(missing) == len(trained):
@@ -65,10 +71,39 @@ def check_trained(model: nn.Module, known: Sequence[Tensor], optimizers: Sequenc
     if missing:
         raise ConfigError(f"{_listed(missing)} trained (requires_grad), but in no optimizer that DiLoCo was given: "
                           "give it all of them as a list, or freeze with requires_grad_(False)")  # fmt: skip
-    own = {id(p) for p in model.parameters()}
+    own = {id(p) for p in model.parameters()} | synced  # what was tied or removed since is trained no more
     if strange := [tuple(p.shape) for key, p in held.items() if p.requires_grad and key not in own]:
         raise ConfigError(f"the optimizer trains a parameter of shape {strange[0]} that the model does not have, so it "
-                          "is never synced: give DiLoCo a module that holds all of them")  # fmt: skip
+                          "is never synced: give DiLoCo a module that holds all of them, and make the optimizer from "
+                          "its parameters, not from copies")  # fmt: skip
+
+
+def check_ranks(parameters: Sequence[Tensor], joined: Collection[int]) -> None:
+    """Refuse ranks that exchange gradients and are replicas to DiLoCo at the same time."""
+    for ranks in _ddp_ranks(parameters):
+        if len(common := sorted(set(ranks) & set(joined))) > 1:
+            raise ConfigError(
+                f"DistributedDataParallel averages gradients over the ranks {common} at every step, and DiLoCo joins "
+                "the same ranks: that is all the traffic of DDP and more. Leave DDP out, each process is a replica; or "
+                "give DDP the ranks of one replica (process_group=) and DiLoCo those that hold the same place in each "
+                "replica, reduce=Collective(across, ddp_ranks=within)"
+            )
+    for ranks in {tuple(p.device_mesh.mesh.flatten().tolist()) for p in parameters if isinstance(p, DTensor)}:
+        if len(common := sorted(set(ranks) & set(joined))) > 1:
+            raise ConfigError(
+                f"the model is sharded or copied over the ranks {sorted(ranks)}, and DiLoCo joins {common} of them as "
+                "replicas: FSDP would exchange gradients between them at every step. Shard over the ranks of one "
+                'replica, without the replica dimension: fully_shard(model, mesh=mesh["shard"])'
+            )
+
+
+def _ddp_ranks(parameters: Sequence[Tensor]) -> Iterator[list[int]]:
+    """The ranks of each DDP that holds one of the parameters. Frameworks wrap a model and hand out the one inside, from
+    which nothing leads to its wrapper: so look at all objects."""
+    known = set(map(id, parameters))
+    for each in gc.get_objects():
+        if issubclass(type(each), DistributedDataParallel) and any(id(p) in known for p in each.parameters()):
+            yield dist.get_process_group_ranks(each.process_group)
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -104,7 +139,12 @@ def release(model: nn.Module, diloco: object) -> None:
     _attached.pop(model, None)
 
 
-def warn_no_step() -> None:
+def check_no_step(moved: bool) -> None:
+    """Without a counted step the last sync weighs nothing: it would put the start in the place of what was trained."""
+    if moved:
+        raise DiLoCoError("the model has changed and no step was counted: the optimizers that DiLoCo was given have "
+                          "not (all) stepped. Give it those that train the model, or None and call step() after each "
+                          "step")  # fmt: skip
     warnings.warn("finish() after no step at all: this replica trained nothing that DiLoCo saw. Step the optimizer "
                   "that it was given or, without one, call step() after each step", stacklevel=3)  # fmt: skip
 

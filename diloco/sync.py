@@ -62,6 +62,12 @@ class FragmentSync:
         self.in_flight = InFlight(self.state.index + 1, step, work, work - self.counted, values, ready, time.time())
         return self.in_flight
 
+    def moved(self) -> bool:
+        """Whether the model's values are other than the anchor."""
+        values = self._buffer(self.view.size)
+        self.view.read(values)
+        return not torch.equal(values, self.state.anchor)
+
     def delta_later(self, sent: InFlight, tokens: bool) -> Callable[[], Delta]:
         """The function that the reducer calls, on another thread. The state does not change while it is read: jumps and
         rounds that did not count this delta, make a new one."""

@@ -78,6 +78,11 @@ class Collective:
         self._rounds: dict[tuple[int, int], Future[Round | Dropped]] = {}
         self._connection: _Connection | None = None
 
+    @property
+    def ranks(self) -> list[int]:
+        """The ranks that are joined, one in each replica, in the numbers of the default process group."""
+        return self._ranks
+
     def join(self, contract: Contract, states: Sequence[State], codecs: Sequence[Codec]) -> list[State | None]:
         self._codecs = codecs
         self._rounds.clear()  # loading a state has made them obsolete
