@@ -4,7 +4,10 @@ The paper's sizes (Table 2) have a two-matrix MLP four times as wide as the mode
 gated, with three matrices, and 8/3 times as wide: the same count.
 """
 
+import difflib
 from dataclasses import dataclass
+
+from diloco.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -50,3 +53,11 @@ PRESETS: dict[str, Shape] = {
     "4b": _paper(36, 3072),
 }
 """`tiny` is for bytes (256 and an end-of-document mark) and trains on two cores in minutes."""
+
+
+def shape_named(name: str) -> Shape:
+    if name not in PRESETS:
+        near = difflib.get_close_matches(name.lower(), PRESETS, 1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise ConfigError(f"model={name!r}: {hint}give {', '.join(PRESETS)}, or hf:PATH_OR_ID")
+    return PRESETS[name]

@@ -60,7 +60,7 @@ def _write(settings: TrainConfig, checkpoint: Path, to: Path) -> None:
     from diloco.train.model import build
     from diloco.train.setup import adamw, attach
 
-    corpus = prepare(settings.data, settings.tokenizer)
+    corpus = prepare(settings.data, settings.tokenizer or "bytes", text_key=settings.text_key)
     model = build(settings.model, corpus.tokenizer.vocabulary, settings.context, settings.seed)
     state: dict[str, Any] = {"model": model.state_dict()}
     with alone():
@@ -103,7 +103,7 @@ def _write_shards(settings: TrainConfig, checkpoint: Path, to: Path) -> None:
     world = own_world(settings.shards, 1)
     assert world is not None
     meet(world)
-    corpus = prepare(settings.data, settings.tokenizer)
+    corpus = prepare(settings.data, settings.tokenizer or "bytes", text_key=settings.text_key)
     complete_model = build(settings.model, corpus.tokenizer.vocabulary, settings.context, settings.seed)
     model, mesh = spread(copy.deepcopy(complete_model), settings, world, torch.device("cpu"))
     diloco = attach(model, adamw(model, settings), settings, mesh)

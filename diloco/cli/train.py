@@ -58,6 +58,9 @@ def _drop(words: list[str], *flags: str) -> None:
 
 def main(config: TrainConfig) -> int:
     if config.bucket is not None:
+        from diloco.train import preflight
+
+        preflight.check(config, 1)
         return _be_member(config)
     world = own_world(config.shards, config.replicas)
     if world is None:
@@ -69,19 +72,25 @@ def main(config: TrainConfig) -> int:
 def run_here(config: TrainConfig, *, show: bool = True) -> tuple[int, Path]:
     """Start all processes of a run on this machine, show it, and report it."""
     from diloco.report.live import Live
+    from diloco.train import preflight
 
     config = replace(config, replicas=config.replicas or 2)
     assert config.replicas is not None
+    size = config.replicas * config.shards
     folder = _folder(config)
     if config.resume:
-        _say_what_changed(config, folder)
+        _check_resume(config, folder)
+    preflight.check(config, size)
+    preflight.say(config, size)
+    if config.dry_run:
+        print(preflight.outline(config, config.replicas))
+        return 0, folder
     with folders.locked(folder) as lock:
         (folder / "derived.txt").unlink(missing_ok=True)
         (folder / "start.toml").write_text(to_toml(replace(config, name=folder.name)))
         words = ["train", str(folder / "start.toml"), *(["--resume"] if config.resume else [])]
         print(f"run {folder}", file=sys.stderr)
         with Live(folder, config.replicas, config.steps or 0) as live:
-            size = config.replicas * config.shards
             code, reason = supervise.start(words, size, folder, config.shards, live.refresh, keep=(lock,))
     if reason:
         print(f"diloco: {reason}", file=sys.stderr)
@@ -98,8 +107,11 @@ def _folder(config: TrainConfig) -> Path:
     return folders.new(config.out, config.name, f"{config.model}-{config.method}")
 
 
-def _say_what_changed(config: TrainConfig, folder: Path) -> None:
+def _check_resume(config: TrainConfig, folder: Path) -> None:
+    from diloco.train import preflight
+
     before = parse(TrainConfig, stored(folder / "config.toml"))
+    preflight.check_resume(config, folder, before)
     pairs = ((name, getattr(before, name), getattr(config, name)) for name in names("run", "member"))
     changed = [f"{name} {was} → {now}" for name, was, now in pairs if was != now]
     text = f"; changed: {', '.join(changed)}" if changed else ""

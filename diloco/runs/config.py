@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from diloco.errors import ConfigError
-from diloco.flags import Meaning, Scope, flag, meaning
+from diloco.flags import Meaning, Scope, flag, meaning, spelled
 from diloco.formats import FORMATS, format_named
 from diloco.fragment import fragmenter
 from diloco.outer import OUTERS, outer_named
@@ -38,17 +38,18 @@ class TrainConfig:
         why="which trains on two cores in minutes")
     data: tuple[str, ...] = _model((), "Files or folders of .txt, .jsonl, .parquet or token shards, or hf:NAME.",
         why="the sources of Python's own standard library", scope="member")
-    tokenizer: str = _model("bytes",
+    text_key: str = _model("text", "The field of .jsonl, .parquet and hf:NAME that holds the text.", scope="member")
+    tokenizer: str | None = _model(None,
         "bytes, train:SIZE for a BPE trained on the corpus, or the path of a tokenizer.json.",
-        why="which needs no training")
+        why="bytes, which need no training; for hf: models their own")
     context: int = _model(128, "Tokens in a sequence.", why="for the tiny model")
     steps: int | None = _optimisation(None, "Steps of every replica.", why="from the tokens")
     tokens: int | None = _optimisation(None, "Tokens of all replicas together. Give this or --steps.",
-        why="20 for each parameter", scope="member")
+        why="20 for each parameter; for hf: models one pass over the data", scope="member")
     batch: int | None = _optimisation(None, "Sequences in a step, all replicas together.", why="by scaling law")
     accumulate: int = _optimisation(1, "Parts in which a replica computes its share of the batch, to save memory.",
         why="the fastest if the memory suffices", scope="member")
-    lr: float | None = _optimisation(None, "Peak learning rate of AdamW.", why="by scaling law")
+    lr: float | None = _optimisation(None, "Peak learning rate of AdamW.", why="by scaling law; 2e-5 for hf: models")
     warmup: int | None = _optimisation(None,
         "Steps of linear warm-up. After it the learning rate follows a cosine down to 5 %.",
         why="a tenth of the steps, at most 1000")
@@ -124,6 +125,8 @@ class TrainConfig:
     out: Path = _output(Path("runs"), "Folder of all runs.", scope="member", result=False)
     resume: bool = _output(False, "Continue from the newest checkpoint that all replicas have.", scope="start")
     json: bool = _output(False, "Print the summary as JSON.", scope="start")
+    dry_run: bool = _output(False, "Check everything, print the derived settings and the memory, and end.",
+        scope="start")
     # fmt: on
 
     def __post_init__(self) -> None:
@@ -137,16 +140,28 @@ class TrainConfig:
         for name in ("keep_local", "feedback"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ConfigError(f"{name}={getattr(self, name)}: give a number from 0 to 1")
-        for name in ("lr", "clip", "timeout", "outer_lr"):
+        for name in ("lr", "clip", "timeout", "outer_lr", "grace"):
             value = getattr(self, name)
-            if value is not None and value <= 0:
+            if value is not None and not 0 < value < float("inf"):
                 raise ConfigError(f"{name}={value}: give a positive number")
+        if self.name is not None and (not self.name or self.name.startswith(".") or set(self.name) & set("/\\")):
+            raise ConfigError(
+                f"name={self.name!r}: give a name, not a path, as in exp-1; --out is the folder of all runs"
+            )
         if self.steps is not None and self.tokens is not None:
             raise ConfigError(f"steps={self.steps} and tokens={self.tokens}: give one of them, the other follows")
         fragmenter(self.fragments)
         outer_rule(self)
         format_named(self.codec)
         format_named(self.mean_codec or self.codec)
+        self._check_bucket()
+
+    def _check_bucket(self) -> None:
+        for each in fields(self):
+            ignored = meaning(each).text.startswith("With --bucket:") and getattr(self, each.name) != each.default
+            if self.bucket is None and ignored:
+                raise ConfigError(f"{spelled(each.name)} without --bucket: it would be ignored; give --bucket, or "
+                                  "leave it out")  # fmt: skip
         if self.bucket is not None and self.method not in SYNCED:
             raise ConfigError(f"method={self.method} with a bucket: give streaming or diloco")
         if self.bucket is not None and self.mean_codec is not None:

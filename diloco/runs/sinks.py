@@ -6,6 +6,9 @@ from typing import Any, Protocol
 
 from diloco.errors import ConfigError
 
+MODULES = {"tensorboard": "tensorboardX", "wandb": "wandb", "trackio": "trackio"}
+"""What each of them imports."""
+
 
 class Sink(Protocol):
     def log(self, values: Mapping[str, float], step: int) -> None: ...
@@ -21,7 +24,7 @@ class _Tensorboard:
         try:
             from tensorboardX import SummaryWriter  # pyright: ignore[reportMissingImports]
         except ImportError:
-            raise _missing("tensorboard") from None
+            raise missing("tensorboard") from None
         self._writer = SummaryWriter(str(folder / "tensorboard"))
 
     def log(self, values: Mapping[str, float], step: int) -> None:
@@ -39,7 +42,7 @@ class _Wandb:
         try:
             self._module = __import__(module)
         except ImportError:
-            raise _missing(module) from None
+            raise missing(module) from None
         self._module.init(project="diloco", name=run, config=dict(config))
 
     def log(self, values: Mapping[str, float], step: int) -> None:
@@ -56,5 +59,5 @@ _OPEN = {
 }
 
 
-def _missing(name: str) -> ConfigError:
+def missing(name: str) -> ConfigError:
     return ConfigError(f"track={name}: it is not installed; pip install 'diloco[{name}]'")

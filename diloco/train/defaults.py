@@ -15,33 +15,45 @@ LARGEST_LR = 8e-3
 factor √2 was 1.1e-2, which 8e-3 came close to (docs/parity.md)."""
 
 
+FINE_TUNING_LR, FINE_TUNING_BATCH = 2e-5, 32
+"""For a model that comes with its weights: the middle of what recipes for full fine-tuning take."""
+
+
 @dataclass(frozen=True)
 class Rule:
     name: str
-    value: float
+    value: float | str
     reason: str
 
 
-def resolve(config: TrainConfig, parameters: int, replicas: int) -> tuple[TrainConfig, list[Rule]]:
-    """The config with every value filled in, and the rules that filled it."""
+def resolve(
+    config: TrainConfig, parameters: int, replicas: int, corpus_tokens: int = 0
+) -> tuple[TrainConfig, list[Rule]]:
+    """The config with every value filled in, and the rules that filled it. `corpus_tokens`: those to train on."""
     rules: list[Rule] = []
     config = replace(config, **outer_rule(config))
 
     def take(name: str, value: float, reason: str) -> None:
-        if getattr(config, name) is None:
+        if getattr(config, name) is None and all(rule.name != name for rule in rules):
             rules.append(Rule(name, value, reason))
 
+    pretrained = config.model.startswith("hf:")
     multiple = replicas * config.shards * config.accumulate
-    take("batch", laws.batch_of(parameters, replicas, config.context, multiple),
-         "scaling law 0.00709·N^0.47·M^0.34 sequences of 2048 tokens, as many of this context")  # fmt: skip
-    batch = config.batch or int(rules[-1].value)
-    per_step = batch * config.context
-    tokens = config.tokens or (config.steps * per_step if config.steps else laws.TOKENS_PER_PARAMETER * parameters)
+    if pretrained and config.tokenizer == config.model:
+        rules.append(Rule("tokenizer", config.model, "the model's own: it knows no other tokens"))
+    batch, why = _batch(config, parameters, replicas, multiple)
+    take("batch", batch, why)
+    per_step = (config.batch or batch) * config.context
+    total = corpus_tokens if pretrained and corpus_tokens else laws.TOKENS_PER_PARAMETER * parameters
+    tokens = config.tokens or (config.steps * per_step if config.steps else total)
     if config.tokens is None and config.steps is None:
-        rules.append(Rule("tokens", tokens, "20 tokens for each parameter"))
+        long = "one pass over the data, as in fine-tuning" if total == corpus_tokens else "20 tokens for each parameter"
+        rules.append(Rule("tokens", tokens, long))
     steps = config.steps or max(round(tokens / per_step), 1)
     take("steps", steps, "tokens ÷ (batch · context)")
     law = laws.inner_lr(parameters, replicas)
+    if pretrained:
+        take("lr", FINE_TUNING_LR, "usual for a pretrained model; the scaling law is for training from scratch")
     take("lr", float(f"{min(law, LARGEST_LR):.3g}"),
          f"scaling law 22256·N^-0.88·M^0.29{f', stopped at {LARGEST_LR:g}' if law > LARGEST_LR else ''}")  # fmt: skip
     take("warmup", min(max(steps // 10, 1), 1000), "a tenth of the steps, at most 1000")
@@ -50,8 +62,15 @@ def resolve(config: TrainConfig, parameters: int, replicas: int) -> tuple[TrainC
         outer = _outer(config, parameters, replicas, steps // config.sync_every)
         read = outer_settings(config.outer)
         rules += [rule for rule in outer if rule.name in read and getattr(config, rule.name) is None]
-    filled = {rule.name: type_of(rule) for rule in rules if rule.name != "tokens"}
+    filled = {rule.name: type_of(rule) for rule in rules if rule.name not in ("tokens", "tokenizer")}
     return replace(config, replicas=replicas, tokens=None, **filled), rules
+
+
+def _batch(config: TrainConfig, parameters: int, replicas: int, multiple: int) -> tuple[int, str]:
+    if config.model.startswith("hf:"):
+        return max(round(FINE_TUNING_BATCH / multiple), 1) * multiple, "usual for a pretrained model"
+    why = "scaling law 0.00709·N^0.47·M^0.34 sequences of 2048 tokens, as many of this context"
+    return laws.batch_of(parameters, replicas, config.context, multiple), why
 
 
 def _outer(config: TrainConfig, parameters: int, replicas: int, rounds: int) -> tuple[Rule, ...]:
@@ -71,7 +90,7 @@ def _outer(config: TrainConfig, parameters: int, replicas: int, rounds: int) -> 
     )
 
 
-def type_of(rule: Rule) -> float | int:
+def type_of(rule: Rule) -> float | str:
     return int(rule.value) if rule.name in ("batch", "steps", "warmup") else rule.value
 
 
@@ -88,4 +107,8 @@ def describe(rules: list[Rule], parameters: int, config: TrainConfig, corpus: st
     """What is about to run, and where each derived value comes from."""
     where = f" from step {start}" if start else ""
     head = f"{config.method}: {parameters / 1e6:.3g}M parameters on {corpus}, {config.steps} steps{where}"
-    return "\n".join([head, *(f"  {rule.name} = {rule.value:g}: {rule.reason}" for rule in rules)])
+    return "\n".join([head, *(f"  {rule.name} = {_shown(rule.value)}: {rule.reason}" for rule in rules)])
+
+
+def _shown(value: float | str) -> str:
+    return value if isinstance(value, str) else f"{value:g}"

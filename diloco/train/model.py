@@ -4,7 +4,6 @@ RMSNorm before every block and at the end, QK-norm per head, rotary positions, a
 paper (section 5). The names make the export a plain save.
 """
 
-import difflib
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from diloco.errors import ConfigError
-from diloco.presets import PRESETS, Shape
+from diloco.presets import Shape, shape_named
 from diloco.train.data.tokenizer import Tokenizer
 
 EPSILON = 1e-6
@@ -45,12 +44,9 @@ def build(spec: str, vocabulary: int, context: int, seed: int) -> nn.Module:
     """
     if spec.startswith("hf:"):
         return _pretrained(spec.removeprefix("hf:"), vocabulary, context, seed)
-    if spec not in PRESETS:
-        near = difflib.get_close_matches(spec.lower(), PRESETS, 1)
-        hint = f"did you mean {near[0]}? " if near else ""
-        raise ConfigError(f"model={spec!r}: {hint}give {', '.join(PRESETS)}, or hf:PATH_OR_ID")
+    shape = shape_named(spec)
     with torch.device("meta"):  # skips the default initialisation, which draws global random numbers
-        model = Decoder(replace(PRESETS[spec], vocabulary=vocabulary), context)
+        model = Decoder(replace(shape, vocabulary=vocabulary), context)
     model.to_empty(device="cpu")
     model.initialize(torch.Generator().manual_seed(seed))
     return model

@@ -31,10 +31,11 @@ from diloco.train.checkpoint import Checkpoints
 from diloco.train.data import corpus as corpora
 from diloco.train.data.batches import Batches
 from diloco.train.data.corpus import Corpus
-from diloco.train.data.tokenizer import tokenizer_digest
+from diloco.train.data.tokenizer import default_tokenizer, tokenizer_digest
 from diloco.train.defaults import describe, resolve
 from diloco.train.members import Fixed, Members
 from diloco.train.model import Windows, build
+from diloco.train.preflight import wrong_batch
 from diloco.world import World
 
 SUMS = ("rounds", "bytes_sent", "bytes_received", "largest_round", "seconds_hidden", "seconds_exposed")
@@ -97,17 +98,17 @@ class Prepared:
 def prepare(config: TrainConfig, world: World, folder: Path) -> Prepared:
     """Build this process's part of the run in `folder`, load the newest checkpoint on resume, and join the others."""
     device = device_for(config, world)
+    config = replace(config, tokenizer=config.tokenizer or default_tokenizer(config.model))
     corpus = _corpus(config, world)
     tokenizer = _agreed_tokenizer(corpus)
     model = build(config.model, corpus.tokenizer.vocabulary, config.context, config.seed).to(device)
     parameters = sum(p.numel() for p in model.parameters())
-    config, rules = resolve(config, parameters, config.replicas or 2 if config.bucket else world.replicas)
+    replicas = config.replicas or 2 if config.bucket else world.replicas
+    config, rules = resolve(config, parameters, replicas, corpus.train_tokens)
     config, members = _members(config, world, tokenizer)
     assert config.batch is not None
     if config.batch % (world.size * config.accumulate):
-        raise ConfigError(
-            f"batch={config.batch}: give a multiple of ranks · accumulate, {world.size * config.accumulate}"
-        )
+        raise wrong_batch(config.batch, world.size * config.accumulate)
     sequences = config.batch // world.size // config.accumulate
     batches = Fixed(config, world).batches(corpus, sequences)
     windows = corpus.evaluation(config.context, config.eval_tokens)
@@ -137,7 +138,7 @@ def _corpus(config: TrainConfig, world: World) -> Corpus:
     """The first process prepares it, the others find it prepared."""
     if world.rank > 0:
         dist.barrier()
-    corpus = corpora.prepare(config.data, config.tokenizer)
+    corpus = corpora.prepare(config.data, config.tokenizer or "bytes", text_key=config.text_key)
     if world.rank == 0:
         dist.barrier()
     return corpus

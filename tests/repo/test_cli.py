@@ -106,7 +106,8 @@ def test_a_wrong_flag_or_value_is_refused_in_one_line(words, message, capsys):
 
 def test_flags_are_read_as_people_write_them():
     config = parse(TrainConfig, ["--data", "a", "b", "--sync_every=7", "--overlap", "1", "--overlap", "2", "--compile",
-                                 "--no-json", "--seed", "-1", "--key-file", "k", "--tokens", "7_000"])  # fmt: skip
+                                 "--bucket", "b", "--no-json", "--seed", "-1", "--key-file", "k",
+                                 "--tokens", "7_000"])  # fmt: skip
     assert (config.data, config.sync_every, config.overlap, config.seed) == (("a", "b"), 7, 2, -1)
     assert (config.compile, config.json, config.key_file, config.tokens) == (True, False, Path("k"), 7000)
     export = import_module("diloco.cli.export").CONFIG
@@ -121,10 +122,10 @@ def test_flags_are_read_as_people_write_them():
 
 
 def test_what_is_not_the_runs_is_the_members_or_of_this_start():
-    assert names("start") == ("join_only", "resume", "json")
+    assert names("start") == ("join_only", "resume", "json", "dry_run")
     assert set(names("member")) == {
         "data", "accumulate", "eval_every", "eval_tokens", "save_every", "keep", "compile", "device", "track", "name",
-        "out", "bucket", "member", "pace", "quorum", "grace", "key_file", "streams", "timeout", "tokens",
+        "text_key", "out", "bucket", "member", "pace", "quorum", "grace", "key_file", "streams", "timeout", "tokens",
     }  # fmt: skip
     stored_names = {line.split(" = ")[0] for line in to_toml(TrainConfig(resume=True, json=True)).splitlines()}
     assert "name" not in stored_names and {"sync_every", "out"} <= stored_names
@@ -140,7 +141,7 @@ def test_a_method_reads_its_own_settings_only():
     assert not unread["dp"] & {"lr", "batch", "replicas", "seed"}
     assert reads("dp", "of_a_later_version") and distinguishes("of_a_later_version")
     same = {"name", "out", "seed", "method", "resume", "track", "device", "keep", "save_every", "timeout", "json"}
-    assert {name for name in known if not distinguishes(name)} == same | {"join_only"}
+    assert {name for name in known if not distinguishes(name)} == same | {"join_only", "dry_run"}
 
 
 def test_the_outer_rule_is_chosen_by_a_flag():

@@ -1,12 +1,26 @@
 """Text to ids and back."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diloco.errors import ConfigError
-from diloco.train.data.tokenizer import BPE, Bytes, dtype_of, load_tokenizer
+from diloco.runs.config import TrainConfig
+from diloco.train import preflight
+from diloco.train.data import documents
+from diloco.train.data.tokenizer import (
+    BPE,
+    Bytes,
+    check_tokenizer,
+    default_tokenizer,
+    dtype_of,
+    load_tokenizer,
+    tokenizer_identity,
+)
+from diloco.train.defaults import describe, resolve
 
 LINES = [f"line {i}: {'abcdefghij'[i % 10] * (i % 37)} end" for i in range(2000)]
 
@@ -73,3 +87,34 @@ def test_a_file_that_is_no_tokenizer_is_refused(tmp_path):
 def test_a_bad_tokenizer_is_refused(spec):
     with pytest.raises(ConfigError, match=r"give .*train:SIZE"):
         load_tokenizer(spec)
+
+
+def test_a_pretrained_model_takes_its_own_tokenizer_and_fine_tuning_values(tmp_path):
+    pytest.importorskip("tokenizers")
+    own = BPE.train([b"a small text about small things, again and again"] * 9, 280)
+    own.save(tmp_path)
+    spec = default_tokenizer(f"hf:{tmp_path}")
+    assert spec == f"hf:{tmp_path}" and default_tokenizer("35m") == "bytes"
+    check_tokenizer(spec)
+    assert load_tokenizer(spec).vocabulary == own.vocabulary != 257
+    assert tokenizer_identity(spec) == tokenizer_identity(str(tmp_path))
+    wanted = TrainConfig(model=spec, tokenizer=spec, context=100)
+    config, rules = resolve(wanted, 600_000_000, 2, corpus_tokens=3_200_000)
+    assert (config.lr, config.batch, config.steps) == (2e-5, 32, 1000)
+    reasons = {rule.name: rule.reason for rule in rules}
+    assert reasons["tokenizer"].startswith("the model's own") and "one pass" in reasons["tokens"]
+    text = describe(rules, 600_000_000, config, "corpus", 0)
+    assert f"tokenizer = {spec}: the model's own" in text and "lr = 2e-05: usual for a pretrained model" in text
+    asked = replace(wanted, tokenizer="bytes", lr=0.1, steps=7)
+    assert resolve(asked, 600_000_000, 2, 3_200_000)[0].lr == 0.1
+    assert any("were made for other tokens" in text for text in preflight.warnings(asked, 1))
+
+
+def test_a_field_of_another_name_holds_the_text(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"content": "one"}\n{"content": "two"}\n')
+    sources = documents.find([str(file)], "content")
+    assert list(documents.texts(sources)) == [b"one", b"two"]
+    assert sources.identity() != documents.find([str(file)]).identity()
+    with pytest.raises(ConfigError, match=r'line 1: not of the form {"text": .*--text-key'):
+        list(documents.texts(documents.find([str(file)])))

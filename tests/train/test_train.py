@@ -1,6 +1,7 @@
 """`diloco train` as it is used and misused: real processes, what they leave and what they refuse."""
 
 import json
+from unittest import mock
 
 import pytest
 import torch
@@ -74,19 +75,69 @@ def test_torchrun_starts_the_same_trainer(place, whole):
     (["--batch", "0"], "batch=0: give a whole number of at least 1"),
     (["--keep", "1"], "keep=1"),
     (["no-such.toml"], "there is no recipe no-such.toml"),
+    (["--name", "exp/first"], "name='exp/first': give a name, not a path"),
+    (["--name", "../evil"], "name='../evil': give a name, not a path"),
+    (["--name", ""], "name='': give a name"),
+    (["--lr", "nan"], "lr=nan: give a positive number"),
+    (["--model", "tinny"], "did you mean tiny?"),
+    (["--model", "hf:/no/such"], "there is no folder /no/such"),
+    (["--data", "no/such"], "data='no/such': no such file or folder"),
+    (["--data", "empty"], "the folder holds no .txt"),
+    (["--data", "table.csv"], "unknown ending '.csv'"),
+    (["--data", "content.jsonl"], "content.jsonl, line 1: not of the form"),
+    (["--batch", "3"], "batch=3: give a multiple of ranks · accumulate, 2, such as 4"),
+    (["--device", "gpu"], "did you mean cuda?"),
+    (["--tokenizer", "train:abc"], "give train:SIZE with at least 257"),
+    (["--tokenizer", "no/tokenizer.json"], "no such file; give bytes"),
+    (["--track", "wandb"], "track=wandb: it is not installed"),
+    (["--key-file", "none"], "--key-file without --bucket: it would be ignored"),
+    (["--pace", "strict"], "--pace without --bucket"),
+    (["--quorum", "5"], "--quorum without --bucket"),
+    (["--join-only"], "--join-only without --bucket"),
+    (["--member", "x"], "--member without --bucket"),
 ])  # fmt: skip
-def test_wrong_input_is_one_line_with_the_remedy_before_anything_starts(place, words, message):
-    code, out, err = run_here(place, "train", *words)
+def test_wrong_input_is_one_line_with_the_remedy_before_anything_starts(place, tmp_path, words, message):
+    (place / "empty").mkdir(exist_ok=True)
+    (place / "table.csv").touch()
+    (place / "content.jsonl").write_text('{"content": "text"}\n')
+    words = words if "--out" in words or "--resume" in words else [*words, "--out", tmp_path]
+    with mock.patch("diloco.cli.supervise.start", side_effect=AssertionError("a process was started")):
+        code, out, err = run_here(place, "train", *words)
     assert code == 2
     assert out == ""
-    assert message in err and "Traceback" not in err
+    assert message in err and "Traceback" not in err and len(err.splitlines()) == 1
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(("words", "message"), [
-    (["--data", "corpus.txt", "--model", "tinny"], "did you mean tiny?"),
+    (["--model", "35m"], "runs/whole was run with model tiny, not 35m"),
+    (["--method", "dp"], "runs/whole was run with method streaming, not dp"),
+    ([], "runs/whole is finished, at step 40: give more --steps"),
+])  # fmt: skip
+def test_a_resume_that_cannot_go_on_is_refused_before_anything_starts(place, whole, words, message):
+    before = (place / "runs/whole/summary.json").read_bytes()
+    with mock.patch("diloco.cli.supervise.start", side_effect=AssertionError("a process was started")):
+        code, _, err = run_here(place, "train", "--resume", "--name", "whole", *words)
+    assert code == 2 and message in err
+    assert (place / "runs/whole/summary.json").read_bytes() == before
+
+
+def test_a_dry_run_prints_what_is_derived_and_starts_nothing(place, whole, tmp_path):
+    with mock.patch("diloco.cli.supervise.start", side_effect=AssertionError("a process was started")):
+        code, out, err = run_here(
+            place, "train", "--data", "corpus.txt", "--steps", "90", "--dry-run", "--out", tmp_path
+        )
+    assert code == 0
+    assert out.startswith("streaming: 0.69M parameters on corpus.txt, 90 steps")
+    assert "lr = 0.008: scaling law" in out and "memory of a replica: 0.011 GB" in out
+    assert "90 steps with sync_every 100: the replicas meet at the end only; try --sync-every 9" in err
+    assert f"{whole['parameters'] / 1e6:.3g}M" == "0.69M" and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("words", "message"), [
     (["--data", "short.txt"], "give more --data, or lower --batch or --context"),
-    (["--data", "corpus.txt", "--batch", "3"], "batch=3: give a multiple of"),
-    (["--data", "corpus.txt", "--model", "35m", "--name", "whole", "--resume"], "does not fit this run"),
+    (["--data", "corpus.txt", "--context", "64", "--name", "whole", "--resume", "--tokenizer", "train:300"],
+     "does not fit this run"),
 ])  # fmt: skip
 def test_what_only_the_replicas_can_find_is_one_line_too(place, whole, tmp_path, words, message):
     (place / "short.txt").write_text("short")

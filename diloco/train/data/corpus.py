@@ -74,6 +74,10 @@ class Corpus:
         both = torch.from_numpy(ids[starts[:, None] + np.arange(context + 1)].astype(np.int64))
         return [(part[:, :-1].contiguous(), part[:, 1:].contiguous()) for part in both.split(size)]
 
+    @property
+    def train_tokens(self) -> int:
+        return self.train.stat().st_size // dtype_of(self.tokenizer.vocabulary).itemsize
+
     def unigram_loss(self) -> float:
         """Nats per held-out token of a model that knows only the frequency of each token in the train part."""
         size = self.tokenizer.vocabulary
@@ -91,15 +95,16 @@ class Corpus:
         return counts
 
 
-def prepare(data: Sequence[str], tokenizer: str, cache: Path | None = None) -> Corpus:
+def prepare(data: Sequence[str], tokenizer: str, cache: Path | None = None, *, text_key: str = "text") -> Corpus:
     """Tokenize a corpus, unless the cache has it.
 
     Args:
         data: files, folders or hf:NAME; if empty, the sources of Python's standard library.
-        tokenizer: bytes, train:SIZE, or the path of a tokenizer.json.
+        tokenizer: bytes, train:SIZE, the path of a tokenizer.json, or hf:PATH_OR_ID for that of a model.
+        text_key: the field of .jsonl, .parquet and hf:NAME that holds the text.
         cache: folder of prepared corpora. Default: `diloco` in the user's cache folder.
     """
-    sources = documents.find(data)
+    sources = documents.find(data, text_key)
     key = hashlib.sha256(json.dumps([_FORMAT, sources.identity(), tokenizer_identity(tokenizer)]).encode()).hexdigest()
     cache = cache or default_cache()
     folder = cache / key[:16]

@@ -33,6 +33,8 @@ class Sources:
     items: tuple[Path | str, ...]
     """Files in order, and hf:NAME as text."""
     standard_library: bool = False
+    text_key: str = "text"
+    """The field of a line or row that holds its text."""
 
     @property
     def tokenized(self) -> bool:
@@ -40,7 +42,7 @@ class Sources:
 
     def identity(self) -> str:
         """A text that differs if a source does: paths, sizes and times of change."""
-        facts = []
+        facts = [] if self.text_key == "text" else [f"text {self.text_key}"]
         for item in self.items:
             if isinstance(item, str):
                 facts.append(item)
@@ -51,7 +53,7 @@ class Sources:
         return "\n".join(facts)
 
 
-def find(data: Sequence[str]) -> Sources:
+def find(data: Sequence[str], text_key: str = "text") -> Sources:
     """All files that `--data` names, each once; those of a folder in the order of their paths."""
     if not data:
         return _standard_library()
@@ -73,7 +75,9 @@ def find(data: Sequence[str]) -> Sources:
             items[path] = None
         else:
             raise ConfigError(f"data={spec!r}: unknown ending {path.suffix!r}; give {', '.join(ENDINGS)} or a folder")
-    sources = Sources(data[0] if len(data) == 1 else f"{data[0]} and {len(data) - 1} more", tuple(items))
+    sources = Sources(
+        data[0] if len(data) == 1 else f"{data[0]} and {len(data) - 1} more", tuple(items), text_key=text_key
+    )
     if sources.tokenized and not all(isinstance(item, Path) and item.suffix == ".bin" for item in items):
         raise ConfigError(f"data={list(data)}: token shards (.bin) and text in one corpus; give one kind")
     return sources
@@ -83,7 +87,7 @@ def texts(sources: Sources) -> Iterator[bytes]:
     """The documents as they are on disk. Equal files of the standard library are given once."""
     seen: set[bytes] = set()
     for item in sources.items:
-        for document in _read(item):
+        for document in _read(item, sources.text_key):
             if sources.standard_library:
                 digest = hashlib.sha256(document).digest()
                 if digest in seen:
@@ -142,12 +146,12 @@ def _standard_library() -> Sources:
     return Sources(f"Python {platform.python_version()} standard library", tuple(files), standard_library=True)
 
 
-def _read(item: Path | str) -> Iterator[bytes]:
+def _read(item: Path | str, key: str) -> Iterator[bytes]:
     if isinstance(item, str):
-        return _stream(item)
+        return _stream(item, key)
     if item.suffix == ".py":
         return iter((item.read_bytes(),))
-    return {".txt": _text, ".jsonl": _jsonl, ".parquet": _parquet}[item.suffix](item)
+    return _text(item) if item.suffix == ".txt" else _BY_ROW[item.suffix](item, key)
 
 
 def _text(path: Path) -> Iterator[bytes]:
@@ -156,34 +160,40 @@ def _text(path: Path) -> Iterator[bytes]:
             yield piece + file.readline(PIECE)
 
 
-def _jsonl(path: Path) -> Iterator[bytes]:
+def _jsonl(path: Path, key: str) -> Iterator[bytes]:
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue
             try:
-                yield json.loads(line)["text"].encode(errors="replace")
+                yield json.loads(line)[key].encode(errors="replace")
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise ConfigError(
-                    f'{path}, line {number}: not of the form {{"text": "…"}}; correct or remove the line'
+                    f'{path}, line {number}: not of the form {{"{key}": "…"}}; if the text has another name, give it '
+                    "with --text-key; otherwise correct or remove the line"
                 ) from error
 
 
-def _parquet(path: Path) -> Iterator[bytes]:
+def _parquet(path: Path, key: str) -> Iterator[bytes]:
     try:
         parquet: Any = import_module("pyarrow.parquet")
         invalid = import_module("pyarrow").ArrowInvalid
     except ImportError as error:
         raise ConfigError(f"{path} needs pyarrow: pip install 'diloco[parquet]'") from error
     try:
-        for rows in parquet.ParquetFile(path).iter_batches(batch_size=1024, columns=["text"]):
-            for text in rows.column("text").to_pylist():
+        for rows in parquet.ParquetFile(path).iter_batches(batch_size=1024, columns=[key]):
+            for text in rows.column(key).to_pylist():
                 yield (text or "").encode(errors="replace")
     except (invalid, KeyError, AttributeError) as error:
-        raise ConfigError(f'{path}: not a parquet file with a column "text"; give one that has it') from error
+        raise ConfigError(
+            f'{path}: not a parquet file with a column "{key}"; give the column of the text with --text-key'
+        ) from error
 
 
-def _stream(spec: str) -> Iterator[bytes]:
+_BY_ROW = {".jsonl": _jsonl, ".parquet": _parquet}
+
+
+def _stream(spec: str, key: str) -> Iterator[bytes]:
     """hf:NAME, hf:NAME:CONFIG, and with :COUNT at the end only that many documents."""
     try:
         load_dataset: Any = import_module("datasets").load_dataset
@@ -194,9 +204,11 @@ def _stream(spec: str) -> Iterator[bytes]:
     try:
         rows = load_dataset(name, *rest, split="train", streaming=True)
         for row in rows if count is None else rows.take(count):
-            yield (row["text"] or "").encode(errors="replace")
+            yield (row[key] or "").encode(errors="replace")
     except KeyError as error:
-        raise ConfigError(f'data={spec!r}: the rows have no field "text"; give a dataset that has it') from error
+        raise ConfigError(
+            f'data={spec!r}: the rows have no field "{key}"; give the field of the text with --text-key'
+        ) from error
     except (OSError, ValueError, RuntimeError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ConfigError(f"data={spec!r}: {reason}; check the name and the network, or give files") from error

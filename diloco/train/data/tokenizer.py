@@ -3,6 +3,7 @@
 What `save` writes is read by transformers' AutoTokenizer and gives the same ids.
 """
 
+import contextlib
 import hashlib
 import json
 import tempfile
@@ -53,16 +54,39 @@ def dtype_of(vocabulary: int) -> np.dtype:
     return np.dtype("<u2" if vocabulary <= 1 << 16 else "<u4")
 
 
+def default_tokenizer(model: str) -> str:
+    """A pretrained model knows only its own tokens; bytes need no training.
+
+    >>> default_tokenizer("tiny"), default_tokenizer("hf:Qwen/Qwen3-0.6B")
+    ('bytes', 'hf:Qwen/Qwen3-0.6B')
+    """
+    return model if model.startswith("hf:") else "bytes"
+
+
+def check_tokenizer(spec: str) -> None:
+    """Raise if it cannot be loaded, as far as that is known without the network."""
+    if spec.startswith("train:"):
+        _trained_size(spec)
+    elif spec != "bytes" and not _on_hub(spec):
+        _file(spec)
+    if spec != "bytes":
+        _library(f"tokenizer={spec!r}")
+
+
 def load_tokenizer(spec: str, texts: Iterable[bytes] = ()) -> Tokenizer:
-    """bytes, train:SIZE (a BPE trained on `texts`), or the path of a tokenizer.json or of its folder."""
+    """bytes, train:SIZE (a BPE trained on `texts`), the path of a tokenizer.json or of its folder, or hf:PATH_OR_ID."""
     if spec == "bytes":
         return Bytes()
     if spec.startswith("train:"):
-        size = spec.removeprefix("train:")
-        if not size.isdigit() or int(size) < 257:
-            raise ConfigError(f"tokenizer={spec!r}: give train:SIZE with at least 257 (256 bytes and the end)")
-        return BPE.train(texts, int(size))
+        return BPE.train(texts, _trained_size(spec))
     return BPE.read(_file(spec))
+
+
+def _trained_size(spec: str) -> int:
+    size = spec.removeprefix("train:")
+    if not size.isdigit() or int(size) < 257:
+        raise ConfigError(f"tokenizer={spec!r}: give train:SIZE with at least 257 (256 bytes and the end)")
+    return int(size)
 
 
 def tokenizer_identity(spec: str) -> str:
@@ -188,12 +212,36 @@ def _byte_characters() -> list[str]:
     return [chr(byte if byte in printable else next(others)) for byte in range(256)]
 
 
+def _on_hub(spec: str) -> bool:
+    """Whether it is the name of a model that is not a folder here."""
+    return spec.startswith("hf:") and not Path(spec[3:]).expanduser().is_dir()
+
+
 def _file(spec: str) -> Path:
-    path = Path(spec).expanduser()
+    if _on_hub(spec):
+        return _downloaded(spec)
+    path = Path(spec.removeprefix("hf:")).expanduser()
     path = path / "tokenizer.json" if path.is_dir() else path
     if not path.is_file():
         raise ConfigError(f"tokenizer={spec!r}: no such file; give bytes, train:SIZE or the path of a tokenizer.json")
     return path
+
+
+def _downloaded(spec: str) -> Path:
+    """tokenizer.json of a model on the hub, and beside it tokenizer_config.json if the model has one."""
+    try:
+        from huggingface_hub import hf_hub_download
+    except ImportError as error:
+        raise ConfigError(f"tokenizer={spec!r} needs huggingface_hub: pip install 'diloco[hf]'") from error
+    try:
+        with contextlib.suppress(OSError):
+            hf_hub_download(spec[3:], "tokenizer_config.json")
+        return Path(hf_hub_download(spec[3:], "tokenizer.json"))
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError(
+            f"tokenizer={spec!r}: {reason}; give the path of a tokenizer.json with --tokenizer"
+        ) from error
 
 
 def _library(needed_by: str) -> Any:

@@ -1,0 +1,129 @@
+"""What can be known of a run before its processes start: mistakes are refused in under a second. No torch."""
+
+import importlib.util
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from diloco.errors import ConfigError
+from diloco.presets import shape_named
+from diloco.runs.config import TrainConfig
+from diloco.runs.sinks import MODULES, missing
+from diloco.train.data import documents
+from diloco.train.data.documents import Sources
+from diloco.train.data.tokenizer import check_tokenizer, default_tokenizer, load_tokenizer
+from diloco.train.defaults import Rule, describe, resolve
+from diloco.world import cores
+
+DEVICES = ("auto", "cpu", "cuda", "mps", "xpu", "hpu", "npu", "mtia", "xla")
+FEW_ROUNDS = 5
+"""Rounds of a fragment below which a run shows little of what it is for."""
+
+
+def check(config: TrainConfig, processes: int) -> None:
+    """Raise on what would fail in every process. `processes`: how many train together."""
+    _check_model(config.model)
+    _check_data(documents.find(config.data, config.text_key))
+    check_tokenizer(config.tokenizer or default_tokenizer(config.model))
+    if config.device.partition(":")[0] not in DEVICES:
+        hint = "; did you mean cuda?" if config.device.startswith("gpu") else ""
+        raise ConfigError(f"device={config.device!r}: give {', '.join(DEVICES)}{hint}")
+    for name in config.track:
+        if importlib.util.find_spec(MODULES[name]) is None:
+            raise missing(name)
+    if config.batch is not None and config.batch % (processes * config.accumulate):
+        raise wrong_batch(config.batch, processes * config.accumulate)
+
+
+def wrong_batch(batch: int, multiple: int) -> ConfigError:
+    near = max(round(batch / multiple), 1) * multiple
+    return ConfigError(f"batch={batch}: give a multiple of ranks · accumulate, {multiple}, such as {near}")
+
+
+def warnings(config: TrainConfig, processes: int) -> Iterator[str]:
+    """What is allowed and probably not meant."""
+    rounds = config.steps // config.sync_every if config.steps else None
+    if config.method in ("streaming", "diloco") and rounds is not None and rounds < FEW_ROUNDS:
+        often = max(config.steps or 0, 50) // 10
+        what = f"each part of the model is synced {rounds} times" if rounds else "the replicas meet at the end only"
+        yield f"{config.steps} steps with sync_every {config.sync_every}: {what}; try --sync-every {often}"
+    if processes > cores() and config.device in ("auto", "cpu") and not config.bucket:
+        yield f"{processes} processes on {cores()} cores: without an accelerator they take turns, and start slowly"
+    if config.model.startswith("hf:") and config.tokenizer == "bytes":
+        yield f"tokenizer bytes with {config.model}: its weights were made for other tokens, and are lost"
+
+
+def _check_model(spec: str) -> None:
+    if not spec.startswith("hf:"):
+        shape_named(spec)
+        return
+    source = spec.removeprefix("hf:")
+    if source.startswith(("/", ".", "~")) or source.count("/") > 1:
+        folder = Path(source).expanduser()
+        if not folder.is_dir():
+            raise ConfigError(
+                f"model={spec!r}: there is no folder {folder}; give one, or the hub's name of a causal LM"
+            )
+        if not (folder / "config.json").is_file():
+            raise ConfigError(f"model={spec!r}: the folder has no config.json; give that of a causal LM")
+    if importlib.util.find_spec("transformers") is None:
+        raise ConfigError(f"model={spec!r} needs transformers: pip install 'diloco[hf]'")
+
+
+def _check_data(sources: Sources) -> None:
+    """The libraries that its files need, and the first line of each .jsonl."""
+    needed = {".parquet": ("pyarrow", "parquet"), "hf:": ("datasets", "hf")}
+    for item in sources.items:
+        library, extra = needed.get(item[:3] if isinstance(item, str) else item.suffix, ("", ""))
+        if library and importlib.util.find_spec(library) is None:
+            raise ConfigError(f"{item} needs {library}: pip install 'diloco[{extra}]'")
+        if isinstance(item, Path) and item.suffix == ".jsonl":
+            next(documents.texts(Sources(sources.name, (item,), text_key=sources.text_key)), None)
+
+
+def outline(config: TrainConfig, replicas: int) -> str:
+    """What a run with this config would be: derived settings with their reasons, and the memory of a replica."""
+    sources = documents.find(config.data, config.text_key)
+    config = replace(config, tokenizer=config.tokenizer or default_tokenizer(config.model))
+    parameters = _parameters(config)
+    resolved, rules = resolve(config, parameters, replicas)
+    if config.model.startswith("hf:") and config.steps is None and config.tokens is None:
+        rules = [rule for rule in rules if rule.name not in ("tokens", "steps", "warmup", "weight_decay")]
+        rules.append(Rule("steps", "by the data", "one pass, which only reading it tells the length of"))
+    text = describe(rules, parameters, resolved, sources.name, 0)
+    held = "weights, gradients and moments, activations not counted"
+    return f"{text}\n  memory of a replica: {16 * parameters / 1e9:.3g} GB for {held}"
+
+
+def _parameters(config: TrainConfig) -> int:
+    if config.model.startswith("hf:"):
+        import torch
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        with torch.device("meta"):
+            network = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config.model[3:]))
+        return sum(p.numel() for p in network.parameters())
+    spec = config.tokenizer or "bytes"
+    vocabulary = int(spec[6:]) if spec.startswith("train:") else load_tokenizer(spec).vocabulary
+    return replace(shape_named(config.model), vocabulary=vocabulary).parameters
+
+
+def say(config: TrainConfig, processes: int) -> None:
+    for text in warnings(config, processes):
+        print(f"note: {text}", file=sys.stderr)  # noqa: T201
+
+
+def check_resume(config: TrainConfig, folder: Path, before: TrainConfig) -> None:
+    """Raise if the checkpoints of the run cannot be continued with these settings, or need not be."""
+    for name in ("model", "method", "shards"):
+        was, now = getattr(before, name), getattr(config, name)
+        if was != now:
+            raise ConfigError(f"{folder} was run with {name} {was}, not {now}: its checkpoints do not fit; leave "
+                              f"--{name} out, or start under another --name")  # fmt: skip
+    summary = folder / "summary.json"
+    done = json.loads(summary.read_text()) if summary.exists() else {}
+    if done and not done["stopped"] and config.steps is not None and config.steps <= done["steps"]:
+        raise ConfigError(f"{folder} is finished, at step {done['steps']}: give more --steps to train on, as in "
+                          f"--resume --name {folder.name} --steps {2 * done['steps']}")  # fmt: skip
