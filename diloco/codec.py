@@ -179,7 +179,9 @@ class E3M0(_Shipped, name="e3m0"):
 
     A block of 256 has a power-of-two scale s, the magnitude of its largest value after rounding. Codes 1..7 mean
     s·2^-6 .. s; code 0 is zero. A magnitude between two powers of two goes to the nearer one (the border is 1.5 times
-    the smaller); what would go below s·2^-6 becomes zero. On Gaussian data the relative error is 0.19, the cosine 0.98.
+    the smaller); what would go below s·2^-6 becomes zero. On Gaussian data the relative error is 0.19, the cosine 0.98,
+    and values shrink by 4 % on average. At the ends of fp32: a block with s below 2^-119 becomes zeros; magnitudes from
+    1.5·2^127 on, and inf, become 2^127; a nan becomes a zero or 2^127 (a delta with inf or nan is never sent).
 
     The sum uses only the upper half of each float, as int16: sign, 8 exponent bits, 7 of the mantissa. Adding 0.5 in
     units of the exponent's last place, 0x40, carries into the exponent exactly when the mantissa is at least 1.5.

@@ -8,8 +8,8 @@ After each step, for each fragment that is due:
 import contextlib
 import enum
 import time
-from collections.abc import Iterator
-from typing import Any, Self
+from collections.abc import Callable, Iterator
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,11 +21,19 @@ from diloco.flat import WHOLE, ShardId, checksum, forget_not_finite, reshard, sh
 from diloco.fragment import Fragment, Fragmenter, Piece, Strided
 from diloco.hook import Optimizers, as_list, attach, evaluate
 from diloco.module import find_layers, frozen, trainable, trained_buffers, unwrap
-from diloco.outer import SGD, Nesterov, Outer
+from diloco.outer import SGD, Nesterov, Outer, denormals
 from diloco.reduce import Dropped, Jump, Reduce, Round
 from diloco.schedule import Schedule, check_overlap
 from diloco.stats import Stats
 from diloco.sync import FragmentSync
+
+F = TypeVar("F", bound=Callable[..., None])
+
+
+def _eager(method: F) -> F:
+    """A compiled optimizer.step would compile its hooks too, and with them the outer step: other bits, or an error."""
+    disable: Any = torch.compiler.disable
+    return disable(torch.no_grad()(method))
 
 
 class _Life(enum.Enum):
@@ -42,11 +50,14 @@ class DiLoCo:
 
     Args:
         model: any module. Its trained parameters are read and written in place; the model is not wrapped.
-        optimizer: the inner optimizer, or all of them. A step is complete when each has stepped. None: call `step()`.
+        optimizer: the inner optimizer, or all of them. A step is complete when each has stepped. None: call `step()`,
+            as you must where hooks do not run or run too early: after the replay of a CUDA graph that holds the
+            optimizer's step, and before FSDP2's `set_post_optim_event`.
         sync_every: steps between two syncs of the same fragment (H).
         fragments: how the model is cut into what is synced in turn.
         overlap: steps between sending a fragment and applying the result (τ); 0 waits for it. May differ by replica.
-        keep_local: weight of the local value when the result is applied (α).
+        keep_local: weight of the local value when the result is applied (α). May differ by replica: anchors stay equal,
+            and finish() does not use it.
         codec: numbers on the wire.
         outer: what the mean delta does to the anchor.
         feedback: share of what the codec lost of the last delta that goes into the next one; 0: off.
@@ -91,6 +102,11 @@ class DiLoCo:
         buffers = trained_buffers(model)
         rest = tuple(Piece(name, 0, len(b) if b.dim() else 1) for name, b in buffers.items())
         self._buffers = [FragmentSync(len(pieces), rest, buffers, SGD(lr=1.0), Float32())] if rest else []
+        for fragment in self._buffers:
+            fragment.remedy = (
+                "This is a buffer. The parameters are synced and equal on all replicas; no buffer was averaged: repair "
+                "this one, and copy all buffers from one replica to the others."
+            )
         self.step_count = 0
         self.stats = Stats()
         self._work, self._tokens = 0.0, False
@@ -98,7 +114,7 @@ class DiLoCo:
         self._life = _Life.APART
         self._detach = attach(self._optimizers, self.join, self.step)
 
-    @torch.no_grad()
+    @_eager
     def step(self) -> None:
         """What happens after an inner step. Called by the optimizer's hook; call it yourself only without one."""
         if self._life is not _Life.JOINED:
@@ -151,6 +167,8 @@ class DiLoCo:
                     statistics = fragment.statistics(outcome, self.step_count, exposed)
                     fragment.apply(outcome, self.keep_local)
                     self._spoiled = None if outcome.counted else self._spoiled
+                    if self._tokens and not self._work and not any(outcome.members.values()):
+                        mistakes.warn_no_tokens()
                     self.stats.add(statistics)
                     self.reduce.applied(fragment.number, fragment.state)
 
@@ -166,7 +184,7 @@ class DiLoCo:
         for optimizer in self._optimizers:
             forget_not_finite(optimizer)
 
-    @torch.no_grad()
+    @_eager
     def join(self) -> None:
         """Meet the other replicas: compare settings, agree on every fragment's state. `with` and the first step do it.
 
@@ -189,7 +207,7 @@ class DiLoCo:
         self._check_open()
         self._check_trained()
         mistakes.check_ranks(self._trained, getattr(self.reduce, "ranks", ()))
-        mistakes.claim(self._model, self)
+        mistakes.claim(self._model, self.reduce, self)
         mistakes.expect_end(self)
         states = self.reduce.join(self._contract(), [f.state for f in fragments], [f.codec for f in fragments])
         self._life = _Life.JOINED
@@ -254,6 +272,7 @@ class DiLoCo:
         if self._life is _Life.ANCHORS:
             self._check_open()
         before, self._life = self._life, _Life.ANCHORS
+        # Not pinned: torch would keep so much pinned memory for ever.
         saved = [(fragment, torch.empty_like(fragment.state.anchor)) for fragment in self._fragments]
         with torch.no_grad():
             for fragment, values in saved:
@@ -340,6 +359,9 @@ class DiLoCo:
             "codec": repr(self._fragments[0].codec),
             "outer": repr(self._fragments[0].outer),
             "parameters": {name: list(shape) for name, shape in self._shapes.items()},
+            # Rounded to another dtype, equal anchors give unequal weights.
+            "dtypes": {s.name: str(s.tensor.dtype).removeprefix("torch.") for f in fragments for s in f.view.spans},
+            "denormals": denormals(),
             "frozen parameters": {name: checksum(p) for name, p in frozen(self._model).items()},
             "shard": str(self._shard),
             "fragments": {str(p.number): [[q.name, q.start, q.stop] for q in p.pieces] for p in fragments},
@@ -349,7 +371,7 @@ class DiLoCo:
         """Closes the line, so that the others do not wait for this replica."""
         if self._life not in (_Life.FINISHED, _Life.LEFT):
             self._detach()
-            mistakes.release(self._model, self)
+            mistakes.release(self._model, self.reduce, self)
             self._life = _Life.FINISHED if self._life is _Life.FINISHING else _Life.LEFT
             self.reduce.leave()
 

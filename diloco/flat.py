@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from diloco.fragment import Fragment
+from diloco.outer import CHUNK
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -37,6 +38,12 @@ def checksum(tensor: Tensor) -> int:
     part = local(tensor).contiguous()
     kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return int(part.view(kinds[part.element_size()]).sum(dtype=torch.int64)) if part.numel() else 0
+
+
+def pinned(devices: set[str]) -> bool:
+    """Whether to pin host memory that is copied to and from devices of these kinds. Not for a model on the CPU: that
+    would open a context on the GPU of a machine that has one."""
+    return bool(devices & {"cuda", "xpu"})
 
 
 @dataclass(frozen=True)
@@ -100,6 +107,13 @@ class Span:
         return flat[self.position : self.position + rows.numel()].view(rows.shape)
 
 
+def _chunks(rows: Tensor) -> list[slice]:
+    """Rows to compute with at once: on a CPU so few that intermediate results stay in the cache."""
+    n = len(rows)
+    step = max(CHUNK * n // max(rows.numel(), 1), 1) if rows.device.type == "cpu" else max(n, 1)
+    return [slice(i, i + step) for i in range(0, n, step)]
+
+
 class FlatView:
     """A fragment's values in this process, in the fragment's order."""
 
@@ -113,6 +127,7 @@ class FlatView:
             stop = min(max(piece.stop - begin, start), len(mine))
             self.spans.append(Span(piece.name, tensor, start, stop, self.size))
             self.size += mine[start:stop].numel()
+        self.pinned = pinned({span.tensor.device.type for span in self.spans})
 
     def read(self, out: Tensor) -> None:
         """out ← the model's values."""
@@ -140,7 +155,8 @@ class FlatView:
                     delta += span.of(residual).to(rows.device, non_blocking=True)
                 o.copy_(delta, non_blocking=True)
                 devices.add(rows.device)
-        events = [(torch.Event(device), torch.accelerator.current_stream(device)) for device in devices]
+        # Blocking: who waits for it sleeps instead of keeping a core busy.
+        events = [(torch.Event(device, blocking=True), torch.accelerator.current_stream(device)) for device in devices]
         for event, stream in events:
             event.record(stream)  # the device need not be the current one
 
@@ -155,9 +171,10 @@ class FlatView:
         if keep_local == 0:
             self.write(anchor)
         for span in self.spans if 0 < keep_local < 1 else ():
-            rows = span.rows()
-            target = span.of(anchor).to(rows.device, non_blocking=True)
-            rows.copy_(keep_local * rows.float() + (1 - keep_local) * target)
+            rows, target = span.rows(), span.of(anchor)
+            for part in _chunks(rows):
+                moved = target[part].to(rows.device, non_blocking=True) * (1 - keep_local)
+                rows[part] = (rows[part].float() * keep_local).add_(moved)
 
     def carry(self, new: Tensor, old: Tensor) -> None:
         """local ← local + new − old: follow the anchor and keep all local work."""

@@ -19,8 +19,8 @@ from diloco.errors import ConfigError, DiLoCoError
 from diloco.fragment import Fragment, Sequential, Strided
 from diloco.module import trainable
 
-_attached: "WeakKeyDictionary[nn.Module, ref[Any]]" = WeakKeyDictionary()
-"""By model: the DiLoCo that is attached to it."""
+_attached: "WeakKeyDictionary[Any, ref[Any]]" = WeakKeyDictionary()
+"""By model and by reducer: the DiLoCo that has them."""
 _apart: WeakSet[Any] = WeakSet()
 """Those that train with others, and have neither finished nor saved their state."""
 
@@ -117,11 +117,16 @@ def hint_one_fragment(fragments: object, pieces: Sequence[Fragment]) -> None:
                       "fragments=Balanced(4) streams it in four parts", stacklevel=3)  # fmt: skip
 
 
-def claim(model: nn.Module, diloco: object) -> None:
-    """Attach to the model, which only one may at a time: two would both count each step and move each weight."""
-    if model in _attached and _attached[model]() not in (None, diloco):
-        raise ConfigError("this model has a DiLoCo already: finish() that one first, or make model and optimizer anew")
-    _attached[model] = ref(diloco)
+def claim(model: nn.Module, reduce: object, diloco: object) -> None:
+    """Attach to the model, which only one may at a time: two would both count each step and move each weight. So with
+    the reducer, which would give the rounds of one model to the other."""
+    for mine, text in (
+        (model, "this model has a DiLoCo already: finish() that one first, or make model and optimizer anew"),
+        (reduce, "this reduce= serves another DiLoCo: make one for each"),
+    ):
+        if mine in _attached and _attached[mine]() not in (None, diloco):
+            raise ConfigError(text)
+    _attached[model] = _attached[reduce] = ref(diloco)
 
 
 def expect_end(diloco: object) -> None:
@@ -133,10 +138,11 @@ def has_end(diloco: object) -> None:
     _apart.discard(diloco)
 
 
-def release(model: nn.Module, diloco: object) -> None:
+def release(model: nn.Module, reduce: object, diloco: object) -> None:
     """It has left the other replicas."""
     has_end(diloco)
-    _attached.pop(model, None)
+    for mine in (model, reduce):
+        _attached.pop(mine, None)
 
 
 def check_no_step(moved: bool) -> None:
@@ -147,6 +153,11 @@ def check_no_step(moved: bool) -> None:
                           "step")  # fmt: skip
     warnings.warn("finish() after no step at all: this replica trained nothing that DiLoCo saw. Step the optimizer "
                   "that it was given or, without one, call step() after each step", stacklevel=3)  # fmt: skip
+
+
+def warn_no_tokens() -> None:
+    warnings.warn("count() has had 0 tokens on all replicas so far, so rounds change nothing. Give it the tokens of "
+                  "each step, or never call it.", stacklevel=3)  # fmt: skip
 
 
 def _warn_apart() -> None:

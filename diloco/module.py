@@ -31,8 +31,10 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     for name, p in found.items():
         if isinstance(p, nn.parameter.UninitializedParameter) or p.is_meta:
             raise ConfigError(f"parameter {name} has no values yet (meta or lazy): materialise the model first")
-        if not p.is_floating_point():
-            raise ConfigError(f"parameter {name} is {p.dtype}: only real floating-point parameters can be averaged")
+        if not p.is_floating_point() or p.dtype.itemsize < 2:
+            raise ConfigError(
+                f"parameter {name} is {p.dtype}: only real floating-point parameters of 16 bits or more can be averaged"
+            )
     if not found:
         raise ConfigError("no parameter of the model has requires_grad: set it on the ones to train")
     return found
@@ -67,12 +69,17 @@ def find_layers(model: nn.Module, names: Mapping[str, Tensor]) -> list[list[str]
 
 def _largest(model: nn.Module, names: Mapping[str, Tensor], kinds: tuple[type, ...]) -> list[list[str]]:
     """The parameters of each child of the largest module of these kinds with at least two trained children."""
+    below: dict[str, list[str]] = {}  # by the path of a module
+    for name in names:
+        path = name
+        while "." in path:
+            path = path.rpartition(".")[0]
+            below.setdefault(path, []).append(name)
     best: list[list[str]] = []
     for prefix, module in model.named_modules():
         if isinstance(module, kinds):
-            starts = [_clean(f"{prefix}.{child}.".lstrip(".")) for child, _ in module.named_children()]
-            found = [[n for n in names if n.startswith(start)] for start in starts]
-            layers = [layer for layer in found if layer]
+            children = [_clean(f"{prefix}.{child}.".lstrip("."))[:-1] for child, _ in module.named_children()]
+            layers = [below[child] for child in children if child in below]
             if len(layers) > 1 and _values(layers, names) > _values(best, names):
                 best = layers
     return best

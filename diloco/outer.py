@@ -2,7 +2,8 @@
 
 Every multiply and add is a separate eager fp32 operation on the CPU: no `alpha=`, `lerp`, `addcmul`, `optim.SGD`
 or compilation, whose fused multiply-adds round differently from one kind of CPU to the next. So all replicas get the
-same bits.
+same bits. Only denormals depend on a setting of the thread, which replicas compare when they join: whether it flushes
+them to zero (`torch.set_flush_denormal`, or a library built with -ffast-math).
 """
 
 from contextlib import suppress
@@ -28,13 +29,18 @@ class Outer(Protocol):
         ...
 
 
-def host(n: int) -> "Tensor":
-    """Zeroed fp32 memory on the host, pinned where an accelerator copies from it."""
+def _zeros(n: int) -> "Tensor":
+    """On the host, and not pinned: outer state never crosses to a device."""
     import torch  # here, so that a flag can be checked without it
 
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    pin = accelerator is not None and accelerator.type in ("cuda", "xpu")
-    return torch.zeros(n, dtype=torch.float32, device="cpu", pin_memory=pin)
+    return torch.zeros(n, dtype=torch.float32, device="cpu")
+
+
+def denormals() -> str:
+    """What this thread does with results below 2^-126."""
+    import torch
+
+    return "kept" if float(torch.tensor(2.0**-126) * 0.5) else "flushed to zero"
 
 
 def _in_c(anchor: "Tensor", delta: "Tensor", state: "Tensor | None", lr: float, momentum: float = 0.0) -> bool:
@@ -58,7 +64,7 @@ class Nesterov:
         _check(self.lr, self.momentum)
 
     def state(self, n: int) -> "Tensor":
-        return host(n)
+        return _zeros(n)
 
     def step(self, anchor: "Tensor", delta: "Tensor", state: "Tensor") -> None:
         if _in_c(anchor, delta, state, self.lr, self.momentum):
@@ -80,7 +86,7 @@ class SGD:
         _check(self.lr, 0.0)
 
     def state(self, n: int) -> "Tensor":
-        return host(0)
+        return _zeros(0)
 
     def step(self, anchor: "Tensor", delta: "Tensor", state: "Tensor") -> None:
         if _in_c(anchor, delta, None, self.lr):

@@ -14,7 +14,7 @@ from diloco.codec import Codec
 from diloco.errors import Mismatch, NotFinite
 from diloco.flat import FlatView
 from diloco.fragment import Fragment
-from diloco.outer import Outer, host
+from diloco.outer import Outer
 from diloco.reduce import Delta, Round, State
 from diloco.stats import RoundStats
 
@@ -33,6 +33,11 @@ class InFlight:
 
 
 class FragmentSync:
+    remedy = (
+        "Nothing was applied on any replica. Resume from a checkpoint; a lower learning rate or gradient clipping may "
+        "prevent it."
+    )
+
     def __init__(
         self,
         number: int,
@@ -44,15 +49,14 @@ class FragmentSync:
     ) -> None:
         self.number, self.pieces, self.outer, self.codec = number, pieces, outer, codec
         self.view = FlatView(pieces, tensors)
-        self.state = State(0, host(self.view.size), outer.state(self.view.size))
-        self.pinned = self.state.anchor.is_pinned()
+        self.state = State(0, self._buffer(self.view.size), outer.state(self.view.size))
         self.view.read(self.state.anchor)
         self.in_flight: InFlight | None = None
         self.sent_step = 0
         self.counted = 0.0  # work that is in the anchor
         self.feedback = feedback
         # What the codec lost of the deltas that counted, for the next one. Never changed while a delta is being taken.
-        self.residual = host(self.view.size) if feedback else None
+        self.residual = self._buffer(self.view.size).zero_() if feedback else None
 
     def take_delta(self, step: int, work: float) -> InFlight:
         """Take the delta against the anchor, never against the merged local value."""
@@ -86,10 +90,7 @@ class FragmentSync:
         """The outer step; then merge. If the own delta was not counted, follow the anchor and keep all local work."""
         if round.faults:
             where = ", ".join(f"{self.pieces[i].name} on replica {m}" for m, i in round.faults.items())
-            raise NotFinite(
-                f"fragment {self.number}, round {round.index}: inf or nan in {where}. Nothing was applied on any "
-                "replica. Resume from a checkpoint; a lower learning rate or gradient clipping may prevent it."
-            )
+            raise NotFinite(f"fragment {self.number}, round {round.index}: inf or nan in {where}. {self.remedy}")
         assert self.in_flight is not None or not round.counted
         old = self.state
         state = self.state = old if round.counted else self._copy(old)
@@ -117,7 +118,8 @@ class FragmentSync:
 
     def _forget_residual(self) -> None:
         if self.residual is not None:
-            self.residual = host(self.view.size)  # a new one: the old one may still be copied to a device
+            # A new one: the old one may still be copied to a device.
+            self.residual = self._buffer(self.view.size).zero_()
 
     def jump(self, state: State, work: float) -> None:
         """Replace the state; local work since the last round is lost."""
@@ -137,11 +139,10 @@ class FragmentSync:
         self.view = FlatView(self.pieces, {s.name: s.tensor for s in self.view.spans} | dict(tensors))
 
     def _buffer(self, n: int) -> Tensor:
-        return torch.empty(n, dtype=torch.float32, device="cpu", pin_memory=self.pinned)
+        return torch.empty(n, dtype=torch.float32, device="cpu", pin_memory=self.view.pinned)
 
     def _copy(self, state: State) -> State:
-        anchor, outer = (self._buffer(len(t)).copy_(t) for t in (state.anchor, state.outer))
-        return State(state.index, anchor, outer)
+        return State(state.index, self._buffer(len(state.anchor)).copy_(state.anchor), state.outer.clone())
 
     def statistics(self, round: Round, step: int, exposed: float) -> RoundStats:
         """Figures of a round that is about to be applied."""

@@ -5,11 +5,12 @@ delta is encoded, exchanged, decoded and averaged; the training thread waits, if
 """
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch.distributed as dist
 from torch import Tensor
@@ -50,6 +51,8 @@ class Collective:
         mean_codec: the codec of the averaged shares (4 or more replicas); by default that of the deltas.
     """
 
+    _made: ClassVar[Counter[tuple[int, ...]]] = Counter()
+
     def __init__(
         self,
         group: dist.ProcessGroup | None = None,
@@ -70,6 +73,8 @@ class Collective:
                 f"streams={streams}, timeout={timeout}: give at least 1 stream and a positive timeout in seconds"
             )
         self._ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+        self._made[tuple(self._ranks)] += 1
+        self._number = self._made[tuple(self._ranks)]
         self._ddp_ranks = dist.get_process_group_ranks(ddp_ranks) if ddp_ranks else [dist.get_rank()]
         self._shard_ranks = dist.get_process_group_ranks(shards) if shards else [dist.get_rank()]
         self.replicas, self.replica = len(self._ranks), self._ranks.index(dist.get_rank())
@@ -134,7 +139,9 @@ class Collective:
     def _join(self, groups: Groups, contract: Contract, states: Sequence[State]) -> list[State | None]:
         check_round(groups.exchange(Header(Kind.JOIN)))
         own = {"mean_codec": repr(self._mean_codec), "streams": self._streams,
-               "ranks of a replica": len(self._ddp_ranks)}  # fmt: skip
+               "ranks of a replica": len(self._ddp_ranks),
+               # Two models of equal shapes that are joined in another order on one rank would be exchanged.
+               "place in the order of construction": self._number}  # fmt: skip
         compare(groups.gather_json({**contract, **own}))
         groups.open(self._streams, self._ddp_ranks, self._shard_ranks)
         held = groups.gather_json([(s.index, s.fingerprint()) for s in states])

@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from diloco import ConfigError, NotFinite
+from diloco import ConfigError, Float32, Mismatch, NotFinite
 from diloco.bucket import Bucket
 from diloco.bucket.members import Superseded
 from diloco.bucket.protocol import AHEAD
@@ -16,7 +16,7 @@ from diloco.bucket.store.backend import Failure, open_store, probe
 from diloco.bucket.store.operations import Create, Delete, List, Oversized, Read, Size, Write
 from diloco.bucket.store.store import Store
 from diloco.bucket.timing import MemberOptions
-from diloco.reduce import Round
+from diloco.reduce import Round, State
 from tests.support.members import PATIENT, Member, agree, until
 from tests.support.models import anchors, flat
 from tests.support.players import Paced, World, live
@@ -256,3 +256,17 @@ def test_what_waits_to_be_repeated_goes_on_as_soon_as_anything_succeeds(tmp_path
     for thread in waiting:
         thread.join(PATIENT)
     assert not any(thread.is_alive() for thread in waiting)
+
+
+def test_a_member_may_compare_more_than_the_version_that_began_the_run_but_not_less(tmp_path):
+    def join(name, contract):
+        bucket = Bucket(str(tmp_path), name)
+        try:
+            bucket.join(contract, [State(0, torch.zeros(3), torch.zeros(0))], [Float32()])
+        finally:
+            bucket.leave()
+
+    join("a", {"sync_every": 10, "codec": "Float32()"})
+    join("b", {"sync_every": 10, "codec": "Float32()", "dtypes": {"x": "float32"}})
+    with pytest.raises(Mismatch, match=r"codec is Float32\(\) on the run, absent on this member"):
+        join("c", {"sync_every": 10})
