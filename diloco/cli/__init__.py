@@ -7,6 +7,7 @@ Results go to stdout, progress to stderr. Exit codes: 0 done, 1 failed, 2 wrong 
 """
 
 import difflib
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -18,6 +19,7 @@ VERBS = {
     "train": "train a language model on several replicas",
     "compare": "run several methods or settings at equal tokens, side by side",
     "report": "show a run: table here, curves and timeline as one HTML file",
+    "ls": "list the runs, each with its state",
     "watch": "show a run that meets in a bucket, live, from anywhere",
     "export": "write the agreed weights as a Hugging Face folder",
     "plan": "know before the run whether the link suffices",
@@ -27,6 +29,8 @@ VERBS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
+    if len(words) > 1 and words[0] == "help":
+        words = [words[1], "--help"]
     if not words or words[0] in ("-h", "--help", "help"):
         print(_usage())
         return 0 if words else 2
@@ -39,10 +43,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"diloco: there is no verb {words[0]!r}{hint} There are {', '.join(VERBS)}.", file=sys.stderr)
         return 2
     try:
-        return _perform(words[0], words[1:])
+        code = _perform(words[0], words[1:])
+        sys.stdout.flush()
+        return code
     except (ConfigError, Mismatch) as error:
         print(f"diloco: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # whoever read the output has seen enough, as `head` has
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left is flushed at exit
+        return 1
     except (DiLoCoError, OSError) as error:
         print(f"diloco: {error}", file=sys.stderr)
         return 1

@@ -3,6 +3,7 @@
 import itertools
 import json
 import sys
+import time
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,7 @@ EXAMPLES = (
 def main(config: CompareConfig) -> int:
     from rich.console import Console
 
-    from diloco.report import html, terminal
+    from diloco.report import html, terminal, units
     from diloco.runs.reader import read
 
     name = config.name or folders.new(config.out, None, f"compare-{config.model}-{config.method}").name
@@ -48,7 +49,8 @@ def main(config: CompareConfig) -> int:
     cells = list(plan(config))
     print(f"{len(cells)} runs in {home}", file=sys.stderr)
     runs: list[Path] = []
-    for label, cell in cells:
+    began, done = time.monotonic(), 0
+    for number, (label, cell) in enumerate(cells, 1):
         cell = replace(cell, out=home, name=label)
         begun = (home / label / "config.toml").exists()  # interrupted before: continue where it stopped
         if begun:
@@ -56,7 +58,11 @@ def main(config: CompareConfig) -> int:
         if _finished(home / label):
             runs.append(home / label)
             continue
+        left = (time.monotonic() - began) / done * (len(cells) - number + 1) if done else None
+        estimate = f"; about {units.duration(left)} for all that are left" if left else ""
+        print(f"run {number} of {len(cells)}: {label}{estimate}", file=sys.stderr)
         code, folder = run_here(replace(cell, resume=begun), show=False)
+        done += 1
         if code:
             return code
         runs.append(folder)

@@ -26,31 +26,58 @@ class Row:
     """One setting: means over its seeds."""
 
     label: str
+    """What distinguishes it, if that is short; otherwise the name of its (first) run."""
     runs: tuple[RecordedRun, ...]
     gap: Gap | None
     factor: float | None
     loss: float | None
+    """In nats per token, or in bits per byte if the runs have different tokenizers."""
     bytes_sent: float | None
     largest_burst: float | None
     seconds: float | None
     seconds_exposed: float | None
 
 
-_MEANS = ("loss", "bytes_sent", "largest_burst", "seconds", "seconds_exposed")
+_MEANS = ("bytes_sent", "largest_burst", "seconds", "seconds_exposed")
+SHORT = 32
+"""Characters of the longest label that says what distinguishes a setting."""
 
 
 def compare(runs: Sequence[RecordedRun]) -> list[Row]:
     """One row per setting, data-parallel first, the others in the order given."""
     groups: dict[str, list[RecordedRun]] = {}
-    for run, label in zip(runs, labels(runs), strict=True):
-        groups.setdefault(label, []).append(run)
-    rows = [_row(label, group, runs) for label, group in groups.items()]
+    for run, setting in zip(runs, _distinctions(runs), strict=True):
+        groups.setdefault(setting, []).append(run)
+    long = max(map(len, groups)) > SHORT
+    rows = [_row(_name(group) if long else setting, group, runs) for setting, group in groups.items()]
     return sorted(rows, key=lambda row: row.runs[0].method != "dp")
 
 
-def labels(runs: Sequence[RecordedRun]) -> list[str]:
+def differences(rows: Sequence[Row]) -> dict[str, list[str]]:
+    """By setting that varies: its value in each row; – where the method does not read it."""
+    runs = [row.runs[0] for row in rows]
+    varied = ["method"] * (len({run.method for run in runs}) > 1) + _varied(runs)
+    return {key: [_setting(run, key) if reads(run.method, key) else "–" for run in runs] for key in varied}
+
+
+def in_bits(runs: Sequence[RecordedRun]) -> bool:
+    """Whether nats per token cannot be compared, because the runs have different tokens."""
+    return len({_setting(run, "tokenizer") for run in runs}) > 1 and all(run.figures.bits_per_byte for run in runs)
+
+
+def _distinctions(runs: Sequence[RecordedRun]) -> list[str]:
     """What distinguishes each run from the others, except the seed: its method, and what varies within the method."""
     return [_label(run, _varied([other for other in runs if other.method == run.method])) for run in runs]
+
+
+def _name(group: Sequence[RecordedRun]) -> str:
+    """The name of a run, without its seed where there are several."""
+    name = group[0].name
+    return name.removesuffix(f"-seed{group[0].seed}") if len(group) > 1 else name
+
+
+def _quality(run: RecordedRun, bits: bool) -> float | None:
+    return run.figures.bits_per_byte if bits else run.figures.loss
 
 
 def interval(values: Sequence[float]) -> tuple[float, float | None]:
@@ -95,21 +122,29 @@ def _row(label: str, group: Sequence[RecordedRun], runs: Sequence[RecordedRun]) 
         label=label,
         runs=tuple(group),
         gap=None if group[0].method == "dp" else _gap(group, runs),
-        factor=_mean([run.factor for run in group]),
-        **{name: _mean([getattr(run.figures, name) for run in group]) for name in _MEANS},
+        factor=None if group[0].method == "dp" else _mean([run.factor for run in group]),
+        loss=_mean([_quality(run, in_bits(runs)) for run in group]),
+        **{name: _mean([_figure(run, name) for run in group]) for name in _MEANS},
     )
 
 
+def _figure(run: RecordedRun, name: str) -> float | None:
+    """Data-parallel waits inside the backward pass, where nothing measures it."""
+    return None if run.method == "dp" and name == "seconds_exposed" else getattr(run.figures, name)
+
+
 def _gap(group: Sequence[RecordedRun], runs: Sequence[RecordedRun]) -> Gap | None:
+    bits = in_bits(runs)
     data_parallel = [run for run in runs if run.method == "dp" and run.figures.loss]
     varied = _varied(data_parallel)
     gaps: dict[int, float] = {}
     for run in group:
         paired = [other for other in data_parallel if other.seed == run.seed]
-        if paired and run.figures.loss is not None:
+        mine = _quality(run, bits)
+        if paired and mine is not None:
             # If several have that seed (with different lr, say), take the one that shares most settings with this run.
             like = max(paired, key=lambda other: sum(_setting(other, key) == _setting(run, key) for key in varied))
-            gaps[run.seed] = run.figures.loss / (like.figures.loss or math.nan) - 1
+            gaps[run.seed] = mine / (_quality(like, bits) or math.nan) - 1
     if not gaps:
         return None
     mean, half_width = interval(list(gaps.values()))
@@ -129,7 +164,8 @@ def _varied(runs: Sequence[RecordedRun]) -> list[str]:
 
 def _setting(run: RecordedRun, key: str) -> str:
     value = run.config.get(key)
-    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
+    text = " ".join(map(str, value)) if isinstance(value, list) else str(value)
+    return text if text and value is not None else "default"
 
 
 def _label(run: RecordedRun, varied: Sequence[str]) -> str:

@@ -43,8 +43,8 @@ def timeline(run: RecordedRun) -> dict[str, Any]:
     }
 
 
-def compared(run: RecordedRun, setting: int) -> dict[str, Any]:
-    """A run's loss for the comparison, over steps, tokens, seconds and bytes sent."""
+def compared(run: RecordedRun, setting: int, bits: bool = False) -> dict[str, Any]:
+    """A run's loss for the comparison, over steps, tokens, seconds and bytes sent. `bits`: held-out, per byte."""
     steps = run.replicas[0].steps if run.replicas else ()
     at = {step.step: step for step in steps}
     width = _width(len(steps))
@@ -53,7 +53,7 @@ def compared(run: RecordedRun, setting: int) -> dict[str, Any]:
     for step in sorted(curves[0]) if curves else []:
         values = [curve[step] for curve in curves if step in curve]
         training.append(_point(at.get(step), step, sum(values) / len(values)))
-    held_out = [_point(at.get(e.step), e.step, e.loss) for e in run.evaluations]
+    held_out = [_point(at.get(e.step), e.step, e.bits_per_byte if bits else e.loss) for e in run.evaluations]
     return {"setting": setting, "seed": run.seed, "training": _columns(training), "held-out": _columns(held_out)}
 
 

@@ -12,7 +12,7 @@ import jinja2
 from diloco import __version__
 from diloco.errors import ConfigError
 from diloco.report import terminal, units
-from diloco.report.comparison import compare, labels
+from diloco.report.comparison import compare, differences, in_bits
 from diloco.report.curves import PER_STEP, charts, compared, timeline
 from diloco.runs.reader import RecordedRun, read
 
@@ -22,7 +22,7 @@ def write(runs: Sequence[Path], out: Path) -> None:
     if not runs:
         raise ConfigError("there is no run to report on: give at least one folder that `diloco train` wrote")
     found = [read(folder) for folder in runs]
-    page = _one(found[0]) if len(found) == 1 else _several(found)
+    page = _one(found[0]) if len(found) == 1 else _several(found, out.parent)
     out.parent.mkdir(parents=True, exist_ok=True)
     # A browser that reads it while the run continues must never find half a file.
     part = out.with_name(f".{out.name}.{os.getpid()}")
@@ -43,14 +43,22 @@ def _one(run: RecordedRun) -> str:
     )
 
 
-def _several(runs: Sequence[RecordedRun]) -> str:
+def _several(runs: Sequence[RecordedRun], home: Path) -> str:
     rows = compare(runs)
     names = [row.label for row in rows]
-    curves = [compared(run, names.index(label)) for run, label in zip(runs, labels(runs), strict=True)]
+    curves = [compared(run, k, in_bits(runs)) for k, row in enumerate(rows) for run in row.runs]
+    seeds = max(len(row.runs) for row in rows)
     return _render(
         title=" · ".join(dict.fromkeys(row.runs[0].method for row in rows)) + " compared",
-        about=f"{len(runs)} runs, {len(rows)} settings, {max(len(row.runs) for row in rows)} seeds at most",
+        about=f"{len(runs)} runs, {len(rows)} settings" + (f", up to {seeds} seeds" if seeds > 1 else ""),
         rows=rows,
+        bits=in_bits(runs),
+        differences=differences(rows),
+        pages=[
+            (run.name, os.path.relpath(run.folder / "report.html", home))
+            for run in runs
+            if (run.folder / "report.html").is_file()
+        ],
         paired=max((row.gap.seeds for row in rows if row.gap), default=0),
         common=_settings(_common(runs)),
         data={"kind": "comparison", "settings": names, "runs": curves},

@@ -10,8 +10,12 @@ from rich.table import Table
 from rich.text import Text
 
 from diloco.report import units
-from diloco.report.comparison import Gap, compare
+from diloco.report.comparison import Gap, compare, differences, in_bits
+from diloco.report.fitted import Column, Fitted
 from diloco.runs.reader import RecordedRun
+
+LESS = "less: how many times fewer bytes than data-parallel in bf16 would send (dp itself sends fp32)"
+BITS = "bits/byte: the runs have different tokenizers, so nats per token cannot be compared"
 
 
 class Figure(NamedTuple):
@@ -32,7 +36,8 @@ def table(run: RecordedRun, report: Path | None = None) -> RenderableType:
         lines.add_row(*row)
     report = report or run.folder / "report.html"
     end = [Text(f"report: {report}", overflow="fold")] if report.is_file() else []
-    return Group(Text.assemble((run.name, "bold"), "  ", (about(run), "dim")), lines, *end)
+    failed = [Text(f"failed: {run.error}", "red", overflow="fold")] if run.error else []
+    return Group(Text.assemble((run.name, "bold"), "  ", (about(run), "dim")), *failed, lines, *end)
 
 
 def rows(run: RecordedRun) -> list[Figure]:
@@ -57,26 +62,29 @@ def rows(run: RecordedRun) -> list[Figure]:
     return figures
 
 
-def comparison(runs: Sequence[RecordedRun]) -> Table:
-    """One line per setting: loss, gap to data-parallel, bytes, seconds."""
-    lines = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+def comparison(runs: Sequence[RecordedRun]) -> RenderableType:
+    """One line per setting: loss, gap to data-parallel, bytes, seconds; below it the settings that differ."""
     rows = compare(runs)
-    lines.add_column("setting", no_wrap=True, min_width=max(len(row.label) for row in rows))
-    for name in ("seeds", "loss", "gap to dp", "sent", "less", "burst", "time", "exposed"):
-        lines.add_column(name, justify="right", no_wrap=True)
-    for row in rows:
-        lines.add_row(
-            Text(row.label),
-            str(len(row.runs)),
-            units.loss(row.loss),
-            gap(row.gap),
-            units.size(row.bytes_sent),
-            units.factor(row.factor),
-            units.size(row.largest_burst),
-            units.duration(row.seconds),
-            units.duration(row.seconds_exposed),
-        )
-    return lines
+    bits = in_bits(runs)
+    columns = [
+        Column("setting", [row.label for row in rows], left=True),
+        Column("seeds", [str(len(row.runs)) for row in rows], spare=5),
+        Column("bits/byte" if bits else "loss", [units.loss(row.loss) for row in rows]),
+        Column("gap to dp", [gap(row.gap) for row in rows], spare=1),
+        Column("sent", [units.size(row.bytes_sent) for row in rows], spare=2),
+        Column("less", [units.factor(row.factor) for row in rows]),
+        Column("burst", [units.size(row.largest_burst) for row in rows], spare=6),
+        Column("time", [units.duration(row.seconds) for row in rows], spare=3),
+        Column("exposed", [units.duration(row.seconds_exposed) for row in rows], spare=4),
+    ]
+    notes = [LESS, *([BITS] if bits else [])]
+    parts: list[RenderableType] = [Fitted(columns), Text("\n".join(notes), "dim")]
+    varied = differences(rows)
+    if varied and any(row.label == row.runs[0].name for row in rows):
+        names = [Column("differs in", list(varied), left=True)]
+        values = [Column(row.label, [cells[k] for cells in varied.values()], left=True) for k, row in enumerate(rows)]
+        parts += [Text(""), Fitted(names + values)]
+    return Group(*parts)
 
 
 def gap(value: Gap | None) -> str:

@@ -30,10 +30,28 @@ def existing(out: Path, name: str | None) -> Path:
         if not (folder / "config.toml").exists():
             raise ConfigError(f"there is nothing to resume in {folder}: leave --resume out to start a run there")
         return folder
-    runs = sorted(out.glob("*/config.toml"), key=lambda path: path.stat().st_mtime)
+    runs = [folder for folder in by_age(out) if folder.parent == out]
     if not runs:
         raise ConfigError(f"there is nothing to resume in {out}: leave --resume out to start a run")
-    return runs[-1].parent
+    return runs[-1]
+
+
+def by_age(out: Path) -> list[Path]:
+    """The folders of the runs in `out`, and in folders of a comparison there; the one that began last comes last."""
+    settings = [*out.glob("*/config.toml"), *out.glob("*/*/config.toml")]
+    return [path.parent for path in sorted(settings, key=lambda path: path.stat().st_mtime)]
+
+
+def in_use(folder: Path) -> bool:
+    """Whether a process holds the lock of the run, or that of one of its replicas."""
+    for path in (folder / "lock", *folder.glob("replica-*/lock")):
+        if path.exists():
+            with path.open() as file:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    return True
+    return False
 
 
 @contextmanager

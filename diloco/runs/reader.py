@@ -67,6 +67,13 @@ class RecordedRun:
         return "stopped" if "stop" in ends else "unfinished"
 
     @property
+    def error(self) -> str:
+        """Why it failed, as its first process to fail said; empty if it did not."""
+        said = [parse_object(_bytes(path)) for path in self.folder.glob("replica-*/error-*.json")]
+        said.sort(key=lambda error: (error.get("type") == "PeerLost", error.get("time", 0)))
+        return str(said[0].get("message", "")) if said and self.state == "unfinished" else ""
+
+    @property
     def evaluations(self) -> tuple[Evaluation, ...]:
         return _evaluations(self.replicas)
 
