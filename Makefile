@@ -16,7 +16,7 @@ demo: .venv/ready  ## two replicas train a small model on this machine
 test: .venv/ready  ## all tests, in random order
 	$(PYTEST)
 
-test-fast: .venv/ready  ## tests that start no further process
+test-fast: .venv/ready  ## tests that start no process and take less than a minute together
 	$(PYTEST) -m 'not slow'
 
 lint: .venv/ready  ## formatting, lint, types, directions of imports

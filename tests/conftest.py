@@ -7,9 +7,7 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
@@ -17,28 +15,19 @@ from hypothesis import settings
 
 from tests.support.commands import run
 from tests.support.run_directory import make_run
+from tests.support.slow import starts_processes
 
 torch.set_num_threads(1)  # as in the processes that the tests start: sums of floats depend on how they are split
 settings.register_profile("shared machine", deadline=None)
 settings.load_profile("shared machine")
 
 
-STARTS_PROCESSES = {"subprocess", *(f"tests.support.{name}" for name in ("commands", "netns", "processes", "s3"))}
-TRAINS = {"test_parity", "test_protocol"}
-"""Modules whose tests need seconds each in this process."""
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A test is slow if its module starts processes or trains. `make test-fast` leaves slow ones out."""
+    """A test that starts a process is slow; others that need seconds are marked one by one. `make test-fast` leaves
+    slow ones out."""
     for item in items:
-        if isinstance(item, pytest.Function) and _slow(item.module):
+        if isinstance(item, pytest.Function) and starts_processes(item):
             item.add_marker("slow")
-
-
-@cache
-def _slow(module: ModuleType) -> bool:
-    used = [getattr(each, "__module__", getattr(each, "__name__", "")) for each in vars(module).values()]
-    return module.__name__.rpartition(".")[2] in TRAINS or not STARTS_PROCESSES.isdisjoint(used)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

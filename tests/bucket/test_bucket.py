@@ -48,6 +48,7 @@ def test_strict_pace_has_all_members_in_every_round(tmp_path):
     assert len(rounds) >= 12 and all(round.members == 2 and round.counted for round in rounds)
 
 
+@pytest.mark.slow
 def test_a_slow_member_is_in_some_rounds_carries_the_rest_and_costs_the_others_nothing():
     """A step of the slow one is longer than the grace. Beside it the others make as many steps and rounds as without
     it."""

@@ -269,4 +269,4 @@ def test_one_that_was_late_once_is_waited_for_again():
 Members.TestCase.settings = settings(
     max_examples=25, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
 )
-TestMembers = Members.TestCase
+TestMembers = pytest.mark.slow(Members.TestCase)

@@ -65,6 +65,7 @@ def test_7_a_resumed_run_on_real_processes_is_the_uninterrupted_one_bit_for_bit(
         assert (under_way > 1) == (at > 10)
 
 
+@pytest.mark.slow
 def test_7_saving_at_any_step_resumes_to_the_same_trajectory():
     whole = local.run(2, lambda reduce: _uninterrupted(reduce.replica, 26, reduce))
     for at in range(1, 26):

@@ -33,6 +33,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "group", "rate"), CASES)
 def test_the_recommendation_is_within_one_percent_of_the_best(name, group, rate):
     model, link = model_of_preset(name), Link.same(rate)

@@ -21,34 +21,25 @@ from tests.support.fake_reduce import Script
 from tests.support.members import PATIENT, until
 from tests.support.processes import run
 
-KINDS = ["local", "collective", "bucket", "fake"]
 SIZES = [5, 300]  # the first fragment's delta asks for `own`
 CODEC = E3M0()
 WEIGHTS = [1.0, 3.0]
 CONTRACT = {"sync_every": 10}
 
-every = pytest.mark.parametrize("kind", KINDS)
+
+def _local(play, folder, with_rounds):
+    return local.run(2, lambda reduce: play(reduce, reduce.replica, folder))
 
 
-def meet(kind, play, folder, with_rounds=True):
-    """What each of two replicas returns from the play. Replica 0 is the first that joins, where that matters.
-    `with_rounds`: the peers of the fake send."""
-    if kind == "local":
-        return local.run(2, lambda reduce: play(reduce, reduce.replica, folder))
-    if kind == "collective":
-        return run(2, _in_process, play, folder, seconds=PATIENT)
-    if kind == "bucket":
-        return _in_a_bucket(play, folder)
-    first = Script(_outcomes(0) if with_rounds else {})
-    second = Script(_outcomes(1) if with_rounds else {}, first=first)
-    return [play(first, 0, folder), play(second, 1, folder)]
+def _collective(play, folder, with_rounds):
+    return run(2, _in_process, play, folder, seconds=PATIENT)
 
 
 def _in_process(rank, play, folder):
     return play(Collective(timeout=PATIENT), rank, folder)
 
 
-def _in_a_bucket(play, folder):
+def _bucket(play, folder, with_rounds):
     # The quorum makes each round wait for both, however late one of them is.
     url = str(folder / "run")
     members = [Bucket(url, name, quorum=2, heartbeat=0.2, poll=0.02) for name in "ab"]
@@ -57,6 +48,21 @@ def _in_a_bucket(play, folder):
         until(lambda: find_run(url) is not None or first.done())
         second = pool.submit(play, members[1], 1, folder)
         return [first.result(PATIENT), second.result(PATIENT)]
+
+
+def _fake(play, folder, with_rounds):
+    first = Script(_outcomes(0) if with_rounds else {})
+    second = Script(_outcomes(1) if with_rounds else {}, first=first)
+    return [play(first, 0, folder), play(second, 1, folder)]
+
+
+every = pytest.mark.parametrize("kind", [_local, _collective, _bucket, _fake], ids=lambda kind: kind.__name__[1:])
+
+
+def meet(kind, play, folder, with_rounds=True):
+    """What each of two replicas returns from the play. Replica 0 is the first that joins, where that matters.
+    `with_rounds`: the peers of the fake send."""
+    return kind(play, folder, with_rounds)
 
 
 def _outcomes(number):
@@ -138,7 +144,7 @@ def test_a_contract_that_differs_raises_a_mismatch_that_says_where(kind, tmp_pat
     first, second = meet(kind, _disagree, tmp_path)
     assert "sync_every is" in second
     assert "10" in second and "11" in second
-    assert first == (second if kind in ("local", "collective") else None)
+    assert first == (second if kind in (_local, _collective) else None)
 
 
 def _due(reduce, number, folder):
@@ -157,7 +163,7 @@ def test_due_says_yes_in_the_slot_of_the_first_round_and_not_outside_it(kind, tm
     """After the first round a bucket differs: members are not in step, so each counts its own steps since it sent."""
     for before, after in meet(kind, _due, tmp_path):
         assert before == (False, True)
-        assert after == (False, kind == "bucket")
+        assert after == (False, kind is _bucket)
 
 
 def _first_sends_before_second(reduce, number, folder):

@@ -55,6 +55,7 @@ def test_the_minimal_example_ends_with_equal_replicas_and_a_lower_loss(tmp_path)
     assert max(losses) < 2.5  # ln 256 = 5.5; the bytes' own frequencies alone give about 3.1
 
 
+@pytest.mark.slow
 def test_a_codec_of_ones_own_works(capsys):
     example("new_codec.py")
     losses = dict(re.findall(r"^(\w+) .* loss ([\d.]+)$", capsys.readouterr().out, re.MULTILINE))

@@ -2,7 +2,11 @@
 
 import json
 
+import pytest
+
 from studies.paper.__main__ import as_json, as_text
+
+pytestmark = pytest.mark.slow  # 6 s of simulation each; tests/plan has the tables one by one
 
 
 def test_the_papers_tables_are_printed():

@@ -100,6 +100,7 @@ def test_the_noise_is_that_of_made_up_rows_and_seeds():
     assert found.freedom == len(noisy) - 4 - 60 + 1
 
 
+@pytest.mark.slow
 def test_replicas_that_average_after_each_step_of_one_are_data_parallel_of_one():
     """M = 1, outer lr 1, momentum 0: plain training, to rounding."""
     plain = train(data_parallel(lr=0.004, width=16, steps=12))
@@ -107,6 +108,7 @@ def test_replicas_that_average_after_each_step_of_one_are_data_parallel_of_one()
     assert alone["final"] == pytest.approx(plain["final"], abs=1e-4)
 
 
+@pytest.mark.slow
 def test_a_run_repeats_exactly_and_depends_on_its_seed():
     first, second, other = train(SHORT), train(SHORT), train(replace(SHORT, seed=1))
     assert first["final"] == second["final"] != other["final"]
@@ -115,6 +117,7 @@ def test_a_run_repeats_exactly_and_depends_on_its_seed():
     assert {"final", "anchors", "mean", "replica"} <= set(first)
 
 
+@pytest.mark.slow
 def test_freezing_trains_only_the_fragment_that_is_sent_next():
     assert train(replace(SHORT, freeze=True))["final"] > train(SHORT)["final"]
 
