@@ -36,13 +36,18 @@ class Codec(Protocol):
 
 def pack(codec: Codec, x: Tensor) -> Tensor:
     """Encode chunk by chunk into one payload of `codec.nbytes(len(x))` bytes."""
+    return pack_checked(codec, x)[0]
+
+
+def pack_checked(codec: Codec, x: Tensor) -> tuple[Tensor, bool]:
+    """The payload, and whether all values are finite; if not, the payload means nothing."""
     payload = torch.empty(codec.nbytes(len(x)), dtype=torch.uint8, device="cpu")
     if isinstance(codec, E3M0) and kernels.level != "reference":
-        kernels.encode_e3m0(x, payload)
-        return payload
+        return payload, kernels.encode_e3m0(x, payload)
     for values, data in chunks(codec, len(x)):
         payload[data] = codec.encode(x[values])
-    return payload
+    # A sum, at a quarter of the cost, is enough to know that all are finite; a sum of large values may overflow.
+    return payload, bool(torch.isfinite(x.sum())) or bool(torch.isfinite(x).all())
 
 
 def check_sizes(codec: Codec) -> None:
@@ -74,8 +79,8 @@ def unpack(codec: Codec, payload: Tensor, n: int) -> Tensor:
 def weighted(codec: Codec, payloads: Sequence[Tensor], factors: Sequence[float], n: int) -> Tensor:
     """Σ factor · decoded payload, every multiply and add rounded by itself, in fp32."""
     out = torch.empty(n, dtype=torch.float32, device="cpu")
-    if isinstance(codec, _Shipped) and kernels.decodes(codec.name):
-        kernels.mean(codec.name, payloads, factors, out)
+    if name := native_name(codec):
+        kernels.mean(name, payloads, factors, out)
         return out
     for values, data in chunks(codec, n):
         total, count = out[values], values.stop - values.start
@@ -86,6 +91,11 @@ def weighted(codec: Codec, payloads: Sequence[Tensor], factors: Sequence[float],
             else:
                 total.add_(term.mul_(factor))
     return out
+
+
+def native_name(codec: Codec) -> str | None:
+    """The name of a codec that the kernels decode, if they are there."""
+    return codec.name if isinstance(codec, _Shipped) and kernels.decodes(codec.name) else None
 
 
 class _Shipped:

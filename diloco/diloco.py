@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from diloco import mistakes
+from diloco.advance import Memory
 from diloco.codec import E3M0, Codec, Float32, check_sizes
 from diloco.errors import ConfigError, DiLoCoError, Mismatch, NotFinite
-from diloco.flat import WHOLE, ShardId, checksum, forget_not_finite, reshard, shard_id
+from diloco.flat import WHOLE, ShardId, checksum, forget_not_finite, pinned, reshard, shard_id
 from diloco.fragment import Fragment, Fragmenter, Piece, Strided
 from diloco.hook import Optimizers, as_list, attach, evaluate
 from diloco.module import find_layers, frozen, trainable, trained_buffers, unwrap
@@ -97,11 +98,14 @@ class DiLoCo:
         self._shard = shard_id(parameters.values())
         self.reduce = _default_reduce(self._shard) if reduce is None else reduce
         self._shapes, self._trained = shapes, list(parameters.values())
-        self._fragments = [FragmentSync(i, piece, parameters, outer, codec, feedback) for i, piece in enumerate(pieces)]
+        memory = Memory(pinned({p.device.type for p in parameters.values()}))
+        self._fragments = [
+            FragmentSync(i, piece, parameters, outer, codec, memory, feedback) for i, piece in enumerate(pieces)
+        ]
         # Buffers stay local, and finish() averages those that training changes, exactly: a fragment without a slot.
         buffers = trained_buffers(model)
         rest = tuple(Piece(name, 0, len(b) if b.dim() else 1) for name, b in buffers.items())
-        self._buffers = [FragmentSync(len(pieces), rest, buffers, SGD(lr=1.0), Float32())] if rest else []
+        self._buffers = [FragmentSync(len(pieces), rest, buffers, SGD(lr=1.0), Float32(), memory)] if rest else []
         for fragment in self._buffers:
             fragment.remedy = (
                 "This is a buffer. The parameters are synced and equal on all replicas; no buffer was averaged: repair "
@@ -153,7 +157,7 @@ class DiLoCo:
         while (sent := fragment.in_flight) is None or self.step_count >= sent.step + self.overlap or finishing:
             began = time.perf_counter()
             outcome = self.reduce.take(fragment.number, fragment.state.index + 1)
-            exposed = time.perf_counter() - began
+            taken = time.perf_counter()
             match outcome:
                 case None:
                     return
@@ -164,12 +168,12 @@ class DiLoCo:
                 case Jump(state):
                     fragment.jump(state, self._work)
                 case Round():
-                    statistics = fragment.statistics(outcome, self.step_count, exposed)
                     fragment.apply(outcome, self.keep_local)
                     self._spoiled = None if outcome.counted else self._spoiled
                     if self._tokens and not self._work and not any(outcome.members.values()):
                         mistakes.warn_no_tokens()
-                    self.stats.add(statistics)
+                    hook = time.perf_counter() - taken
+                    self.stats.add(fragment.statistics(outcome, sent, self.step_count, taken - began, hook))
                     self.reduce.applied(fragment.number, fragment.state)
 
     def _recover(self) -> None:

@@ -139,10 +139,8 @@ class FlatView:
         for span in self.spans:
             span.rows().copy_(span.of(values), non_blocking=True)
 
-    def subtract(self, anchor: Tensor, out: Tensor, residual: Tensor | None = None) -> Callable[[], None]:
-        """out ← anchor − the model's values (+ residual). Call the returned function before reading `out`: copies may
-        still be in progress."""
-        devices = set()
+    def subtract(self, anchor: Tensor, out: Tensor, residual: Tensor | None = None) -> None:
+        """out ← anchor − the model's values (+ residual). Complete once what `mark` returned has returned."""
         for span in self.spans:
             rows, a, o = span.rows(), span.of(anchor), span.of(out)
             if rows.device.type == "cpu":
@@ -154,8 +152,12 @@ class FlatView:
                 if residual is not None:
                     delta += span.of(residual).to(rows.device, non_blocking=True)
                 o.copy_(delta, non_blocking=True)
-                devices.add(rows.device)
-        # Blocking: who waits for it sleeps instead of keeping a core busy.
+
+    def mark(self) -> Callable[[], None]:
+        """A function that waits for all copies so far, both ways. Call it before using what was read here, and before
+        changing what was written from."""
+        devices = {span.tensor.device for span in self.spans} - {torch.device("cpu")}
+        # Blocking: a thread that waits for it sleeps instead of keeping a core busy.
         events = [(torch.Event(device, blocking=True), torch.accelerator.current_stream(device)) for device in devices]
         for event, stream in events:
             event.record(stream)  # the device need not be the current one

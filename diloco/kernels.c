@@ -21,13 +21,15 @@ enum { BLOCK = 256, CHUNK = 1 << 17, PIECE = 2048 };
 enum { FLOAT32, BFLOAT16, INT8, E3M0 };
 enum { MEAN, SGD, NESTEROV };
 
-/* The payloads of a round, and what becomes of their mean. Mirrored in __init__.py. */
+/* The payloads of a round, and what becomes of their mean. Mirrored in kernels.py. */
 typedef struct {
     const uint8_t *const *payloads;
     const float *factors;
     int32_t members, codec, rule;
     float lr, momentum;
-    float *anchor, *velocity; /* the state, which the rule changes; MEAN writes the mean into `anchor` */
+    const float *anchor, *velocity;        /* the state before the round */
+    float *new_anchor, *new_velocity;      /* and after it, in another place; MEAN writes the mean to new_anchor */
+    uint64_t anchor_words, velocity_words; /* out: sums over the pairs of values that were written */
 } Round;
 
 INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -220,18 +222,30 @@ WIDE static void add_decoded_wide(int codec, const uint8_t *chunk, int64_t count
 /* v = mu * v + d; anchor = anchor - lr * (d + mu * v), each operation rounded by itself, as in outer.py */
 INLINE void apply(const Round *r, const float *mean, int64_t at, int64_t n)
 {
-    float *anchor = r->anchor + at, *velocity = r->velocity + at;
+    const float *restrict anchor = r->anchor + at, *restrict velocity = r->velocity + at;
+    float *restrict new_anchor = r->new_anchor + at, *restrict new_velocity = r->new_velocity + at;
     float lr = r->lr, mu = r->momentum;
     if (r->rule == SGD) {
         for (int64_t i = 0; i < n; i++)
-            anchor[i] = anchor[i] - mean[i] * lr;
+            new_anchor[i] = anchor[i] - mean[i] * lr;
         return;
     }
     for (int64_t i = 0; i < n; i++) {
         float v = velocity[i] * mu + mean[i];
-        velocity[i] = v;
-        anchor[i] = anchor[i] - (v * mu + mean[i]) * lr;
+        new_velocity[i] = v;
+        new_anchor[i] = anchor[i] - (v * mu + mean[i]) * lr;
     }
+}
+
+/* The sum of all pairs of values as words of 64 bits, for the fingerprint of a state. */
+INLINE uint64_t words(const float *x, int64_t n)
+{
+    uint64_t sum = 0, word;
+    for (int64_t i = 0; i + 1 < n; i += 2) {
+        memcpy(&word, x + i, sizeof word);
+        sum += word;
+    }
+    return sum;
 }
 
 /* `n` values from `from` on of a chunk, which begins at value `begin` and at byte `offset` of each payload. */
@@ -246,10 +260,14 @@ INLINE void piece(Round *r, int wide, int codec, int64_t begin, int64_t offset, 
             add_decoded(codec, chunk, count, from, n, r->factors[m], m == 0, total);
     }
     int64_t at = begin + from;
-    if (r->rule == MEAN)
-        memcpy(r->anchor + at, total, sizeof(float) * (size_t)n);
-    else
-        apply(r, total, at, n);
+    if (r->rule == MEAN) {
+        memcpy(r->new_anchor + at, total, sizeof(float) * (size_t)n);
+        return;
+    }
+    apply(r, total, at, n);
+    r->anchor_words += words(r->new_anchor + at, n);
+    if (r->rule == NESTEROV)
+        r->velocity_words += words(r->new_velocity + at, n);
 }
 
 INLINE void all_pieces(Round *r, int wide, int codec, int64_t n)
@@ -277,6 +295,9 @@ int diloco_encode_plain(const float *x, int64_t n, uint8_t *out) { return e3m0_e
 WIDE int diloco_encode_wide(const float *x, int64_t n, uint8_t *out) { return e3m0_encode(x, n, out); }
 void diloco_round_plain(Round *r, int64_t n) { finish(r, 0, n); }
 WIDE void diloco_round_wide(Round *r, int64_t n) { finish(r, 1, n); }
+
+/* A library that was compiled from another version is known by it. */
+int64_t diloco_layout(void) { return (int64_t)sizeof(Round); }
 
 /* Whether the processor has what the wide functions need. */
 int diloco_wide(void)

@@ -36,6 +36,10 @@ class _Round(ctypes.Structure):
         ("momentum", ctypes.c_float),
         ("anchor", ctypes.c_void_p),
         ("velocity", ctypes.c_void_p),
+        ("new_anchor", ctypes.c_void_p),
+        ("new_velocity", ctypes.c_void_p),
+        ("anchor_words", ctypes.c_uint64),
+        ("velocity_words", ctypes.c_uint64),
     )
 
 
@@ -46,8 +50,11 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
     if not path.exists():
         return None, "not compiled: install a C compiler, then install diloco again"
     try:
-        return ctypes.CDLL(str(path)), ""
-    except OSError as error:
+        library = ctypes.CDLL(str(path))
+        if library.diloco_layout() == ctypes.sizeof(_Round):
+            return library, ""
+        return None, "compiled from another version of diloco: install diloco again"
+    except (OSError, AttributeError) as error:
         return None, f"cannot be loaded ({error}): install diloco again on this machine"
 
 
@@ -98,24 +105,33 @@ def encode_e3m0(x: Tensor, payload: Tensor) -> bool:
 
 def mean(codec: str, payloads: Sequence[Tensor], factors: Sequence[float], out: Tensor) -> None:
     """out ← Σ factor · decoded payload, as `weighted` does."""
+    _run(_Round(rule=_MEAN, new_anchor=out.data_ptr()), codec, payloads, factors, len(out))
+
+
+def advance(
+    codec: str,
+    payloads: Sequence[Tensor],
+    factors: Sequence[float],
+    rule: tuple[float, float | None],
+    old: tuple[Tensor, Tensor],
+    new: tuple[Tensor, Tensor],
+) -> tuple[int, int]:
+    """new ← what SGD (no momentum) or Nesterov makes of old, (anchor, velocity), and the mean. Returns, for anchor and
+    velocity, the sum over the pairs of values in `new`, as words of 64 bits."""
+    (lr, momentum), n = rule, len(old[0])
+    for tensor in (old[0], new[0]) if momentum is None else (*old, *new):
+        assert tensor.dtype == torch.float32 and tensor.is_contiguous() and len(tensor) == n
+    work = _Round(rule=_SGD if momentum is None else _NESTEROV, lr=lr, momentum=momentum or 0.0)
+    work.anchor, work.new_anchor = old[0].data_ptr(), new[0].data_ptr()
+    if momentum is not None:
+        work.velocity, work.new_velocity = old[1].data_ptr(), new[1].data_ptr()
+    _run(work, codec, payloads, factors, n)
+    return work.anchor_words, work.velocity_words
+
+
+def _run(work: _Round, codec: str, payloads: Sequence[Tensor], factors: Sequence[float], n: int) -> None:
     held = [payload.contiguous() for payload in payloads]
-    work = _Round(rule=_MEAN, codec=_CODECS[codec], members=len(held), anchor=out.data_ptr())
+    work.codec, work.members = _CODECS[codec], len(held)
     work.payloads = (ctypes.c_void_p * len(held))(*(payload.data_ptr() for payload in held))
     work.factors = (ctypes.c_float * len(held))(*factors)
-    _run(work, len(out))
-
-
-def outer_step(anchor: Tensor, delta: Tensor, velocity: Tensor | None, lr: float, momentum: float = 0.0) -> None:
-    """SGD without a velocity, Nesterov with one, in place, as their `step` does."""
-    for tensor in (anchor, delta) if velocity is None else (anchor, delta, velocity):
-        assert tensor.dtype == torch.float32 and tensor.is_contiguous() and len(tensor) == len(anchor)
-    work = _Round(rule=_SGD if velocity is None else _NESTEROV, codec=_CODECS["float32"], members=1)
-    work.payloads = (ctypes.c_void_p * 1)(delta.data_ptr())
-    work.factors = (ctypes.c_float * 1)(1.0)
-    work.lr, work.momentum, work.anchor = lr, momentum, anchor.data_ptr()
-    work.velocity = None if velocity is None else velocity.data_ptr()
-    _run(work, len(anchor))
-
-
-def _run(work: _Round, n: int) -> None:
     getattr(_library, f"diloco_round_{level}")(ctypes.byref(work), ctypes.c_int64(n))

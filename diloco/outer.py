@@ -43,16 +43,6 @@ def denormals() -> str:
     return "kept" if float(torch.tensor(2.0**-126) * 0.5) else "flushed to zero"
 
 
-def _in_c(anchor: "Tensor", delta: "Tensor", state: "Tensor | None", lr: float, momentum: float = 0.0) -> bool:
-    """Do the step with the kernels, which give the same bits in a third of the time, if they are there."""
-    from diloco import kernels  # here, so that a flag can be checked without torch
-
-    if kernels.level == "reference":
-        return False
-    kernels.outer_step(anchor, delta, state, lr, momentum)
-    return True
-
-
 @dataclass(frozen=True)
 class Nesterov:
     """SGD with Nesterov momentum: v ← Δ + μ·v; θ ← θ − η·(Δ + μ·v)."""
@@ -67,8 +57,6 @@ class Nesterov:
         return _zeros(n)
 
     def step(self, anchor: "Tensor", delta: "Tensor", state: "Tensor") -> None:
-        if _in_c(anchor, delta, state, self.lr, self.momentum):
-            return
         for theta, d, v in zip(anchor.split(CHUNK), delta.split(CHUNK), state.split(CHUNK), strict=True):
             v.mul_(self.momentum).add_(d)
             update = v * self.momentum
@@ -89,8 +77,6 @@ class SGD:
         return _zeros(0)
 
     def step(self, anchor: "Tensor", delta: "Tensor", state: "Tensor") -> None:
-        if _in_c(anchor, delta, None, self.lr):
-            return
         for theta, d in zip(anchor.split(CHUNK), delta.split(CHUNK), strict=True):
             theta.sub_(d * self.lr)
 

@@ -16,7 +16,8 @@ class RoundStats:
     bytes_sent: int
     bytes_received: int
     seconds: float  # from send to result
-    seconds_exposed: float  # how long the training thread waited
+    seconds_exposed: float  # of the training thread: waiting, taking the delta, applying the result
+    seconds_waited: float  # the part of it in which the training thread waited for the result
     members: int
     counted: bool
 
@@ -35,6 +36,7 @@ class Stats:
     largest_round: int = 0  # bytes sent
     seconds_hidden: float = 0.0
     seconds_exposed: float = 0.0
+    seconds_waited: float = 0.0
     last: deque[RoundStats] = field(default_factory=lambda: deque(maxlen=10_000))
 
     def add(self, round: RoundStats) -> None:
@@ -44,6 +46,7 @@ class Stats:
         self.largest_round = max(self.largest_round, round.bytes_sent)
         self.seconds_hidden += round.seconds_hidden
         self.seconds_exposed += round.seconds_exposed
+        self.seconds_waited += round.seconds_waited
         self.last.append(round)
 
     def since(self, rounds: int) -> list[RoundStats]:

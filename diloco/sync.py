@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from diloco.advance import Memory, NextState
 from diloco.codec import Codec
 from diloco.errors import Mismatch, NotFinite
 from diloco.flat import FlatView
@@ -30,6 +31,7 @@ class InFlight:
     values: Tensor
     ready: Callable[[], None]  # wait for copies from the device
     sent_at: float
+    seconds: float = 0.0  # that the training thread took to take the delta
 
 
 class FragmentSync:
@@ -45,67 +47,94 @@ class FragmentSync:
         tensors: dict[str, Tensor],
         outer: Outer,
         codec: Codec,
+        memory: Memory,
         feedback: float = 0.0,
     ) -> None:
         self.number, self.pieces, self.outer, self.codec = number, pieces, outer, codec
         self.view = FlatView(pieces, tensors)
-        self.state = State(0, self._buffer(self.view.size), outer.state(self.view.size))
+        self.memory = memory
+        anchor = memory.anchors.take(self.view.size)
+        self.state = State(0, anchor, outer.state(self.view.size))
         self.view.read(self.state.anchor)
         self.in_flight: InFlight | None = None
         self.sent_step = 0
         self.counted = 0.0  # work that is in the anchor
         self.feedback = feedback
         # What the codec lost of the deltas that counted, for the next one. Never changed while a delta is being taken.
-        self.residual = self._buffer(self.view.size).zero_() if feedback else None
+        self.residual = self.memory.anchors.take(self.view.size).zero_() if feedback else None
 
     def take_delta(self, step: int, work: float) -> InFlight:
         """Take the delta against the anchor, never against the merged local value."""
-        values = self._buffer(self.view.size)
-        ready = self.view.subtract(self.state.anchor, values, self.residual)
-        self.sent_step = step
-        self.in_flight = InFlight(self.state.index + 1, step, work, work - self.counted, values, ready, time.time())
+        began = time.perf_counter()
+        values = self.memory.deltas.take(self.view.size)
+        self.view.subtract(self.state.anchor, values, self.residual)
+        ready, taken = self.view.mark(), time.perf_counter() - began
+        self.sent_step, index, weight = step, self.state.index + 1, work - self.counted
+        self.in_flight = InFlight(index, step, work, weight, values, ready, time.time(), taken)
         return self.in_flight
 
     def moved(self) -> bool:
         """Whether the model's values are other than the anchor."""
-        values = self._buffer(self.view.size)
+        values = torch.empty_like(self.state.anchor)
         self.view.read(values)
         return not torch.equal(values, self.state.anchor)
 
     def delta_later(self, sent: InFlight, tokens: bool) -> Callable[[], Delta]:
         """The function that the reducer calls, on another thread. The state does not change while it is read: jumps and
-        rounds that did not count this delta, make a new one."""
-        state = self.state
+        rounds make a new one."""
+        state, feedback = self.state, self.residual is not None
 
         def delta() -> Delta:
             sent.ready()
-            fault = self.view.find_fault(sent.values)
             return Delta(
-                sent.values, sent.weight, tokens, state.fingerprint(), fault, feedback=self.residual is not None
+                values=sent.values,
+                weight=sent.weight,
+                tokens=tokens,
+                fingerprint=state.fingerprint(),
+                find_fault=lambda: self.view.find_fault(sent.values),
+                feedback=feedback,
+                next=lambda: NextState(state, self.outer, self.memory),
             )
 
         return delta
 
     def apply(self, round: Round, keep_local: float) -> None:
-        """The outer step; then merge. If the own delta was not counted, follow the anchor and keep all local work."""
+        """Take the state after the round; then merge. If the own delta was not counted, follow the anchor and keep all
+        local work."""
         if round.faults:
             where = ", ".join(f"{self.pieces[i].name} on replica {m}" for m, i in round.faults.items())
             raise NotFinite(f"fragment {self.number}, round {round.index}: inf or nan in {where}. {self.remedy}")
-        assert self.in_flight is not None or not round.counted
-        old = self.state
-        state = self.state = old if round.counted else self._copy(old)
+        sent, old = self.in_flight, self.state
+        assert sent is not None or not round.counted
         trained = sum(round.members.values()) > 0
-        if trained:  # otherwise momentum alone must not move anything
-            self.outer.step(state.anchor, round.mean, state.outer)
-        state.index = round.index
-        if self.in_flight is not None and round.counted:
-            self.view.merge(state.anchor, keep_local)
-            self.counted = self.in_flight.work
-            if trained:
-                self._keep_loss(self.in_flight.values, round)
+        if not trained:  # momentum alone must not move anything
+            self.state = State(round.index, old.anchor, old.outer, old.known)
         else:
-            self.view.carry(state.anchor, old.anchor)
+            self.state = round.state or self._advance(round)
+        assert self.state.index == round.index
+        if sent is not None and round.counted:
+            self.view.merge(self.state.anchor, keep_local)
+            self.counted = sent.work
+            if trained:
+                self._keep_loss(sent.values, round)
+                self._free(old, sent)
+        else:
+            self.view.carry(self.state.anchor, old.anchor)
         self.in_flight = None
+
+    def _advance(self, round: Round) -> State:
+        prepared = NextState(self.state, self.outer, self.memory)
+        for part in round.encoded:
+            prepared.add(part)
+        return prepared.state(round.index)
+
+    def _free(self, old: State, sent: InFlight) -> None:
+        """The round has counted the delta, so no other thread reads this memory any more. Copies from the old anchor to
+        a device may still be in progress."""
+        copied = self.view.mark()
+        self.memory.anchors.give(old.anchor, copied)
+        self.memory.outers.give(old.outer, _already)
+        self.memory.deltas.give(sent.values, _already)
 
     def _keep_loss(self, sent: Tensor, round: Round) -> None:
         """residual ← feedback · (what was sent − what the others decoded of it)."""
@@ -119,7 +148,7 @@ class FragmentSync:
     def _forget_residual(self) -> None:
         if self.residual is not None:
             # A new one: the old one may still be copied to a device.
-            self.residual = self._buffer(self.view.size).zero_()
+            self.residual = self.memory.anchors.take(self.view.size).zero_()
 
     def jump(self, state: State, work: float) -> None:
         """Replace the state; local work since the last round is lost."""
@@ -138,15 +167,13 @@ class FragmentSync:
         """Read and write these from now on."""
         self.view = FlatView(self.pieces, {s.name: s.tensor for s in self.view.spans} | dict(tensors))
 
-    def _buffer(self, n: int) -> Tensor:
-        return torch.empty(n, dtype=torch.float32, device="cpu", pin_memory=self.view.pinned)
-
     def _copy(self, state: State) -> State:
-        return State(state.index, self._buffer(len(state.anchor)).copy_(state.anchor), state.outer.clone())
+        """In memory of this fragment. The old one is not used again: a thread may still read a delta against it."""
+        anchor, outer = self.memory.anchors.take(len(state.anchor)), self.memory.outers.take(len(state.outer))
+        return State(state.index, anchor.copy_(state.anchor), outer.copy_(state.outer))
 
-    def statistics(self, round: Round, step: int, exposed: float) -> RoundStats:
-        """Figures of a round that is about to be applied."""
-        sent = self.in_flight
+    def statistics(self, round: Round, sent: InFlight | None, step: int, waited: float, hook: float) -> RoundStats:
+        """Figures of a round that was applied. `hook`: seconds that it took."""
         return RoundStats(
             fragment=self.number,
             index=round.index,
@@ -156,7 +183,8 @@ class FragmentSync:
             bytes_sent=round.sent,
             bytes_received=round.received,
             seconds=round.seconds,
-            seconds_exposed=exposed,
+            seconds_exposed=waited + hook + (sent.seconds if sent else 0.0),
+            seconds_waited=waited,
             members=len(round.members),
             counted=round.counted,
         )

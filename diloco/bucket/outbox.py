@@ -11,8 +11,8 @@ from diloco.bucket.rounds import Contribution, Record, delta_fields, delta_name,
 from diloco.bucket.session import Session
 from diloco.bucket.store.envelope import Sealed, put
 from diloco.bucket.store.operations import Task, Work
-from diloco.codec import Codec, pack, unpack
-from diloco.reduce import Delta
+from diloco.codec import Codec, pack_checked, unpack
+from diloco.reduce import Delta, Next
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,7 @@ class Outbox:
         self._putting = False
         self.acknowledged: Contribution | None = None  # by the store
         self._own: dict[str, Contribution] = {}  # by digest: all that were encoded for this round
+        self._next: tuple[int, Callable[[], Next]] | None = None  # index, and what makes the state after that round
         self._newest: str | None = None  # digest of the delta taken last, once it is encoded, if its values are asked
         self._sent = 0  # bytes, for this round
         self._began = 0.0
@@ -97,10 +98,11 @@ class Outbox:
         if delta.weight and not self._unit_agreed:  # a delta without work has no unit
             yield from self._session.agree("tokens" if delta.tokens else "steps")
             self._unit_agreed = True
-        encoded = None if delta.fault is not None else (yield Work(lambda: self._encode(waiting.index, delta)))
+        encoded = yield Work(lambda: self._encode(waiting.index, delta))
         if self._waiting is not waiting:
             return Abandoned()
         self._waiting = None
+        self._next = None if delta.next is None else (waiting.index, delta.next)
         if encoded is None:
             return Spoiled()
         sealed, own = encoded
@@ -120,10 +122,18 @@ class Outbox:
         self.acknowledged, self._waiting = own, None  # it stands, even if a newer one was about to replace it
         return Delivered(sealed.name, own)
 
-    def _encode(self, index: int, delta: Delta) -> tuple[Sealed, Contribution]:
-        """The delta as an object, and as the others will read it."""
+    def next(self, index: int) -> Next | None:
+        """What makes the state after round `index`, if a delta for it was taken against the state before it."""
+        return self._next[1]() if self._next is not None and self._next[0] == index else None
+
+    def _encode(self, index: int, delta: Delta) -> tuple[Sealed, Contribution] | None:
+        """The delta as an object, and as the others will read it. None if it holds inf or nan."""
         me = self._session.me
-        payload = pack(self._codec, delta.values) if self._n else torch.empty(0, dtype=torch.uint8)
+        payload, finite = (
+            pack_checked(self._codec, delta.values) if self._n else (torch.empty(0, dtype=torch.uint8), True)
+        )
+        if not finite:
+            return None
         sealed = self._session.envelope.seal(
             delta_name(self._fragment, index, me),
             "delta",
@@ -142,7 +152,7 @@ class Outbox:
 
     def clear(self, counted: bool) -> None:
         """The round is over, or no longer waited for."""
-        self._waiting = self.acknowledged = self._newest = None
+        self._waiting = self.acknowledged = self._newest = self._next = None
         self._own.clear()
         self._sent = 0
         if not counted:

@@ -35,6 +35,7 @@ from diloco.bucket.store.operations import Task, Work
 from diloco.codec import Codec
 from diloco.errors import Diverged
 from diloco.reduce import Delta, Dropped, Jump, Round, State
+from diloco.reduce.mean import Encoded
 
 BEHIND = 8
 """Rounds by which a member may be behind and still keep its local work. If it is further behind, it starts from the
@@ -42,7 +43,7 @@ anchor."""
 MISSED = 8
 """Own deltas in a row that no record names: no longer an accident, and worth an event."""
 AHEAD = 2
-"""Means that are kept ready for the core, 4 bytes a value each."""
+"""Rounds that are kept ready for the core: the deltas of each."""
 
 
 @dataclass
@@ -171,7 +172,15 @@ class FragmentProtocol:
         self.outbox.clear(counted)
         self._closer = record.by
         return Round(
-            index, followed.mean, record.members, counted, fate.sent, followed.received, fate.seconds, own=fate.own
+            index=index,
+            encoded=(followed.mean,),
+            members=record.members,
+            counted=counted,
+            sent=fate.sent,
+            received=followed.received,
+            seconds=fate.seconds,
+            own=fate.own,
+            state=followed.state,
         )
 
     @property
@@ -287,17 +296,26 @@ class FragmentProtocol:
             self._mode = _Jumping(self.frontier + 1)
             return False
         payloads = {digest: delta.payload for digest, delta in deltas.items()}
-        mean = yield Work(lambda: mean_of(record, payloads, self._codec, self._n))
+        mean = mean_of(record, payloads, self._codec, self._n)
+        state = yield Work(lambda: self._next(record.index, mean))
         if isinstance(self._mode, _Jumping):
             return False  # meanwhile the core found that it holds other bits
         received = sum(delta.nbytes for delta in deltas.values() if delta.member != self.session.me)
-        self._ready.append(Followed(record, mean, received))
+        self._ready.append(Followed(record, mean, received, state))
         self._norms.append([e.norm for e in record.entries])
         self.session.members.closed(record.members)
         self._advance(record.index, record.digest)
         if self.frontier - self._reached > 1 and self._mode == _Following():
             yield from self._look_far()
         return True
+
+    def _next(self, index: int, mean: Encoded) -> State | None:
+        """The state after a round. If no delta of this member was taken for the round, the core makes it."""
+        next = self.outbox.next(index)
+        if next is None:
+            return None
+        next.add(mean)
+        return next.state(index)
 
     def _advance(self, frontier: int, digest: str) -> None:
         self.frontier, self.previous, self._round = frontier, digest, _OpenRound()

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from diloco.bucket.store.envelope import DIGEST, Invalid, Opened, integer, number, text
-from diloco.codec import Codec, chunks, weighted
+from diloco.codec import Codec, chunks
+from diloco.reduce import State
+from diloco.reduce.mean import Encoded
 
 CLIP = 10.0
 NORMS, FEWEST_NORMS = 16, 8
@@ -117,8 +119,9 @@ class Followed:
     """A closed round, ready to be applied."""
 
     record: Record
-    mean: Tensor
+    mean: Encoded
     received: int
+    state: State | None  # the one after it, if a delta was taken against the one before it
 
 
 def read_record(found: Opened, fragment: int, index: int, previous: str) -> Record:
@@ -180,7 +183,7 @@ def clip_of(norm: float, limit: float) -> float:
     return limit / norm if norm > limit > 0 else 1.0
 
 
-def mean_of(record: Record, payloads: Mapping[str, Tensor], codec: Codec, n: int) -> Tensor:
+def mean_of(record: Record, payloads: Mapping[str, Tensor], codec: Codec, n: int) -> Encoded:
     """Σ share · clip · decoded delta, in the order of the record."""
     factors = [e.share * e.clip for e in record.entries]
-    return weighted(codec, [payloads[e.digest] for e in record.entries], factors, n)
+    return Encoded(0, n, codec, [payloads[e.digest] for e in record.entries], factors)

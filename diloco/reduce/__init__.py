@@ -13,35 +13,52 @@ import numpy as np
 from torch import Tensor
 
 from diloco.codec import Codec
+from diloco.reduce.mean import Encoded, decode
 
 Contract = Mapping[str, object]
 """What all replicas must agree on before the first round, as JSON values."""
 
 
-@dataclass
+@dataclass(frozen=True, eq=False)
 class State:
     """What a replica holds of a fragment: the anchor after round `index` and the outer rule's state."""
 
     index: int
     anchor: Tensor
     outer: Tensor
+    known: int | None = None  # its fingerprint, if it was computed together with the values
 
     def fingerprint(self) -> int:
         """A sum over all bits, modulo a prime: equal states give the same, one flipped bit gives another."""
-        anchor, outer = _words(self.anchor), _words(self.outer)
-        return (anchor + 0x9E3779B97F4A7C15 * outer) % ((1 << 63) - 25)
+        return fingerprint(_words(self.anchor), _words(self.outer)) if self.known is None else self.known
+
+
+class Next(Protocol):
+    """The state after a round, made beside the one that is held, part by part as the mean arrives."""
+
+    def add(self, part: Encoded) -> None: ...
+
+    def state(self, index: int) -> State:
+        """Called once, when all parts were added."""
+        ...
 
 
 @dataclass(frozen=True)
 class Delta:
     """What a replica brings to a round."""
 
-    values: Tensor  # anchor − local, flat fp32 on the host
+    values: Tensor  # anchor − local, flat fp32 on the host; used again once its round was applied
     weight: float  # work since the last round that counted: tokens, or steps
     tokens: bool  # whether the weight counts tokens
     fingerprint: int  # of the state that the delta is against
-    fault: int | None = None  # the span that holds inf or nan
+    find_fault: Callable[[], int | None] = lambda: None
     feedback: bool = False  # the round must have `own`
+    next: Callable[[], Next] | None = None  # for a reducer that prepares the next state on a thread of its own
+
+    @property
+    def fault(self) -> int | None:
+        """The first span that holds inf or nan: a pass over all values."""
+        return self.find_fault()
 
 
 @dataclass(frozen=True)
@@ -49,8 +66,8 @@ class Round:
     """A finished round. `counted`: this replica's delta is in the mean."""
 
     index: int
-    mean: Tensor
-    members: Mapping[str, float]  # name → weight
+    encoded: Sequence[Encoded]  # the mean, in parts
+    members: Mapping[str, float]  # name → its part in the mean: work done (collective) or share (bucket)
     counted: bool = True
     sent: int = 0  # bytes
     received: int = 0
@@ -59,6 +76,11 @@ class Round:
     own: Callable[[], Tensor] | None = (
         None  # this replica's delta as the others decoded it; None: not asked or not known
     )
+    state: State | None = None  # what Delta.next made of the mean; None: the core makes it when it applies the round
+
+    @property
+    def mean(self) -> Tensor:
+        return decode(self.encoded)
 
 
 @dataclass(frozen=True)
@@ -108,7 +130,16 @@ class Reduce(Protocol):
         ...
 
 
+def fingerprint(anchor: int, outer: int) -> int:
+    """Of a state, from the sums over its words."""
+    return (anchor + 0x9E3779B97F4A7C15 * outer) % ((1 << 63) - 25)
+
+
+def last_word(x: Tensor) -> int:
+    """The value after the last pair."""
+    return int(x[-1:].numpy().view(np.uint32)[0]) if len(x) % 2 else 0
+
+
 def _words(x: Tensor) -> int:
-    flat = x.numpy()
-    even = len(flat) // 2 * 2
-    return int(np.add.reduce(flat[:even].view(np.uint64))) + int(np.add.reduce(flat[even:].view(np.uint32)))
+    even = len(x) // 2 * 2
+    return int(np.add.reduce(x.numpy()[:even].view(np.uint64))) + last_word(x)

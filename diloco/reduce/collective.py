@@ -6,22 +6,34 @@ delta is encoded, exchanged, decoded and averaged; the training thread waits, if
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from diloco.codec import Codec, pack
+from diloco.codec import Codec, pack, weighted
 from diloco.errors import ConfigError, DiLoCoError, Diverged, Mismatch, PeerLost
 from diloco.reduce import Contract, Delta, Dropped, Round, State
 from diloco.reduce.contract import compare, sources
-from diloco.reduce.groups import Broken, Groups
+from diloco.reduce.groups import Broken, Groups, Transfer
 from diloco.reduce.header import NBYTES, Header, Kind, check_round, settling
-from diloco.reduce.mean import GATHER, cuts, decode_cuts, encode_cuts, mean, parts
+from diloco.reduce.mean import (
+    GATHER,
+    Encoded,
+    cuts,
+    decode,
+    decode_cuts,
+    encode_cuts,
+    exact,
+    parts,
+    pieces,
+    shares,
+)
 from diloco.reduce.thread import CommThread
 
 
@@ -154,61 +166,94 @@ class Collective:
                 groups.broadcast(tensor, source)
             if held[self.replica][i] != held[source][i]:
                 # Into the existing tensors, after everything has arrived: no second copy of the model, no half state.
-                mine = states[i]
-                mine.index = arrived.index
+                mine = out[i] = State(arrived.index, states[i].anchor, states[i].outer)
                 mine.anchor.copy_(arrived.anchor)
                 mine.outer.copy_(arrived.outer)
-                out[i] = mine
         return out
 
     def _round(
         self, groups: Groups, fragment: int, index: int, delta_later: Callable[[], Delta], began: float
     ) -> Round | Dropped:
         delta = delta_later()
-        fault = -1 if delta.fault is None else delta.fault
-        mine = Header(Kind.ROUND, delta.tokens, fragment, index, delta.weight, delta.fingerprint, fault)
-        headers = groups.exchange(mine)
+        n, codec, before = len(delta.values), self._codecs[fragment], groups.sent
+        share = parts(n, len(self._ddp_ranks))[self._ddp_ranks.index(dist.get_rank())]
+        # Encoded before the header goes, which says whether it is finite: half a nanosecond a value.
+        payloads, finite = encode_cuts(codec, delta.values[share], self.replicas)
+        faulty = not finite or len(self._ddp_ranks) > 1  # the ranks of a replica must say the same
+        fault = -1 if not faulty or (found := delta.fault) is None else found
+        headers = groups.exchange(
+            Header(Kind.ROUND, delta.tokens, fragment, index, delta.weight, delta.fingerprint, fault)
+        )
         if settling(headers):
             return Dropped()
         faults = _agree(groups, headers)
         weights = [h.weight for h in headers]
         members = {str(m): weight for m, weight in enumerate(weights)}
         if faults or not any(weights):  # nothing will be applied, so do not send
-            return Round(index, delta.values, members, faults=faults)
-        n, codec, before = len(delta.values), self._codecs[fragment], groups.sent
-        share = parts(n, len(self._ddp_ranks))[self._ddp_ranks.index(dist.get_rank())]
-        payloads = encode_cuts(codec, delta.values[share], self.replicas)
+            return Round(index, (), members, faults=faults)
         average = self._mean_by_gather if self.replicas <= GATHER else self._mean_by_parts
-        averaged = groups.gather_ddp(average(groups, codec, payloads, share.stop - share.start, weights), n)
+        arriving = average(groups, codec, payloads, share.stop - share.start, shares(weights))
+        if len(self._ddp_ranks) > 1:
+            arriving = exact(groups.gather_ddp(decode(list(arriving)), n))
+        prepared, mean = delta.next() if delta.next else None, []
+        for part in arriving:
+            mean.append(part)
+            if prepared is not None:
+                prepared.add(part)
+        state = prepared.state(index) if prepared else None
         sent = groups.sent - before + NBYTES * (self.replicas - 1)
         own = self._own(groups, codec, payloads, share, n) if delta.feedback else None
-        return Round(index, averaged, members, sent=sent, received=sent, seconds=time.perf_counter() - began, own=own)
+        seconds = time.perf_counter() - began
+        return Round(index, mean, members, sent=sent, received=sent, seconds=seconds, own=own, state=state)
 
     def _own(self, groups: Groups, codec: Codec, payloads: list[Tensor], share: slice, n: int) -> Callable[[], Tensor]:
-        decode = partial(decode_cuts, codec, payloads, share.stop - share.start, self.replicas)
+        decode_own = partial(decode_cuts, codec, payloads, share.stop - share.start, self.replicas)
         if len(self._ddp_ranks) == 1:
-            return decode
-        gathered = groups.gather_ddp(decode(), n)  # now, as the other ranks of this replica do
+            return decode_own
+        gathered = groups.gather_ddp(decode_own(), n)  # now, as the other ranks of this replica do
         return lambda: gathered
 
     def _mean_by_gather(
-        self, groups: Groups, codec: Codec, payloads: list[Tensor], n: int, weights: list[float]
-    ) -> Tensor:
+        self, groups: Groups, codec: Codec, payloads: list[Tensor], n: int, factors: list[float]
+    ) -> Iterator[Encoded]:
         """Each replica gets all deltas, its own as the others see it, and averages them."""
-        received = groups.all_to_all(payloads * self.replicas, [len(payloads[0])] * self.replicas)
-        return mean(codec, received, weights, n)
+        mine, cut = payloads[0], pieces(codec, n, n)
+        all_ = [mine if m == self.replica else torch.empty_like(mine) for m in range(self.replicas)]
+        transfer = Transfer(groups, [[payload[data] for payload in all_] for _, data in cut], phase=0)
+        for _, data in cut:
+            transfer.send([mine[data]] * self.replicas)
+        for values, data in cut:
+            transfer.wait()
+            yield Encoded(values.start, values.stop - values.start, codec, [payload[data] for payload in all_], factors)
 
     def _mean_by_parts(
-        self, groups: Groups, codec: Codec, payloads: list[Tensor], n: int, weights: list[float]
-    ) -> Tensor:
+        self, groups: Groups, codec: Codec, payloads: list[Tensor], n: int, factors: list[float]
+    ) -> Iterator[Encoded]:
         """Each replica averages one part and sends it to all: unlike in a ring, partial sums are never quantised."""
-        mean_codec = self._mean_codec or codec
+        mean_codec, everyone = self._mean_codec or codec, range(self.replicas)
         counts = [cut.stop - cut.start for cut in cuts(n, self.replicas)]
-        mine = counts[self.replica]
-        received = groups.all_to_all(payloads, [codec.nbytes(mine)] * self.replicas)
-        averaged = pack(mean_codec, mean(codec, received, weights, mine))
-        averages = groups.all_to_all([averaged] * self.replicas, [mean_codec.nbytes(count) for count in counts])
-        return decode_cuts(mean_codec, averages, n, self.replicas)
+        deltas = [pieces(codec, count, counts[0]) for count in counts]
+        averages = [pieces(mean_codec, count, counts[0]) for count in counts]
+        mine = deltas[self.replica]
+        received = [torch.empty_like(payloads[self.replica]) for _ in everyone]
+        received[self.replica] = payloads[self.replica]
+        averaged = [torch.empty(mean_codec.nbytes(count) if count else 0, dtype=torch.uint8) for count in counts]
+        there = Transfer(groups, [[each[data] for each in received] for _, data in mine], phase=0)
+        back = Transfer(groups, [[averaged[m][averages[m][k][1]] for m in everyone] for k in range(len(mine))], phase=1)
+        for k in range(len(mine)):
+            there.send([payloads[m][deltas[m][k][1]] for m in everyone])
+        for (values, data), (_, place) in zip(mine, averages[self.replica], strict=True):
+            there.wait()
+            mean = weighted(codec, [each[data] for each in received], factors, values.stop - values.start)
+            averaged[self.replica][place] = pack(mean_codec, mean)
+            back.send([averaged[self.replica][place]] * self.replicas)
+        first = [cut.start for cut in cuts(n, self.replicas)]
+        for k in range(len(mine)):
+            back.wait()
+            for m in everyone:
+                values, data = averages[m][k]
+                at, count = first[m] + values.start, values.stop - values.start
+                yield Encoded(at, count, mean_codec, [averaged[m][data]], [1.0])
 
     def _settle(self, groups: Groups) -> None:
         while not all(h.kind is Kind.SETTLE for h in groups.exchange(Header(Kind.SETTLE))):

@@ -8,9 +8,9 @@ import json
 import re
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
@@ -64,7 +64,7 @@ class Groups:
     def exchange(self, header: Header) -> list[Header]:
         out = torch.empty(NBYTES * self._replicas, dtype=torch.uint8)
         mine = torch.frombuffer(bytearray(header.pack()), dtype=torch.uint8)
-        self._wait([self._control._allgather_base(out, mine)])
+        self.wait([self._control._allgather_base(out, mine)])
         return [Header.unpack(bytes(row.tolist())) for row in out.view(self._replicas, -1)]
 
     def gather_json(self, value: object) -> list[Any]:
@@ -78,49 +78,36 @@ class Groups:
     def _gather_json(self, group: Any, size: int, value: object) -> list[Any]:
         data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         lengths = torch.empty(size, dtype=torch.int64)
-        self._wait([group._allgather_base(lengths, torch.tensor([len(data)]))])
+        self.wait([group._allgather_base(lengths, torch.tensor([len(data)]))])
         padded = torch.zeros(int(lengths.max()), dtype=torch.uint8)
         padded[: len(data)] = data
         out = torch.empty(size * len(padded), dtype=torch.uint8)
-        self._wait([group._allgather_base(out, padded)])
+        self.wait([group._allgather_base(out, padded)])
         rows = zip(out.view(size, -1), lengths.tolist(), strict=True)
         return [json.loads(row[:n].numpy().tobytes()) for row, n in rows]
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         if len(tensor):
-            self._wait([self._control.broadcast(tensor, source)])
+            self.wait([self._control.broadcast(tensor, source)])
 
-    def all_to_all(self, payloads: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
-        """Send each replica its payload; receive sizes[m] bytes from each replica m."""
-        streams, out = len(self._payload), [torch.empty(size, dtype=torch.uint8) for size in sizes]
-        out[self._replica] = payloads[self._replica]
-        ours, theirs = ([t.tensor_split(streams) for t in tensors] for tensors in (payloads, out))
+    @property
+    def peers(self) -> list[int]:
+        return [(self._replica + i) % self._replicas for i in range(1, self._replicas)]
+
+    def post(self, kind: Literal["send", "recv"], piece: int, tensor: Tensor, peer: int, tag: int) -> Any:
+        """Start to send or to receive a piece. The streams take turns."""
+        return self._started(lambda: getattr(self._payload[piece % len(self._payload)], kind)([tensor], peer, tag))
+
+    def post_end(self, piece: int) -> Any:
+        """A byte to and from each peer, behind a piece."""
+        end = [torch.zeros(self._replicas, dtype=torch.uint8) for _ in range(2)]
+        return self._started(lambda: self._payload[piece % len(self._payload)].alltoall_base(*end, [], []))
+
+    def _started(self, start: Callable[[], Any]) -> Any:
         try:
-            started = [
-                self._start(group, [t[i] for t in ours], [t[i] for t in theirs])
-                for i, group in enumerate(self._payload)
-            ]
+            return start()
         except RuntimeError as error:  # a connection that is known to be closed
             raise Broken(_explain(str(error), self._timeout)) from None
-        self._wait([last for *_, last in started])
-        self._wait([work for works in started for work in works], poll=False)
-        self.sent += sum(map(len, payloads)) - len(payloads[self._replica])
-        return out
-
-    def _start(self, group: Any, ours: list[Tensor], theirs: list[Tensor]) -> list[Any]:
-        """Straight to each peer, every receive posted before any send.
-
-        gloo announces a receive on the connection that carries the data: behind megabytes that we send, the peer sees
-        it late, and the link works in one direction at a time. gloo's own all_gather and all_to_all often do that
-        (50 to 75 % of a 100 Mbit/s link in two rounds of three; in this order 99 % in all rounds).
-        Sends and receives cannot be asked whether they are done. A byte to each peer at the end can, and it follows
-        them on the same connections.
-        """
-        peers = [(self._replica + i) % self._replicas for i in range(1, self._replicas)]
-        receives = [group.recv([theirs[m]], m, 0) for m in peers if len(theirs[m])]
-        sends = [group.send([ours[m]], m, 0) for m in peers if len(ours[m])]
-        end = [torch.zeros(self._replicas, dtype=torch.uint8) for _ in range(2)]
-        return [*receives, *sends, group.alltoall_base(*end, [], [])]
 
     def gather_ddp(self, share: Tensor, n: int) -> Tensor:
         """All n values, from the share that each rank of this replica has."""
@@ -129,10 +116,10 @@ class Groups:
         padded = torch.zeros(-(-n // self._ddp_size), dtype=torch.float32)
         padded[: len(share)] = share
         out = torch.empty(len(padded) * self._ddp_size, dtype=torch.float32)
-        self._wait([self._ddp._allgather_base(out, padded)])
+        self.wait([self._ddp._allgather_base(out, padded)])
         return out[:n]
 
-    def _wait(self, works: Sequence[Any], poll: bool = True) -> None:
+    def wait(self, works: Sequence[Any], poll: bool = True) -> None:
         """Sleep until all are done, checking after ever longer pauses: at most 10 % more time, 50 checks in 100 ms.
 
         A check takes 25 µs from the core that trains.
@@ -146,6 +133,48 @@ class Groups:
                 work.wait()
         except RuntimeError as error:
             raise Broken(_explain(str(error), self._timeout)) from None
+
+
+class Transfer:
+    """Payloads to and from all peers, in pieces that are under way at the same time and can be used one by one.
+
+    Straight to each peer, every receive posted before any send: gloo announces a receive on the connection that carries
+    the data. Behind megabytes that we send, the peer sees it late, and the link works in one direction at a time.
+    gloo's own all_gather and all_to_all often do that (50 to 75 % of a 100 Mbit/s link in two rounds of three; in this
+    order 99 % in all rounds). Sends and receives cannot be asked whether they are done. A byte to each peer behind
+    every piece can, and it follows the piece on the same connection.
+
+    Args:
+        theirs: the memory for what comes, as theirs[piece][replica].
+        phase: a number for each transfer that is under way at the same time.
+    """
+
+    def __init__(self, groups: Groups, theirs: Sequence[Sequence[Tensor]], phase: int) -> None:
+        self._groups, self._phase = groups, phase
+        self._sends: list[Any] = []
+        self._ends: list[Any] = []
+        self._received = 0
+        self._receives = [
+            [groups.post("recv", k, theirs[k][m], m, 2 * k + phase) for m in groups.peers if len(theirs[k][m])]
+            for k in range(len(theirs))
+        ]
+
+    def send(self, ours: Sequence[Tensor]) -> None:
+        """The next piece, one for each replica."""
+        groups, k = self._groups, len(self._ends)
+        for m in groups.peers:
+            if len(ours[m]):
+                self._sends.append(groups.post("send", k, ours[m], m, 2 * k + self._phase))
+                groups.sent += len(ours[m])
+        self._ends.append(groups.post_end(k))
+
+    def wait(self) -> None:
+        """Until the next piece from every peer is here; with the last one, until all was sent too."""
+        k = self._received
+        self._received += 1
+        last = self._received == len(self._receives)
+        self._groups.wait([self._ends[k]])
+        self._groups.wait([*self._receives[k], *(self._sends if last else [])], poll=False)
 
 
 def _explain(message: str, timeout: float) -> str:

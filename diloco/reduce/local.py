@@ -181,10 +181,11 @@ class Local:
             del board.outcomes[key], board.deltas[key]
         if isinstance(outcome.round, DiLoCoError):
             raise outcome.round
-        mean, own = outcome.round.mean.clone(), None
+        own = None
         if asked and outcome.encoded:
-            own = partial(decode_cuts, codec, outcome.encoded[self.replica], len(mean), self.replicas)
-        return replace(outcome.round, mean=mean, seconds=time.perf_counter() - began, own=own)
+            n = len(deltas[self.replica].values)
+            own = partial(decode_cuts, codec, outcome.encoded[self.replica], n, self.replicas)
+        return replace(outcome.round, seconds=time.perf_counter() - began, own=own)
 
     def applied(self, fragment: int, state: State) -> None:
         pass
@@ -212,7 +213,7 @@ class Local:
 def _outcome(
     index: int, deltas: list[Delta], fragment: int, mean_codec: Codec | None, codec: Codec
 ) -> tuple[Round | DiLoCoError, list[list[Tensor]]]:
-    faults = [-1 if d.fault is None else d.fault for d in deltas]
+    faults = [-1 if (fault := d.fault) is None else fault for d in deltas]
     headers = [
         Header(Kind.ROUND, d.tokens, fragment, index, d.weight, d.fingerprint, fault)
         for d, fault in zip(deltas, faults, strict=True)
@@ -224,9 +225,9 @@ def _outcome(
     members = {str(m): d.weight for m, d in enumerate(deltas)}
     named = {str(m): fault for m, fault in enumerate(faults) if fault >= 0}
     if named or not any(d.weight for d in deltas):
-        return Round(index, deltas[0].values, members, faults=named), []
+        return Round(index, (), members, faults=named), []
     replicas, n = len(deltas), len(deltas[0].values)
-    encoded = [encode_cuts(codec, d.values, replicas) for d in deltas]
+    encoded = [encode_cuts(codec, d.values, replicas)[0] for d in deltas]
     mean = mean_of_encoded(codec, mean_codec or codec, encoded, [d.weight for d in deltas], n)
     legs = replicas - 1 if replicas <= GATHER else 2 * (replicas - 1) / replicas
     nbytes = round(legs * codec.nbytes(n))

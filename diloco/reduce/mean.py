@@ -1,15 +1,50 @@
 """The weighted mean of encoded deltas: summed in fp32, in the order of the replicas, so that all get equal bits."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from diloco.codec import Codec, pack, unpack, weighted
+from diloco.codec import CHUNK, Codec, Float32, pack, pack_checked, unpack, weighted
 
 GATHER = 3
 """Up to this many replicas, each gathers all deltas: one quantisation, one round trip; the fewest bytes at 2, and 1.5
 times the fewest at 3. With more, each replica averages one share, and the shares are gathered."""
+
+
+PIECES, PIECE = 16, 4 * CHUNK
+"""A payload travels in at most this many pieces, of at least this many values: 256 kB in E3M0. So a round ends when the
+last piece was decoded, one sixteenth of the work after it has arrived."""
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """Values from `at` on of a mean, still encoded: the sum of factor · decoded payload."""
+
+    at: int
+    n: int
+    codec: Codec
+    payloads: Sequence[Tensor]
+    factors: Sequence[float]
+
+    def values(self) -> Tensor:
+        return weighted(self.codec, self.payloads, self.factors, self.n)
+
+
+def exact(values: Tensor) -> tuple[Encoded, ...]:
+    """A mean that is known as values."""
+    return (Encoded(0, len(values), Float32(), [values.view(torch.uint8)], [1.0]),)
+
+
+def decode(mean: Sequence[Encoded]) -> Tensor:
+    """The values of a mean, given in one or more parts."""
+    if len(mean) == 1:
+        return mean[0].values()
+    out = torch.empty(sum(part.n for part in mean), dtype=torch.float32, device="cpu")
+    for part in mean:
+        out[part.at : part.at + part.n] = part.values()
+    return out
 
 
 def shares(weights: Sequence[float]) -> list[float]:
@@ -34,8 +69,10 @@ def cuts(n: int, replicas: int) -> list[slice]:
     return parts(n, replicas) if replicas > GATHER else [slice(0, n)]
 
 
-def encode_cuts(codec: Codec, values: Tensor, replicas: int) -> list[Tensor]:
-    return [pack(codec, values[cut]) for cut in cuts(len(values), replicas)]
+def encode_cuts(codec: Codec, values: Tensor, replicas: int) -> tuple[list[Tensor], bool]:
+    """The payloads, and whether all values are finite."""
+    encoded = [pack_checked(codec, values[cut]) for cut in cuts(len(values), replicas)]
+    return [payload for payload, _ in encoded], all(finite for _, finite in encoded)
 
 
 def decode_cuts(codec: Codec, payloads: Sequence[Tensor], n: int, replicas: int) -> Tensor:
@@ -45,21 +82,32 @@ def decode_cuts(codec: Codec, payloads: Sequence[Tensor], n: int, replicas: int)
     return out
 
 
+def pieces(codec: Codec, n: int, longest: int) -> list[tuple[slice, slice]]:
+    """(values, bytes) of the pieces in which a payload of n values travels, each of whole chunks, so that it can be
+    decoded by itself. `longest`: of all payloads that travel together, which have equally many pieces; the last ones of
+    shorter payloads are empty."""
+    size = max(PIECE, -(-longest // (PIECES * CHUNK)) * CHUNK)
+    ends = [min(k * size, n) for k in range(-(-longest // size) + 1)]
+    marks = [codec.nbytes(end) if end else 0 for end in ends]
+    return [(slice(*ends[k : k + 2]), slice(*marks[k : k + 2])) for k in range(len(ends) - 1)]
+
+
 def reference_mean(codec: Codec, mean_codec: Codec, deltas: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
     """What the replicas of a collective agree on, bit for bit."""
-    encoded = [encode_cuts(codec, delta, len(deltas)) for delta in deltas]
-    return mean_of_encoded(codec, mean_codec, encoded, weights, len(deltas[0]))
+    encoded = [encode_cuts(codec, delta, len(deltas))[0] for delta in deltas]
+    return decode(mean_of_encoded(codec, mean_codec, encoded, weights, len(deltas[0])))
 
 
 def mean_of_encoded(
     codec: Codec, mean_codec: Codec, encoded: Sequence[Sequence[Tensor]], weights: Sequence[float], n: int
-) -> Tensor:
-    """The same, from the result of `encode_cuts` of each replica."""
-    replicas = len(encoded)
+) -> list[Encoded]:
+    """The same, from the payloads of each replica."""
+    replicas, factors = len(encoded), shares(weights)
     if replicas <= GATHER:
-        return mean(codec, [payloads[0] for payloads in encoded], weights, n)
-    averages = [
-        pack(mean_codec, mean(codec, [payloads[i] for payloads in encoded], weights, cut.stop - cut.start))
-        for i, cut in enumerate(cuts(n, replicas))
-    ]
-    return decode_cuts(mean_codec, averages, n, replicas)
+        return [Encoded(0, n, codec, [payloads[0] for payloads in encoded], factors)]
+    averages = []
+    for i, cut in enumerate(cuts(n, replicas)):
+        count = cut.stop - cut.start
+        averaged = pack(mean_codec, weighted(codec, [payloads[i] for payloads in encoded], factors, count))
+        averages.append(Encoded(cut.start, count, mean_codec, [averaged], [1.0]))
+    return averages

@@ -9,7 +9,7 @@ from diloco import E3M0, SGD, Balanced, Collective, ConfigError, DiLoCo
 from diloco.bucket import Bucket
 from diloco.codec import pack, unpack
 from diloco.reduce import Dropped, Jump, Round, State, local
-from diloco.reduce.mean import parts
+from diloco.reduce.mean import exact, parts
 from tests.support.fake_reduce import Script, start
 from tests.support.models import Tiny, adamw, anchors, steps
 from tests.support.processes import run
@@ -18,7 +18,7 @@ SETTINGS = {"sync_every": 4, "overlap": 1, "fragments": Balanced(2), "codec": E3
 
 
 def counted(index, mean, own):
-    return Round(index, torch.tensor([mean]), {"a": 1.0}, own=lambda: torch.tensor([own]))
+    return Round(index, exact(torch.tensor([mean])), {"a": 1.0}, own=lambda: torch.tensor([own]))
 
 
 def residual_of(diloco):
@@ -38,7 +38,9 @@ def test_what_the_others_did_not_see_of_a_delta_is_in_the_next_one_once():
     assert all(d.feedback for _, _, d in script.sent)
 
 
-@pytest.mark.parametrize("outcome", [Round(2, torch.tensor([-1.0]), {"b": 1.0}, counted=False), Dropped()], ids=repr)
+@pytest.mark.parametrize(
+    "outcome", [Round(2, exact(torch.tensor([-1.0])), {"b": 1.0}, counted=False), Dropped()], ids=repr
+)
 def test_a_delta_that_did_not_count_leaves_the_residual_as_it_was(outcome):
     script = Script({(0, 1): [(6, counted(1, -4.0, -3.0))], (0, 2): [(10, outcome)]})
     diloco, step = start(script, feedback=0.5)
@@ -59,8 +61,8 @@ def test_a_jump_and_giving_up_local_values_begin_with_no_residual(outcome):
 
 
 def test_a_round_without_work_or_without_the_own_delta_keeps_no_wrong_residual():
-    nothing = Round(2, torch.tensor([0.0]), {"a": 0.0})
-    unknown = Round(3, torch.tensor([-1.0]), {"a": 1.0})
+    nothing = Round(2, exact(torch.tensor([0.0])), {"a": 0.0})
+    unknown = Round(3, exact(torch.tensor([-1.0])), {"a": 1.0})
     script = Script({(0, 1): [(6, counted(1, -4.0, -3.0))], (0, 2): [(10, nothing)], (0, 3): [(14, unknown)]})
     diloco, step = start(script, feedback=0.5)
     assert [(step(), residual_of(diloco))[1] for _ in range(14)] == [0.0] * 5 + [-0.5] * 8 + [0.0]

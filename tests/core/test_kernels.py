@@ -9,8 +9,11 @@ import pytest
 import torch
 
 from diloco import kernels
-from diloco.codec import CHUNK, E3M0, BFloat16, Float32, Int8, pack, weighted
+from diloco.advance import Buffers, Memory, NextState
+from diloco.codec import CHUNK, E3M0, BFloat16, Float8, Float32, Int8, pack, weighted
 from diloco.outer import SGD, Nesterov
+from diloco.reduce import State
+from diloco.reduce.mean import Encoded
 from tests.support.models import train
 from tests.support.processes import run
 
@@ -111,19 +114,59 @@ def test_the_mean_has_the_same_bits_for_any_bytes_and_any_length(level, name, n)
     assert same_bits(out, expected)
 
 
+def next_state(level, state, rule, parts):
+    with kernels.at_level(level):
+        made = NextState(state, rule, Memory())
+        for part in parts:
+            made.add(part)
+        return made.state(1)
+
+
+def state_for(rule, n):
+    velocity = values("zeros", n) if rule.state(1).numel() else torch.empty(0)
+    return State(0, values("tiny and huge", n).clamp(-1e30, 1e30), velocity)
+
+
 @native
 @pytest.mark.parametrize("rule", [Nesterov(0.4, 0.9), SGD(0.7)])
 @pytest.mark.parametrize("n", LENGTHS)
-def test_a_step_of_the_outer_rule_has_the_same_bits(level, rule, n):
-    delta, anchor = values("gaussian", n), values("tiny and huge", n).clamp(-1e30, 1e30)
-    velocity = values("zeros", n) if rule.state(1).numel() else torch.empty(0)
-    expected, found = (anchor.clone(), velocity.clone()), (anchor.clone(), velocity.clone())
-    with kernels.at_level("reference"):
-        rule.step(expected[0], delta, expected[1])
-    with kernels.at_level(level):
-        rule.step(found[0], delta, found[1])
-    assert n < 255 or not torch.equal(expected[0], anchor)
-    assert all(same_bits(*pair) for pair in zip(found, expected, strict=True))
+def test_the_next_state_has_the_same_bits_and_the_fingerprint_of_its_bits(level, rule, n):
+    state = state_for(rule, n)
+    before = state.fingerprint()
+    payloads = [pack(E3M0(), values("gaussian", n + m)[:n]) for m in range(3)]
+    mean = [Encoded(0, n, E3M0(), payloads, [0.5, 0.25, 0.25])]
+    expected, found = next_state("reference", state, rule, mean), next_state(level, state, rule, mean)
+    assert n < 255 or not torch.equal(expected.anchor, state.anchor)
+    assert same_bits(found.anchor, expected.anchor) and same_bits(found.outer, expected.outer)
+    assert found.known == expected.fingerprint() == State(1, found.anchor, found.outer).fingerprint()
+    assert state.fingerprint() == before
+
+
+@native
+@pytest.mark.parametrize("codec", [*CODECS.values(), Float8()], ids=repr)
+@pytest.mark.parametrize("cut", [CHUNK, CHUNK + 1])
+def test_a_state_that_is_made_in_parts_has_the_same_bits(level, codec, cut):
+    """Also where a part begins at an odd value, as with five replicas, or its codec has no kernel."""
+    n, rule = 2 * CHUNK + 771, Nesterov(0.4, 0.9)
+    x, state = values("gaussian", n), state_for(rule, n)
+    parts = [
+        Encoded(at, len(x[at : at + cut]), codec, [pack(codec, x[at : at + cut])], [1.0]) for at in range(0, n, cut)
+    ]
+    expected, found = next_state("reference", state, rule, parts), next_state(level, state, rule, parts[::-1])
+    assert same_bits(found.anchor, expected.anchor) and same_bits(found.outer, expected.outer)
+    assert found.fingerprint() == expected.fingerprint() and (found.known is None) == (cut % 2 == 1)
+
+
+def test_memory_of_a_state_is_used_again_once_its_copies_are_done():
+    waited, buffers = [], Buffers()
+    first, other = buffers.take(100), buffers.take(100)
+    assert first.data_ptr() != other.data_ptr()
+    buffers.give(first, lambda: waited.append("copied"))
+    assert not waited
+    assert buffers.take(100) is first and waited == ["copied"]
+    buffers.give(first, lambda: waited.append("again"))
+    assert len(buffers.take(50)) == 50  # another size: what was kept is freed
+    assert buffers.take(100) is not first and waited == ["copied"]
 
 
 def _train(rank, settings):
@@ -148,7 +191,7 @@ def digests(tmp_path, compiler, *flags, run=(), level="plain"):
     program = tmp_path / f"digest-{compiler}"
     subprocess.run([compiler, *FLAGS, *flags, "-o", program, DIGEST], check=True, timeout=100)
     done = subprocess.run([*run, program, level], check=True, capture_output=True, text=True, timeout=100)
-    assert len(done.stdout.splitlines()) == 13
+    assert len(done.stdout.splitlines()) == 25
     return done.stdout
 
 

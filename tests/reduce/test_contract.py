@@ -16,7 +16,7 @@ from diloco.bucket import Bucket
 from diloco.bucket.run import find_run
 from diloco.codec import pack, unpack
 from diloco.reduce import Delta, Dropped, Round, State, local
-from diloco.reduce.mean import reference_mean
+from diloco.reduce.mean import exact, reference_mean
 from tests.support.fake_reduce import Script
 from tests.support.members import PATIENT, until
 from tests.support.processes import run
@@ -73,7 +73,8 @@ def _outcomes(number):
         average = reference_mean(CODEC, CODEC, [values(f, m) for m in (0, 1)], WEIGHTS)
         members = {str(m): weight for m, weight in enumerate(WEIGHTS)}
         outcomes |= {
-            (f, i): [(0, Round(i, average, members, own=(lambda mine=mine: mine) if f == 0 else None))] for i in (1, 2)
+            (f, i): [(0, Round(i, exact(average), members, own=(lambda mine=mine: mine) if f == 0 else None))]
+            for i in (1, 2)
         }
     return outcomes
 

@@ -1,11 +1,14 @@
 """A reducer that plays back outcomes, and a model of one parameter to run against it."""
 
+from dataclasses import replace
+
 import torch
 from torch import nn
 
 from diloco import SGD, Balanced, DiLoCo, Float32
 from diloco.reduce import Dropped, Round, State
 from diloco.reduce.contract import compare, sources
+from diloco.reduce.mean import exact
 
 
 class Script:
@@ -38,7 +41,8 @@ class Script:
 
     def send(self, fragment, index, delta):
         self.under_way.add((fragment, index))
-        self.sent.append((fragment, index, delta()))
+        made = delta()
+        self.sent.append((fragment, index, replace(made, values=made.values.clone())))  # their memory is used again
 
     def take(self, fragment, index):
         key = fragment, index
@@ -65,7 +69,7 @@ class Script:
 
 
 def mean(index, value, counted, weight=1.0):
-    return Round(index, torch.tensor([value]), {"a": weight}, counted=counted)
+    return Round(index, exact(torch.tensor([value])), {"a": weight}, counted=counted)
 
 
 def start(script, **settings):

@@ -36,7 +36,7 @@ static void digest(const char *what, const void *data, size_t size)
 int main(int count, char **words)
 {
     int wide = count > 1 && !strcmp(words[1], "wide");
-    static float x[MEMBERS][N], anchor[N], velocity[N];
+    static float x[MEMBERS][N], anchor[N], velocity[N], new_anchor[N], new_velocity[N];
     static uint8_t bytes[MEMBERS][4 * N];
     const uint8_t *payloads[MEMBERS] = {bytes[0], bytes[1], bytes[2]};
     const float factors[MEMBERS] = {0.2f, 0.3f, 0.5f};
@@ -60,11 +60,13 @@ int main(int count, char **words)
             digest("encoded", bytes[0], (size_t)(chunk_bytes(E3M0, CHUNK) + chunk_bytes(E3M0, N - CHUNK)));
         for (int rule = MEAN; rule <= NESTEROV; rule++) {
             Round r = {.payloads = payloads, .factors = factors, .members = MEMBERS, .codec = codec, .rule = rule,
-                       .lr = 0.4f, .momentum = 0.9f, .anchor = anchor, .velocity = velocity};
+                       .lr = 0.4f, .momentum = 0.9f, .anchor = anchor, .velocity = velocity,
+                       .new_anchor = new_anchor, .new_velocity = new_velocity};
             char what[32];
             (wide ? diloco_round_wide : diloco_round_plain)(&r, N);
             snprintf(what, sizeof what, "codec %d rule %d", codec, rule);
-            digest(what, rule == NESTEROV ? velocity : anchor, sizeof anchor);
+            digest(what, rule == NESTEROV ? new_velocity : new_anchor, sizeof anchor);
+            digest("words", &r.anchor_words, sizeof r.anchor_words + sizeof r.velocity_words);
         }
     }
     return 0;
