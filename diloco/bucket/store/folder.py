@@ -6,6 +6,7 @@ import os
 import secrets
 import stat
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -70,9 +71,11 @@ class Folder:
 
     def _sweep(self, now: float) -> None:
         """Delete what died processes left behind, judged by the clock that stamps the files."""
-        for entry in os.scandir(self.root / STAGING):
-            if entry.is_file(follow_symlinks=False) and now - entry.stat().st_mtime > LEFT_OVER:
-                Path(entry.path).unlink(missing_ok=True)
+        with os.scandir(self.root / STAGING) as entries:
+            for entry in entries:
+                with suppress(FileNotFoundError):  # another member sweeps too, or has just moved its own away
+                    if entry.is_file(follow_symlinks=False) and now - entry.stat().st_mtime > LEFT_OVER:
+                        Path(entry.path).unlink()
 
     def _read(self, path: Path, limit: int, first: int | None) -> bytes | Oversized | Forbidden | None:
         size = _size(path)
