@@ -37,7 +37,8 @@ class PlanConfig:
     batch: int | None = _model(None, "Sequences in a step, all replicas together.",
         why="by scaling law, as in training")
     context: int = _model(2048, "Tokens in a sequence.", why="as in the scaling laws")
-    step_seconds: float | None = _members(None, "Seconds of a step of one replica that waits for nothing. Required.")
+    step_seconds: str | None = _members(None, "Time of a step of one replica that waits for nothing, such as 1.5 or "
+        "800ms. Required.")
     replicas: int = _members(2, "Number of replicas.")
     link: tuple[str, ...] = _members((), "Rate of each replica's link: 1gbit, 100mbit, or up=50mbit,down=500mbit. Give "
         "one for all, or one for each replica. Required.")
@@ -98,7 +99,9 @@ def main(config: PlanConfig) -> int:
     conditions = _conditions(config, model, group, link, steps)
     choice = choose(model, group, link, limits, reduce=config.reduce)
     lines = rows(conditions, choice.settings)
-    notes = table.notes(conditions, choice, None if config.memory is None else quantity.size(config.memory))
+    memory = None if config.memory is None else quantity.size(config.memory)
+    notes = table.notes(conditions, choice, memory)
+    answer = table.verdict(conditions, lines, config.target, memory)
     if config.plot is not None:
         title = f"{model.name}, {config.replicas} replicas, {group.step_seconds:g} s a step"
         plot.write(config.plot, _curves(conditions, choice.settings), link.rate, title)
@@ -106,8 +109,10 @@ def main(config: PlanConfig) -> int:
         given = {"batch": config.batch, "context": config.context if config.batch is not None else None}
         given["tokens"] = None if config.tokens is None else quantity.count(config.tokens)
         extra = {name: value for name, value in given.items() if value is not None}
+        config.write.parent.mkdir(parents=True, exist_ok=True)
         config.write.write_text(table.recipe(choice, config.replicas, config.model, extra), encoding="utf-8")
-    _print(_as_json(lines, choice, notes) if config.json else table.plan_tables(conditions, lines, choice, notes))
+    text = table.plan_tables(conditions, lines, choice, notes, answer)
+    _print(_as_json(lines, choice, [answer, *notes]) if config.json else text)
     return 0
 
 
@@ -131,11 +136,10 @@ def _read_model(config: PlanConfig) -> Model:
 
 
 def _group(config: PlanConfig) -> Group:
-    if config.step_seconds is None or not config.step_seconds > 0:
-        given = "none" if config.step_seconds is None else f"{config.step_seconds:g}"
-        raise ConfigError(
-            f"step_seconds={given}: give the seconds of a step without waiting, above 0; time a few steps"
-        )
+    if config.step_seconds is None:
+        raise ConfigError("no step time: give --step-seconds, the seconds of a step without waiting; time a few steps")
+    given = config.step_seconds if config.step_seconds[-1:].isalpha() else f"{config.step_seconds}s"
+    step_seconds = quantity.seconds(given, "step_seconds", zero=False)
     if config.replicas < 1:
         raise ConfigError(f"replicas={config.replicas}: give a whole number of at least 1")
     if config.speeds and (len(config.speeds) != config.replicas or min(config.speeds) <= 0):
@@ -145,7 +149,7 @@ def _group(config: PlanConfig) -> Group:
     if config.codec_ns < 0:
         raise ConfigError(f"codec_ns={config.codec_ns}: give 0 or more nanoseconds a value")
     round_trip = quantity.seconds(config.round_trip)
-    return Group(config.step_seconds, config.replicas, round_trip, config.codec_ns, config.speeds, config.jitter)
+    return Group(step_seconds, config.replicas, round_trip, config.codec_ns, config.speeds, config.jitter)
 
 
 def _link(config: PlanConfig) -> Link:

@@ -117,7 +117,7 @@ def choose(model: Model, group: Group, link: Link, limits: Limits, *, reduce: Re
     chosen = next(s for s in grid if s.sync_every == sync_every and share(s) >= enough)
     lr, nearest = laws.outer_lr(group.replicas)
     reasons = {
-        "sync_every": f"the smallest that is enough ({percent(share(chosen), digits=1)} busy; "
+        "sync_every": f"{_why_sync_every(share(chosen))} ({percent(share(chosen), digits=1)} busy; "
         f"the most within the limits is {percent(best, digits=1)}); loss rises slowly with it",
         "fragments": f"{len(model.fragments(chosen.fragments))} fragments, {_why_fragments(chosen.fragments)}",
         "overlap": _why_overlap(chosen.overlap, share(chosen)),
@@ -146,6 +146,10 @@ def _fragments(model: Model, limits: Limits) -> list[str]:
     if limits.fragments is not None:
         return [limits.fragments]
     return [text for text in FRAGMENTS if text.startswith("balanced") or int(text[8:]) <= len(model.layers)]
+
+
+def _why_sync_every(share: float) -> str:
+    return "the smallest that is enough" if share >= 0.5 else "no value makes this link suffice; the best"
 
 
 def _why_fragments(fragments: str) -> str:

@@ -17,6 +17,7 @@ WIDTH, HEIGHT, LEFT, TOP, RIGHT, BOTTOM = 840, 520, 64, 24, 40, 136
 
 def write(path: Path, curves: Curves, link: float, title: str) -> None:
     """Choose by the ending."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".html":
         path.write_text(_html(curves, link, title), encoding="utf-8")
     elif path.suffix == ".png":

@@ -5,27 +5,39 @@ import re
 
 from diloco.errors import ConfigError
 
-RATES = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12}
+RATES = {f"{prefix}{unit}": scale for prefix, scale in (("", 1.0), ("k", 1e3), ("m", 1e6), ("g", 1e9), ("t", 1e12))
+         for unit in ("bit", "bps")}  # fmt: skip
 TIMES = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+LONG = {"second": "s", "sec": "s", "minute": "min", "hour": "h", "hr": "h", "day": "d"}
+"""Names of times that are taken too, also with an s at the end."""
 COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
-SIZES = {"b": 1.0, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12}
+SIZES = {"b": 1.0, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12,
+         "kib": 2.0**10, "mib": 2.0**20, "gib": 2.0**30, "tib": 2.0**40}  # fmt: skip
 
 _NUMBER = re.compile(r"\s*([-+]?[0-9.]+(?:e[-+]?[0-9]+)?)\s*([a-z]*)(?:/s)?\s*", re.IGNORECASE)
+
+
+_BYTES = re.compile(r"\s*([0-9.]+)\s*([kKmMgGtT]?)(?:B(?:/s|ps)?|b(?:/s)?|[bB]ytes?(?:/s)?)\s*")
+"""A rate that may be of bytes: MB/s, MBps, and gb, which people write for either."""
 
 
 def rate(text: str, name: str = "link") -> float:
     """Bits a second.
 
-    >>> rate("1gbit"), rate("50 Mbit/s")
-    (1000000000.0, 50000000.0)
+    >>> rate("1gbit"), rate("50 Mbit/s"), rate("1Gbps")
+    (1000000000.0, 50000000.0, 1000000000.0)
     """
+    if match := _BYTES.fullmatch(text):
+        each = {"": "", "k": "k", "m": "M", "g": "G", "t": "T"}[match[2].lower()]
+        raise ConfigError(f"{name}={text!r}: bits or bytes? Links are given in bits: {match[1]}{each}bit if bits were "
+                          f"meant, {8 * float(match[1]):g}{each}bit if bytes")  # fmt: skip
     return _quantity(text, name, RATES, "1gbit, 100mbit or 500kbit")
 
 
 def seconds(text: str, name: str = "round_trip", *, zero: bool = True) -> float:
     """
-    >>> seconds("80ms"), seconds("7d")
-    (0.08, 604800.0)
+    >>> seconds("80ms"), seconds("7d"), seconds("7 days")
+    (0.08, 604800.0, 604800.0)
     """
     return _quantity(text, name, TIMES, "80ms, 1.5s, 10min, 2h or 7d", zero=zero)
 
@@ -41,8 +53,8 @@ def count(text: str, name: str = "tokens") -> int:
 def size(text: str, name: str = "memory") -> float:
     """Bytes.
 
-    >>> size("80gb")
-    80000000000.0
+    >>> size("80gb"), size("1GiB")
+    (80000000000.0, 1073741824.0)
     """
     return _quantity(text, name, SIZES, "80gb or 512mb")
 
@@ -74,6 +86,7 @@ def _quantity(text: str, name: str, units: dict[str, float], examples: str, *, z
     if match is None or math.isnan(number):
         raise ConfigError(f"{name}={text!r}: no quantity; write {examples}")
     unit = match[2].lower()
+    unit = LONG.get(unit.removesuffix("s"), unit) if units is TIMES else unit
     if unit not in units:
         raise ConfigError(f"{name}={text!r}: unit {match[2] or 'missing'}; allowed: {', '.join(filter(None, units))}")
     if number < 0 or (number == 0 and not zero) or math.isinf(number):

@@ -10,13 +10,39 @@ from diloco.plan.choose import Choice
 from diloco.plan.costs import Conditions, Row
 from diloco.plan.plot import rate_text
 from diloco.presets import PRESETS
-from diloco.report.units import percent, size
+from diloco.report.units import duration, percent, size
 
 TRAINING_BYTES = 16
 """Bytes of a parameter in training: weight, gradient and two moments, in fp32."""
 
 
-def plan_tables(conditions: Conditions, rows: list[Row], choice: Choice, notes: list[str]) -> str:
+ENOUGH = 0.95
+"""Utilisation from which on the answer is yes, unless a target is given."""
+WIDEST = 110
+
+
+def verdict(conditions: Conditions, rows: list[Row], target: float | None, memory: float | None) -> str:
+    """Whether the link suffices, in one sentence; what would be needed if not."""
+    row, wanted = rows[-1], target or ENOUGH
+    rate, busy = rate_text(conditions.link.rate), percent(row.utilization, digits=1)
+    whole = duration(row.hours * 3600)
+    parallel = f"data-parallel: {percent(rows[0].utilization, digits=1)}"
+    if row.utilization >= wanted:
+        text = f"Yes: {rate} is enough. {busy} busy with the settings below ({parallel}); the run takes {whole}."
+    else:
+        near = min(row.needed, key=lambda target: abs(float(target[:-1]) / 100 - wanted))
+        needed = row.needed[near]
+        more = "no rate gives" if needed == float("inf") else f"{rate_text(needed)} would give"
+        text = (f"No: {rate} is too slow. {busy} busy with the settings below ({parallel}); the run takes {whole}, "
+                f"and {more} {near[:-1]} %.")  # fmt: skip
+    asked = TRAINING_BYTES * conditions.model.parameters
+    if memory is not None and asked > memory:
+        text += (f" But it does not fit: weights, gradients and optimizer take {size(asked)}, a replica has "
+                 f"{size(memory)}; spread a replica over more devices (--shards).")  # fmt: skip
+    return text
+
+
+def plan_tables(conditions: Conditions, rows: list[Row], choice: Choice, notes: list[str], answer: str) -> str:
     group, model = conditions.group, conditions.model
     link = conditions.link
     rates = f"{_rate(float(link.up))} up, {_rate(float(link.down))} down"
@@ -35,7 +61,7 @@ def plan_tables(conditions: Conditions, rows: list[Row], choice: Choice, notes: 
             row.name,
             size(row.bytes_per_day),
             size(row.largest_burst),
-            f"{row.hours:,.1f}",
+            duration(row.hours * 3600),
             *([percent(row.goodput, digits=1)] if failing else []),
             *(["–" if row.price_per_day is None else f"{row.price_per_day:,.2f}"] if priced else []),
             size(row.device_bytes),
@@ -44,17 +70,22 @@ def plan_tables(conditions: Conditions, rows: list[Row], choice: Choice, notes: 
         ]
         for row in rows
     ]
-    costs_head = ["method", "sent a day", "burst", "hours", *(["goodput"] if failing else []),
+    costs_head = ["method", "sent a day", "burst", "time", *(["goodput"] if failing else []),
                   *(["price a day"] if priced else []), "more on device", "on host", "loss (estimate)"]  # fmt: skip
     settings = asdict(choice.settings) | {"outer_lr": choice.outer_lr}
     chosen = [[name, str(value), choice.reasons[name]] for name, value in settings.items()]
+    width = _width()
     return (
-        title
+        textwrap.fill(answer, width)
         + "\n\n"
-        + text_table(f"Utilisation on this link, and the rate for a utilisation, {ways}", head, busy)
-        + text_table("What it costs", costs_head, costs)
+        + textwrap.fill(title, width)
+        + "\n\n"
+        + text_table(
+            f"Utilisation on this link, and the rate for a utilisation, {ways}", head, busy, spare=(0, 0, 5, 3, 2, 1, 4)
+        )
+        + text_table("What it costs", costs_head, costs, spare=(0, 1, 2, 0, *[0] * (failing + priced), 5, 4, 3))
         + text_table("Recommended", ["setting", "value", "why"], chosen, left=3)
-        + "".join(f"{textwrap.fill(note, 110)}\n" for note in notes)
+        + "".join(f"{textwrap.fill(note, width)}\n" for note in notes)
     )
 
 
@@ -64,18 +95,13 @@ def notes(conditions: Conditions, choice: Choice, memory: float | None) -> list[
     estimate = laws.loss_gap(parameters, group.replicas, settings.sync_every, settings.overlap)
     caution = f" Caution: {estimate.caution}." if estimate.caution else ""
     out = [
-        f"Hours are for {conditions.steps:,} steps. Bytes and bursts are what one replica sends.",
+        f"Times are for {conditions.steps:,} steps. Bytes and bursts are what one replica sends.",
         f"Loss against data-parallel is an estimate from {estimate.source}.{caution}",
         "Real links give 50 to 90 % of their nominal rate; give the rate that you measured.",
     ]
-    if choice.utilization < 0.5:
-        out.append("This link keeps the accelerators idle most of the time, whatever the settings.")
-    if memory is not None:
-        asked = TRAINING_BYTES * parameters
-        verdict = "fit" if asked <= memory else "do not fit"
-        out.append(
-            f"Weights, gradients and optimizer ({size(asked)}, activations not counted) {verdict} in {size(memory)}."
-        )
+    asked = TRAINING_BYTES * parameters
+    if memory is not None and asked <= memory:  # if they do not fit, the verdict says so
+        out.append(f"Weights, gradients and optimizer ({size(asked)}, activations not counted) fit in {size(memory)}.")
     return out
 
 
@@ -103,21 +129,30 @@ def _toml(value: object) -> str:
     return f'"{value}"' if isinstance(value, str) else repr(value)
 
 
-def text_table(title: str, head: list[str], lines: list[list[str]], left: int = 1) -> str:
-    """As wide as the terminal, but never so narrow that figures break."""
-    from rich.box import SIMPLE_HEAD
+def text_table(title: str, head: list[str], lines: list[list[str]], left: int = 1, spare: tuple[int, ...] = ()) -> str:
+    """Fits the terminal. `spare`: of each column when it may be left out, see `Column`."""
     from rich.console import Console
-    from rich.table import Table
 
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
-    for i, name in enumerate(head):
-        table.add_column(name, justify="left" if i < left else "right", no_wrap=left == 1 or i + 1 < len(head))
-    for line in lines:
-        table.add_row(*line)
+    from diloco.report.fitted import Column, Fitted
+
+    when = spare or (0,) * len(head)
+    cells = zip(*lines, strict=True)
+    columns = [Column(name, each, i < left, when[i]) for i, (name, each) in enumerate(zip(head, cells, strict=True))]
     text = io.StringIO()
-    width = max(shutil.get_terminal_size((120, 24)).columns, 110)
-    Console(file=text, width=width, color_system=None).print(table)
-    return "\n".join(line.rstrip() for line in text.getvalue().splitlines()) + "\n\n"
+    console = Console(file=text, width=_width(), color_system=None)
+    console.print(Fitted(columns))
+    missing = len(head) - len(Fitted(columns).kept(console.width))
+    hint = f" ({missing} more columns in a wider terminal)" if missing else ""
+    return (
+        "\n".join(
+            [textwrap.fill(title + hint, console.width), *(line.rstrip() for line in text.getvalue().splitlines())]
+        )
+        + "\n\n"
+    )
+
+
+def _width() -> int:
+    return min(shutil.get_terminal_size((WIDEST, 24)).columns, WIDEST)
 
 
 def _rate(rate: float) -> str:

@@ -2,6 +2,8 @@
 
 import math
 
+YEAR = 365.25 * 86_400
+
 
 def size(count: float | None) -> str:
     """Bytes with a decimal prefix, as links are sold.
@@ -26,6 +28,8 @@ def duration(seconds: float | None) -> str:
 
     >>> duration(0.0123), duration(7.25), duration(192), duration(7260)
     ('12.3 ms', '7.25 s', '3 min 12 s', '2 h 01 min')
+    >>> duration(3 * 86_400 + 7_200), duration(1_296_540_000)
+    ('3 days 2 h', '41.1 years')
     """
     if seconds is None or not math.isfinite(seconds):
         return "–"
@@ -37,7 +41,10 @@ def duration(seconds: float | None) -> str:
     if minutes < 60:
         return f"{minutes} min {rest:02d} s"
     hours, minutes = divmod(round(seconds / 60), 60)
-    return f"{hours} h {minutes:02d} min"
+    if hours < 48:
+        return f"{hours} h {minutes:02d} min"
+    days, hours = divmod(round(seconds / 3600), 24)
+    return f"{days} days {hours} h" if days < 730 else f"{_digits(seconds / YEAR)} years"
 
 
 def factor(value: float | None) -> str:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import subprocess
 import sys
 import tomllib
@@ -21,7 +22,7 @@ from diloco.presets import PRESETS
 from diloco.runs.config import TrainConfig
 from diloco.train.defaults import resolve
 
-GIVEN = {"model": "1b", "step_seconds": 1.0, "link": ("100mbit",)}
+GIVEN = {"model": "1b", "step_seconds": "1", "link": ("100mbit",)}
 
 CASES = [
     ("1b", Group(0.1), 1e9),
@@ -132,6 +133,35 @@ def test_the_table_names_settings_reasons_and_sources(capsys):
         assert text in out
 
 
+@pytest.mark.parametrize(
+    ("link", "words", "answer"),
+    [
+        ("100Mbps", {}, "Yes: 100 Mbit/s is enough. 99.1 % busy"),
+        (
+            "1kbit",
+            {},
+            "No: 1 kbit/s is too slow. 0.0 % busy with the settings below (data-parallel: 0.0 %); the run takes",
+        ),
+        ("100mbit", {"memory": "12GiB"}, "But it does not fit: weights, gradients and optimizer take 20.4 GB"),
+        ("60mbit", {"target": 0.5}, "Yes: 60 Mbit/s is enough"),
+    ],
+)
+def test_the_plan_begins_with_yes_or_no_and_what_is_needed(capsys, link, words, answer):
+    assert main(PlanConfig(**GIVEN | {"link": (link,)} | words)) == 0
+    said = " ".join(capsys.readouterr().out.partition("\n\n")[0].split())
+    assert answer in said
+    assert link != "1kbit" or re.search(r"years, and \d+ Mbit/s would give 95 %\.$", said)
+
+
+@pytest.mark.parametrize("width", [60, 80, 100])
+def test_the_tables_fit_the_terminal_and_cut_no_number(capsys, monkeypatch, width):
+    monkeypatch.setenv("COLUMNS", str(width))
+    main(PlanConfig(**GIVEN | {"link": ("1kbit",)}, mtbf="7 days"))
+    out = capsys.readouterr().out
+    assert "…" not in out and max(map(len, out.splitlines())) <= width
+    assert "goodput" in out and "for 95 %" in out
+
+
 def test_a_bucket_has_a_price(capsys):
     prices = {"egress_price": 0.09, "put_price": 0.005, "get_price": 0.0004}
     main(PlanConfig(**GIVEN, reduce="bucket", **prices, json=True, sync_every=100, overlap=5, fragments="balanced:20"))
@@ -171,7 +201,7 @@ def test_plots_are_drawn(tmp_path, capsys, ending):
 def test_planning_needs_no_torch():
     program = (
         "import sys; from diloco.cli.plan import PlanConfig, main;"
-        "main(PlanConfig(model='1b', step_seconds=1.0, link=('1gbit',), json=True)); sys.exit('torch' in sys.modules)"
+        "main(PlanConfig(model='1b', step_seconds='1', link=('1gbit',), json=True)); sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=60).returncode == 0
 
@@ -181,8 +211,8 @@ def test_planning_needs_no_torch():
     [
         ({"link": ("-1gbit",)}, "above 0"),
         ({"link": ("0gbit",)}, "above 0"),
-        ({"link": ("1gigawatt",)}, "allowed: bit, kbit, mbit, gbit, tbit"),
-        ({"link": ("1",)}, "allowed: bit, kbit"),
+        ({"link": ("1gigawatt",)}, "allowed: bit, bps, kbit"),
+        ({"link": ("1",)}, "allowed: bit, bps"),
         ({"link": ("fast",)}, "write 1gbit"),
         ({"link": ("1.2.3gbit",)}, "write 1gbit"),
         ({"link": ("up=1gbit",)}, "up=50mbit,down=500mbit"),
@@ -200,8 +230,11 @@ def test_planning_needs_no_torch():
         ({"model": "2b"}, "give one of tiny"),
         ({"model": None}, "give --model 1b, or"),
         ({"layers": 3}, "either"),
-        ({"step_seconds": None}, "above 0"),
-        ({"step_seconds": -1.0}, "above 0"),
+        ({"step_seconds": None}, "give --step-seconds"),
+        ({"step_seconds": "-1"}, "above 0"),
+        ({"step_seconds": "fast"}, "write 80ms, 1.5s"),
+        ({"link": ("100MB/s",)}, "bits or bytes.* 100Mbit if bits were meant, 800Mbit if bytes"),
+        ({"link": ("1gb",)}, "bits or bytes"),
         ({"replicas": 0}, "at least 1"),
         ({"speeds": (1.0,)}, "2 numbers above 0"),
         ({"jitter": -0.1}, "from 0 to 1"),
