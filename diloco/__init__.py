@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from diloco.fragment import Named as Named
     from diloco.fragment import Sequential as Sequential
     from diloco.fragment import Strided as Strided
+    from diloco.launch import replica as replica
     from diloco.outer import SGD as SGD
     from diloco.outer import Nesterov as Nesterov
     from diloco.reduce.collective import Collective as Collective
@@ -32,6 +33,7 @@ _HOME = {
     "diloco": ("DiLoCo",),
     "errors": ("ConfigError", "DiLoCoError", "Diverged", "Mismatch", "NotFinite", "PeerLost"),
     "fragment": ("Balanced", "Named", "Sequential", "Strided"),
+    "launch": ("replica",),
     "outer": ("SGD", "Nesterov"),
     "reduce.collective": ("Collective",),
 }

@@ -301,7 +301,8 @@ class DiLoCo:
         mistakes.has_end(self)
         parts = {str(fragment.number): fragment.state_dict() for fragment in self._all_fragments()}
         # One entry per shard: torch.distributed.checkpoint takes equal names on several ranks for equal values.
-        return {str(self._shard): {"step": self.step_count, "work": self._work, "tokens": self._tokens, "parts": parts}}
+        counts = {"step": self.step_count, "work": self._work, "tokens": self._tokens}
+        return {str(self._shard): {**counts, "parts": parts, "replica": getattr(self.reduce, "replica", None)}}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -313,6 +314,7 @@ class DiLoCo:
         if str(self._shard) not in state_dict:
             raise Mismatch(f"the saved state is of {', '.join(state_dict)}, this process is {self._shard}")
         saved, fragments = state_dict[str(self._shard)], self._all_fragments()
+        mistakes.check_replica(saved.get("replica"), getattr(self.reduce, "replica", None))
         parts = saved["parts"]
         if len(parts) != len(fragments):
             raise Mismatch(

@@ -145,6 +145,14 @@ def release(model: nn.Module, reduce: object, diloco: object) -> None:
         _attached.pop(mine, None)
 
 
+def check_replica(saved: int | None, own: int | None) -> None:
+    """Say so if a state is another replica's, as with one file or folder for all."""
+    if None not in (saved, own) and saved != own:
+        warnings.warn(f"replica {own} loads a state that replica {saved} saved: it loses its own work since the last "
+                      "sync, and goes on with the moments of another. Save and load a file for each replica (with "
+                      "torch.distributed.checkpoint: a folder, and no_dist=True)", stacklevel=3)  # fmt: skip
+
+
 def check_no_step(moved: bool) -> None:
     """Without a counted step the last sync weighs nothing: it would put the start in the place of what was trained."""
     if moved:

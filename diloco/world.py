@@ -9,6 +9,12 @@ from dataclasses import dataclass
 from diloco.errors import ConfigError
 
 STARTED = "DILOCO_STARTED_HERE"
+LAUNCHED = {
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK"),
+    *("ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"),
+    *("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_NTASKS_PER_NODE", "SLURM_TASKS_PER_NODE"),
+}
+"""Variables by which a framework finds out that it is one of several processes."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +43,7 @@ def world_from(environment: Mapping[str, str], shards: int, replicas: int | None
     """This process's place if torchrun or Slurm gave it one, otherwise None."""
     if {"RANK", "WORLD_SIZE"} <= environment.keys():
         rank, size, local = (int(environment.get(key, 0)) for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
-    elif int(environment.get("SLURM_NTASKS", 1)) > 1 and "SLURM_PROCID" in environment:
+    elif _is_slurm_task(environment):
         rank, size, local = (int(environment[key]) for key in ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"))
     else:
         return None
@@ -52,8 +58,22 @@ def address_from(environment: Mapping[str, str]) -> tuple[str, int]:
     if "MASTER_ADDR" in environment:
         return environment["MASTER_ADDR"], int(environment.get("MASTER_PORT", 29500))
     nodes = environment.get("SLURM_STEP_NODELIST", environment.get("SLURM_JOB_NODELIST", ""))
-    port = 20_000 + int(environment.get("SLURM_JOB_ID", 0)) % 10_000  # the same on all nodes; two jobs rarely share one
-    return first_node(nodes), port
+    job, step = (int(environment.get(key, 0)) for key in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
+    return first_node(nodes), 20_000 + (job + 997 * step) % 10_000  # the same on all nodes; two steps rarely share one
+
+
+def job_from(environment: Mapping[str, str]) -> str:
+    """What tells this run from others that come to the same address: two steps of one Slurm job may."""
+    if "MASTER_ADDR" in environment:
+        return "diloco"
+    return f"diloco/{environment.get('SLURM_JOB_ID', 0)}.{environment.get('SLURM_STEP_ID', 0)}"
+
+
+def _is_slurm_task(environment: Mapping[str, str]) -> bool:
+    """Whether srun has started this process. The shell of a batch script is told SLURM_NTASKS and SLURM_PROCID as well,
+    but it is no task, and there is nobody to wait for."""
+    by_srun = not {"SLURM_STEP_ID", "SLURM_STEP_NODELIST"}.isdisjoint(environment)
+    return by_srun and "SLURM_PROCID" in environment and int(environment.get("SLURM_NTASKS", 1)) > 1
 
 
 def first_node(nodes: str) -> str:
@@ -80,6 +100,17 @@ def started_here() -> bool:
 
 def own_address() -> tuple[str, int]:
     return address_from(os.environ)
+
+
+def own_job() -> str:
+    return job_from(os.environ)
+
+
+def hide() -> None:
+    """Take away what torchrun and Slurm say, so that a framework finds a process of its own."""
+    for key in list(os.environ):
+        if key in LAUNCHED or key.startswith(("TORCHELASTIC_", "SLURM_STEP_")):
+            del os.environ[key]
 
 
 def alone() -> None:

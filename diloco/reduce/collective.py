@@ -20,7 +20,7 @@ from diloco.codec import Codec, pack, weighted
 from diloco.errors import ConfigError, DiLoCoError, Diverged, Mismatch, PeerLost
 from diloco.reduce import Contract, Delta, Dropped, Round, State
 from diloco.reduce.contract import compare, sources
-from diloco.reduce.groups import Broken, Groups, Transfer
+from diloco.reduce.groups import Broken, Groups, Place, Transfer, place_in
 from diloco.reduce.header import NBYTES, Header, Kind, check_round, settling
 from diloco.reduce.mean import (
     GATHER,
@@ -35,6 +35,25 @@ from diloco.reduce.mean import (
     shares,
 )
 from diloco.reduce.thread import CommThread
+from diloco.rendezvous import meet_at
+
+
+def _checked(at: object, group: object, replica: int | None, replicas: int | None) -> tuple[int, int]:
+    if group is not None:
+        raise ConfigError("give a group of ranks that meet in it, or at=, where others meet: not both")
+    if replica is None or replicas is None or not 0 <= replica < replicas:
+        raise ConfigError(
+            f"at={at!r}, replica={replica}, replicas={replicas}: give the number of this replica, from 0, and how many "
+            "there are"
+        )
+    return replica, replicas
+
+
+def _meet(at: str | dist.Store, replica: int, replicas: int, timeout: float) -> Place:
+    """Among the processes that have the same rank in the other replicas."""
+    rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+    store = meet_at(at, rank, replica, replicas, timeout) if isinstance(at, str) else at
+    return Place(replica, replicas, store, f"rank {rank} of each replica")
 
 
 @dataclass
@@ -58,6 +77,10 @@ class Collective:
             inside a replica, the group of the mesh's replica dimension: `mesh.get_group("replica")`.
         shards: with FSDP2 inside a replica, its ranks: an error in a round on one of them ends it on all.
         ddp_ranks: with DDP inside a replica, its ranks: each of them carries its share of the traffic.
+        at: instead of a group: where replicas meet that are jobs of their own, each with its own process group or with
+            none. "host:port" of the first process of replica 0, or a store. Rank r of one meets rank r of the others.
+        replica: with `at`, the number of this replica, from 0.
+        replicas: with `at`, how many there are.
         streams: TCP connections to use at once; a single one does not fill a long link.
         timeout: seconds that an exchange may take, including the wait for slower replicas; then a peer counts as lost.
         mean_codec: the codec of the averaged shares (4 or more replicas); by default that of the deltas.
@@ -71,38 +94,45 @@ class Collective:
         *,
         shards: dist.ProcessGroup | None = None,
         ddp_ranks: dist.ProcessGroup | None = None,
+        at: str | dist.Store | None = None,
+        replica: int | None = None,
+        replicas: int | None = None,
         streams: int = 1,
         timeout: float = 600.0,
         mean_codec: Codec | None = None,
     ) -> None:
-        if not dist.is_available() or not dist.is_initialized():
-            raise ConfigError(
-                "there is no process group: call torch.distributed.init_process_group() before DiLoCo and start the "
-                "script with `torchrun --nproc_per_node 2 script.py`, or pass reduce= (see diloco.reduce)"
-            )
         if streams < 1 or timeout <= 0:
             raise ConfigError(
                 f"streams={streams}, timeout={timeout}: give at least 1 stream and a positive timeout in seconds"
             )
-        self._ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-        self._made[tuple(self._ranks)] += 1
-        self._number = self._made[tuple(self._ranks)]
-        self._ddp_ranks = dist.get_process_group_ranks(ddp_ranks) if ddp_ranks else [dist.get_rank()]
-        self._shard_ranks = dist.get_process_group_ranks(shards) if shards else [dist.get_rank()]
-        self.replicas, self.replica = len(self._ranks), self._ranks.index(dist.get_rank())
+        self._at, self._across = at, Place()
+        if at is not None:
+            self.replica, self.replicas = _checked(at, group, replica, replicas)
+            self.ranks: list[int] = []
+        elif replica is not None or replicas is not None:
+            raise ConfigError("replica= and replicas= need at=, the place where the replicas meet")
+        else:
+            if not dist.is_available() or not dist.is_initialized():
+                raise ConfigError(
+                    "there is no process group: call torch.distributed.init_process_group() before DiLoCo and start "
+                    "the script with `torchrun --nproc_per_node 2 script.py`, or pass reduce= (see diloco.reduce)"
+                )
+            self._across = place_in(group or dist.group.WORLD)
+            self.replica, self.replicas = self._across.index, self._across.size
+            self.ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+            self._made[tuple(self.ranks)] += 1
+        self._number = self._made[tuple(self.ranks)]
+        self._ddp_ranks, self._shard_ranks = place_in(ddp_ranks), place_in(shards)
         self._streams, self._timeout, self._mean_codec = streams, timeout, mean_codec
         self._codecs: Sequence[Codec] = ()
         self._rounds: dict[tuple[int, int], Future[Round | Dropped]] = {}
         self._connection: _Connection | None = None
 
-    @property
-    def ranks(self) -> list[int]:
-        """The ranks that are joined, one in each replica, in the numbers of the default process group."""
-        return self._ranks
-
     def join(self, contract: Contract, states: Sequence[State], codecs: Sequence[Codec]) -> list[State | None]:
         self._codecs = codecs
         self._rounds.clear()  # loading a state has made them obsolete
+        if self._at is not None and self._connection is None:
+            self._across = _meet(self._at, self.replica, self.replicas, self._timeout)
         if self._connection is None:
             self._connection = _Connection(CommThread())
         return self._submit("join", self._join, contract, states).result()
@@ -141,7 +171,7 @@ class Collective:
         began = time.perf_counter()
         try:
             if connection.groups is None:
-                connection.groups = Groups(self._ranks, self._timeout)
+                connection.groups = Groups(self._across, self._timeout)
             return work(connection.groups, *args)
         except Broken as error:
             connection.lost = f"{what}, {time.perf_counter() - began:.1f} s: {error}. The state can still be saved."
@@ -151,7 +181,7 @@ class Collective:
     def _join(self, groups: Groups, contract: Contract, states: Sequence[State]) -> list[State | None]:
         check_round(groups.exchange(Header(Kind.JOIN)))
         own = {"mean_codec": repr(self._mean_codec), "streams": self._streams,
-               "ranks of a replica": len(self._ddp_ranks),
+               "ranks of a replica": self._ddp_ranks.size,
                # Two models of equal shapes that are joined in another order on one rank would be exchanged.
                "place in the order of construction": self._number}  # fmt: skip
         compare(groups.gather_json({**contract, **own}))
@@ -176,10 +206,10 @@ class Collective:
     ) -> Round | Dropped:
         delta = delta_later()
         n, codec, before = len(delta.values), self._codecs[fragment], groups.sent
-        share = parts(n, len(self._ddp_ranks))[self._ddp_ranks.index(dist.get_rank())]
+        share = parts(n, self._ddp_ranks.size)[self._ddp_ranks.index]
         # Encoded before the header goes, which says whether it is finite: half a nanosecond a value.
         payloads, finite = encode_cuts(codec, delta.values[share], self.replicas)
-        faulty = not finite or len(self._ddp_ranks) > 1  # the ranks of a replica must say the same
+        faulty = not finite or self._ddp_ranks.size > 1  # the ranks of a replica must say the same
         fault = -1 if not faulty or (found := delta.fault) is None else found
         headers = groups.exchange(
             Header(Kind.ROUND, delta.tokens, fragment, index, delta.weight, delta.fingerprint, fault)
@@ -193,7 +223,7 @@ class Collective:
             return Round(index, (), members, faults=faults)
         average = self._mean_by_gather if self.replicas <= GATHER else self._mean_by_parts
         arriving = average(groups, codec, payloads, share.stop - share.start, shares(weights))
-        if len(self._ddp_ranks) > 1:
+        if self._ddp_ranks.size > 1:
             arriving = exact(groups.gather_ddp(decode(list(arriving)), n))
         prepared, mean = delta.next() if delta.next else None, []
         for part in arriving:
@@ -208,7 +238,7 @@ class Collective:
 
     def _own(self, groups: Groups, codec: Codec, payloads: list[Tensor], share: slice, n: int) -> Callable[[], Tensor]:
         decode_own = partial(decode_cuts, codec, payloads, share.stop - share.start, self.replicas)
-        if len(self._ddp_ranks) == 1:
+        if self._ddp_ranks.size == 1:
             return decode_own
         gathered = groups.gather_ddp(decode_own(), n)  # now, as the other ranks of this replica do
         return lambda: gathered

@@ -9,6 +9,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, ClassVar, Literal
 
@@ -23,39 +24,58 @@ class Broken(Exception):
     """An exchange failed: a peer is gone or did not answer in time. The groups cannot be used any more."""
 
 
+@dataclass(frozen=True)
+class Place:
+    """This process among those that find each other at a store."""
+
+    index: int = 0
+    size: int = 1
+    store: dist.Store | None = None
+    name: str = ""  # the same on all of them, and another one for others at the same store
+
+
+def place_in(group: dist.ProcessGroup | None) -> Place:
+    """In a group of the default world; alone without one."""
+    if group is None:
+        return Place()
+    ranks = dist.get_process_group_ranks(group)
+    store = dist.distributed_c10d._get_default_store()
+    return Place(ranks.index(dist.get_rank()), len(ranks), store, ",".join(map(str, ranks)))
+
+
 class Groups:
     """This process among the ranks that hold the same part of the model, one for each replica."""
 
     _opened: ClassVar[Counter[str]] = Counter()
 
-    def __init__(self, ranks: list[int], timeout: float) -> None:
-        self._ranks, self._timeout = ranks, timeout
-        self._replicas, self._replica = len(ranks), ranks.index(dist.get_rank())
-        self._control: Any = self._group("control", ranks)
+    def __init__(self, across: Place, timeout: float) -> None:
+        self._across, self._timeout = across, timeout
+        self._replicas, self._replica = across.size, across.index
+        self._control: Any = self._group("control", across)
         self._payload: list[Any] = []
         self._ddp: Any = None
         self._shards: Any = None
         self._ddp_size = self._shard_count = 1
         self.sent = 0  # bytes of payloads
 
-    def _group(self, name: str, ranks: list[int]) -> Any:
-        name = f"diloco/{name}/{','.join(map(str, ranks))}"
+    def _group(self, name: str, place: Place) -> Any:
+        name = f"diloco/{name}/{place.name}"
         self._opened[name] += 1  # every member opens its groups in the same order
-        store = dist.PrefixStore(f"{name}/{self._opened[name]}", dist.distributed_c10d._get_default_store())
-        rank, timeout = ranks.index(dist.get_rank()), timedelta(seconds=self._timeout)
+        assert place.store is not None
+        store = dist.PrefixStore(f"{name}/{self._opened[name]}", place.store)
         try:
-            return dist.ProcessGroupGloo(store, rank, len(ranks), timeout)
+            return dist.ProcessGroupGloo(store, place.index, place.size, timedelta(seconds=self._timeout))
         except RuntimeError as error:
             raise Broken(_explain(str(error), self._timeout)) from None
 
-    def open(self, streams: int, ddp_ranks: list[int], shards: list[int]) -> None:
+    def open(self, streams: int, ddp_ranks: Place, shards: Place) -> None:
         """Open the other groups, after all replicas have agreed on the settings."""
         if self._payload:
             return
-        self._payload = [self._group(f"payload {i}", self._ranks) for i in range(streams)]
-        self._ddp_size, self._shard_count = len(ddp_ranks), len(shards)
-        self._ddp = self._group("ddp", ddp_ranks) if len(ddp_ranks) > 1 else None
-        self._shards = self._group("shards", shards) if len(shards) > 1 else None
+        self._payload = [self._group(f"payload {i}", self._across) for i in range(streams)]
+        self._ddp_size, self._shard_count = ddp_ranks.size, shards.size
+        self._ddp = self._group("ddp", ddp_ranks) if ddp_ranks.size > 1 else None
+        self._shards = self._group("shards", shards) if shards.size > 1 else None
 
     def drop(self) -> None:
         """Close the connections: so the others learn that this replica is gone."""

@@ -17,7 +17,7 @@ from diloco.errors import ConfigError
 from diloco.flags import meaning, parse, spelled, stored, to_toml
 from diloco.runs.config import METHODS, TrainConfig, distinguishes, names, reads
 from diloco.train.defaults import lr_at, resolve
-from diloco.world import World, address_from, world_from
+from diloco.world import World, address_from, job_from, world_from
 from tests.support.commands import ended, run_here, start_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -202,7 +202,11 @@ def test_torchrun_and_slurm_are_understood():
     assert world_from(slurm, 1, 4) == World(3, 4, 0)
     assert address_from(slurm) == ("gpu07", 20012)
     assert world_from({}, 1, None) is None
-    assert world_from({"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}, 1, None) is None
+    assert address_from(slurm | {"SLURM_STEP_ID": "1"}) != address_from(slurm | {"SLURM_STEP_ID": "2"})
+    assert job_from(slurm | {"SLURM_STEP_ID": "1"}) == "diloco/70012.1"
+    assert world_from({"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_STEP_ID": "0"}, 1, None) is None
+    batch = {"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_JOB_NODELIST": "gpu07"}  # the shell, not a task
+    assert world_from(batch, 1, None) is None
     with pytest.raises(ConfigError, match=r"replicas=3, shards=2 with 8 processes"):
         world_from(torchrun, 2, 3)
 

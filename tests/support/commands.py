@@ -168,9 +168,11 @@ def start(place: Path, *words: Any, **kwargs: Any) -> Command:
     return Command(place, main, [str(word) for word in words], **kwargs)
 
 
-def start_ranks(place: Path, size: int, called: Callable[..., Any], *args: Any) -> list[Command]:
+def start_ranks(
+    place: Path, size: int, called: Callable[..., Any], *args: Any, port: int | None = None
+) -> list[Command]:
     """The function in as many processes, each told its rank in the variables that torchrun sets."""
-    common = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    common = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port or free_port())}
     ranks = [common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(size)]
     return [Command(place, called, *args, env=rank) for rank in ranks]
 

@@ -1,0 +1,112 @@
+"""What every framework's callback does with DiLoCo: begin or resume, show the anchors, count, end."""
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from diloco import laws
+from diloco.diloco import DiLoCo
+from diloco.errors import ConfigError
+from diloco.launch import replica
+from diloco.module import trainable, unwrap
+from diloco.outer import Nesterov, Outer
+from diloco.reduce import Reduce
+
+
+class Attached:
+    """A DiLoCo that is made when the framework has model, optimizer and checkpoint in place.
+
+    Args:
+        reduce: who computes the mean, or a function that makes it when training begins, for groups that the framework
+            opens. None: the processes that torchrun or srun has started, each a replica: `diloco.replica()`.
+        settings: of DiLoCo.
+    """
+
+    def __init__(self, reduce: Reduce | Callable[[], Reduce] | None, settings: Mapping[str, Any]) -> None:
+        self._reduce = replica() if reduce is None else reduce
+        self._settings = dict(settings)
+        self._inside = contextlib.ExitStack()
+        self._training = False
+        self.diloco: DiLoCo | None = None
+
+    @property
+    def replica(self) -> int:
+        return self._of_reduce("replica")
+
+    @property
+    def replicas(self) -> int:
+        return self._of_reduce("replicas")
+
+    @property
+    def folder(self) -> str:
+        """The name of a folder that is this replica's own."""
+        named = getattr(self._reduce, "replica", getattr(self._reduce, "name", None))
+        return "" if named is None else f"replica-{named}"
+
+    def begin(
+        self,
+        model: nn.Module,
+        optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+        steps: float,
+        state: dict[str, Any] | None,
+    ) -> None:
+        """Join the others, from the saved state if there is one. `steps`: of the whole run."""
+        reduce: Any = self._reduce if hasattr(self._reduce, "take") else self._reduce()  # pyright: ignore
+        settings: dict[str, Any] = {**self._settings, "reduce": reduce}
+        settings.setdefault("outer", outer_of(model, steps / settings.get("sync_every", 100)))
+        self.diloco = DiLoCo(model, optimizers, **settings)
+        if state is not None:
+            self.diloco.load_state_dict(state)
+        self.diloco.join()
+        self._training = True
+
+    def show_anchors(self) -> None:
+        """Until `hide_anchors`, the model holds what all replicas agree on."""
+        self.hide_anchors()
+        if self.diloco is not None and self._training:
+            self._inside.enter_context(self.diloco.anchors())
+
+    def hide_anchors(self) -> None:
+        self._inside.close()
+
+    def figures(self) -> dict[str, float]:
+        """For the framework's log."""
+        if self.diloco is None:
+            return {}
+        stats = self.diloco.stats
+        return {
+            "diloco/rounds": stats.rounds,
+            "diloco/bytes_sent": stats.bytes_sent,
+            "diloco/bytes_received": stats.bytes_received,
+            "diloco/seconds_exposed": round(stats.seconds_exposed, 3),
+        }
+
+    def end(self) -> None:
+        """The last sync: all replicas are equal then."""
+        self._training = False
+        if self.diloco is not None:
+            self.diloco.finish()
+
+    def fail(self, error: BaseException) -> None:
+        """Training ended with an error: leave at once, so that the others do not wait for this replica."""
+        self.hide_anchors()
+        self._training = False
+        if self.diloco is not None:
+            self.diloco.__exit__(type(error), error, None)
+
+    def _of_reduce(self, name: str) -> int:
+        if not hasattr(self._reduce, name):
+            raise ConfigError(f"{type(self._reduce).__name__} gives no {name}: divide the data by names of your own")
+        return getattr(self._reduce, name)
+
+
+def outer_of(model: nn.Module, rounds: float) -> Outer:
+    """The outer rule as `diloco train` derives it. With the usual momentum of 0.9 a small model would not come to rest
+    in a short run, least of all under a learning rate that goes to 0, which is the default of frameworks."""
+    small = sum(p.numel() for p in trainable(unwrap(model)).values()) < laws.FITTED[0]
+    if small and rounds < laws.SHORT:
+        return Nesterov(laws.SHORT_OUTER_LR, laws.SHORT_MOMENTUM)
+    return Nesterov()
