@@ -36,7 +36,7 @@ class Buffers:
         with self._lock:
             same = [each for each in self._free if len(each[0]) == n]
             if n and same:
-                self._free.remove(same[0])
+                self._free = [each for each in self._free if each is not same[0]]  # `==` would compare the values
             elif n:
                 self._free.clear()
         if not n or not same:
