@@ -19,6 +19,7 @@ import torch
 
 from diloco.bucket.members import check_name, register
 from diloco.bucket.protocol import FragmentProtocol
+from diloco.bucket.round_store import RoundStore
 from diloco.bucket.run import UNSHARDED, Run, backend_of_shard, contract_of, find_or_create, starting_state
 from diloco.bucket.session import Session
 from diloco.bucket.snapshots import Snapshots
@@ -32,7 +33,8 @@ from diloco.errors import ConfigError, DiLoCoError
 from diloco.reduce import Contract, Delta, Dropped, Jump, Round, State
 
 PATIENCE = 60.0
-"""Seconds that finish() waits for a last round to be closed, beyond the time in which a dead member is noticed."""
+"""Seconds that finish() waits for the last rounds of all fragments to be closed, beyond the time in which a dead member
+is noticed."""
 
 
 class Bucket:
@@ -86,7 +88,8 @@ class Bucket:
         self._wakes: list[threading.Event] = []
         self._protocols: list[FragmentProtocol] = []
         self._error: BaseException | None = None
-        self._entering = self._finishing = self._last_sent = False
+        self._entering = self._last_sent = False
+        self._finishing: float | None = None  # since when
         self._trained: set[int] = set()  # fragments with rounds of their own, unlike buffers
         self._clock = time.monotonic
         self.session: Session | None = None
@@ -98,13 +101,24 @@ class Bucket:
         self._backend = backend_of_shard(
             str(contract.get("shard", UNSHARDED)), self._root, self.url, self._options.strict
         )
-        self._store, self._error = Store(self._backend), None
-        entered = self._store.run(self.joining(contract, states, codecs), self._lock)
-        self._start_threads()
+        self._store, self._error = Store(self._backend, report=self._event), None
+        self._store.run(self.introducing(contract, states, codecs), self._lock)
+        self._start_threads(0, 1)  # the others must know that somebody joins while it reads a large snapshot
+        try:
+            entered = self._store.run(self.entering(states), self._lock)
+        except BaseException:
+            self._end_threads()
+            raise
+        self._start_threads(1, len(self._protocols))
         return entered
 
     def joining(self, contract: Contract, states: Sequence[State], codecs: Sequence[Codec]) -> Task[list[State | None]]:
         """The part of `join` that uses the store, as a task."""
+        yield from self.introducing(contract, states, codecs)
+        return (yield from self.entering(states))
+
+    def introducing(self, contract: Contract, states: Sequence[State], codecs: Sequence[Codec]) -> Task[None]:
+        """Find or create the run, and become one of its members."""
         agreed = contract_of(contract, self._rounds, self._max_work)
         proposal = Run(secrets.token_hex(8), agreed, (), self._note, created=True)
         self.run = yield from find_or_create(proposal, self._key, states, self._join_only)
@@ -114,16 +128,21 @@ class Bucket:
         assert isinstance(sync_every, int)
         timing = Timing(self._options, sync_every, self._clock)
         self.session = session = Session(envelope, mine, timing, self._rounds, self._max_work)
-        self._protocols = [
-            FragmentProtocol(
-                f, len(state.anchor), codec, Snapshots(envelope, f, state, initial, session.reject), session
-            )
-            for f, (state, codec, initial) in enumerate(zip(states, codecs, self.run.snapshots, strict=True))
-        ]
+        self._protocols = []
+        for f, (state, codec, initial) in enumerate(zip(states, codecs, self.run.snapshots, strict=True)):
+            n = len(state.anchor)
+            rounds = RoundStore(f, n, codec, envelope, session.reject)
+            snapshots = Snapshots(rounds, envelope, f, state, initial, session.reject, codec.nbytes(n))
+            self._protocols.append(FragmentProtocol(f, n, codec, rounds, snapshots, session))
+
+    def entering(self, states: Sequence[State]) -> Task[list[State | None]]:
+        """Take the state of the run."""
+        session = self.session
+        assert session is not None
         entered = yield from together([starting_state(c, s) for c, s in zip(self._protocols, states, strict=True)])
         session.mine = replace(session.mine, joining=False)
         yield from session.tick()
-        self._entering, self._finishing, self._last_sent = True, False, False
+        self._entering, self._finishing, self._last_sent = True, None, False
         return entered
 
     def due(self, fragment: int, steps: int, slot: bool) -> bool:
@@ -138,26 +157,28 @@ class Bucket:
     def send(self, fragment: int, index: int, delta: Callable[[], Delta]) -> None:
         with self._lock:
             self._check()
-            self._last_sent |= self._finishing
+            self._last_sent |= self._finishing is not None
             self._protocols[fragment].send(index, delta)
             self._wake(fragment)
 
     def take(self, fragment: int, index: int) -> Round | Jump | Dropped | None:
-        protocol, began = self._protocols[fragment], time.monotonic()
+        protocol = self._protocols[fragment]
         with self._lock:
             while True:
                 self._check()
                 outcome = protocol.take(index)
                 if outcome is not None or not self._must_wait(protocol):
                     break
-                if self._finishing and time.monotonic() - began > self._options.ttl + PATIENCE:
+                waited = 0.0 if self._finishing is None else self._clock() - self._finishing
+                if waited > self._options.ttl + PATIENCE:
                     protocol.give_up()
                     return Dropped()
                 self._lock.wait(1.0)
             if outcome is None and self._options.strict and protocol.expects_outcome:
                 for other in self._crossing_calls(protocol):
                     other.answer_call = True  # it is sent at the next step
-            self._wake(fragment)  # there is room for the next outcome
+            if outcome is not None:
+                self._wake(fragment)  # there is room for the next one
             return outcome
 
     def applied(self, fragment: int, state: State) -> None:
@@ -168,7 +189,7 @@ class Bucket:
     def settle(self) -> None:
         with self._lock:
             self._check()
-            self._finishing = True
+            self._finishing = self._clock()
 
     def leave(self) -> None:
         """Tell the others. If the store does not answer, they find out by themselves."""
@@ -219,7 +240,7 @@ class Bucket:
         if not protocol.expects_outcome:
             return False
         if not self._options.strict:
-            return self._finishing
+            return self._finishing is not None
         return self._last_sent or not self._crossing_calls(protocol)
 
     def _crossing_calls(self, protocol: FragmentProtocol) -> list[FragmentProtocol]:
@@ -229,29 +250,36 @@ class Bucket:
         others = [self._protocols[f] for f in self._trained if self._protocols[f] is not protocol]
         return [other for other in others if other.called_since < protocol.open_at]
 
+    def _event(self, event: str, **values: Any) -> None:
+        if self.session is not None:
+            self.session.event(event, **values)
+
     def _check(self) -> None:
         if self._error is not None:
             raise self._error
 
     def _wake(self, fragment: int) -> None:
-        if self._wakes:
+        if len(self._wakes) > fragment + 1:
             self._wakes[fragment + 1].set()
 
-    def _start_threads(self) -> None:
-        session, ticks = self.session, self.ticks()
+    def _start_threads(self, first: int, count: int) -> None:
+        """Attend to some of the ticks: the first one is that of the members."""
+        session, ticks = self.session, self.ticks()[first : first + count]
         assert session is not None
-        self._wakes = [threading.Event() for _ in ticks]
-        pauses = [lambda: self._options.heartbeat, *[lambda: session.timing.poll] * (len(ticks) - 1)]
+        wakes = [threading.Event() for _ in ticks]
+        self._wakes += wakes
+        pauses = [lambda: session.timing.poll if first else self._options.heartbeat] * count
         # Each thread has its own number of torch threads, but a new thread inherits the number that was set last.
-        threads, ready = torch.get_num_threads(), threading.Barrier(len(ticks) + 1)
-        self._threads = [
+        number, ready = torch.get_num_threads(), threading.Barrier(count + 1)
+        threads = [
             threading.Thread(target=self._attend, args=(ready, self._store, *each), name="bucket", daemon=True)
-            for each in zip(ticks, self._wakes, pauses, strict=True)
+            for each in zip(ticks, wakes, pauses, strict=True)
         ]
-        for thread in self._threads:
+        self._threads += threads
+        for thread in threads:
             thread.start()
         ready.wait()
-        torch.set_num_threads(threads)
+        torch.set_num_threads(number)
 
     def _attend(
         self,

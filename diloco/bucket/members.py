@@ -4,14 +4,20 @@ clock."""
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
-from diloco.bucket.store.envelope import HEADER, PREFIX, Envelope, Invalid, Opened, integer, number
-from diloco.bucket.store.operations import All, List, Read, Task, Write, create
+from diloco.bucket.store.envelope import PREFIX, Envelope, Invalid, Opened, integer, number
+from diloco.bucket.store.operations import All, Delete, List, Read, Task, Write, create
 from diloco.errors import ConfigError, DiLoCoError
 
 NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,62}")
 PREFIX_OF_ALL = "members/"
+_ENTRY = re.compile(r"members/([a-z0-9][a-z0-9_-]{0,62})/([0-9]{6})")
+SAMPLE = 32
+"""Entries that are read at a time. Where there are more members, each is looked at every few heartbeats."""
+ENTRY = PREFIX.size + (16 << 10)
+STUCK = 300.0
+"""Seconds without a step after which a member that shows signs of life is no longer awaited, and at least 20 steps."""
+STEPS = "steps"
 
 
 class Superseded(DiLoCoError):
@@ -74,7 +80,7 @@ def read_member(found: Opened) -> Member:
         joining=said["joining"],
         left=said["left"],
         step_seconds=number(said["step_seconds"], "step_seconds", 0, 1e6),
-        published={str(key): number(value, str(key), -1e30, 1e30) for key, value in published.items()},
+        published={str(key)[:64]: number(value, str(key)[:64], -1e30, 1e30) for key, value in published.items()},
     )
     if found.name != member.object_name:
         raise Invalid("it is another member than its name says")
@@ -85,6 +91,7 @@ def read_member(found: Opened) -> Member:
 class _Sight:
     member: Member
     since: float  # when its counter was last seen to change
+    moved: float  # when it was last seen to make a step, or to join
 
 
 class Members:
@@ -103,7 +110,11 @@ class Members:
             known = self._seen.get(member.name)
             if known and (member.incarnation, member.counter) <= (known.member.incarnation, known.member.counter):
                 continue  # unchanged, or from an older life of it
-            self._seen[member.name] = _Sight(member, now)
+            moved = now
+            if known and known.member.incarnation == member.incarnation and not known.member.joining:
+                same = known.member.published.get(STEPS) == member.published.get(STEPS)
+                moved = known.moved if same else now
+            self._seen[member.name] = _Sight(member, now, moved)
             if (known is None or known.member.joining) and not member.joining:
                 new.append(member)
                 if not member.left:
@@ -118,6 +129,13 @@ class Members:
             for name, sight in self._seen.items()
             if name != self.me and not sight.member.left and now - sight.since <= self.ttl
         }
+
+    def stuck(self, now: float) -> set[str]:
+        """Members that show signs of life and make no steps."""
+        return {
+            name for name, sight in self._seen.items()
+            if now - sight.moved > max(STUCK, 20 * sight.member.step_seconds) and not sight.member.joining
+        }  # fmt: skip
 
     def closed(self, names: Iterable[str]) -> None:
         """A round was closed with these members: the others are not waited for until they deliver again."""
@@ -134,7 +152,8 @@ class Members:
     def awaited(self, now: float, everyone: bool) -> dict[str, Member]:
         """The members whose deltas a round waits for: all that live; or, of these, those that were in the last closed
         round or have delivered or joined since. So a dead or slow member costs the grace once, not in every round."""
-        living = {name: m for name, m in self.alive(now).items() if not m.joining}
+        stuck = self.stuck(now)
+        living = {name: m for name, m in self.alive(now).items() if not m.joining and name not in stuck}
         expected = living if everyone or self._expected is None else self._expected
         return {name: m for name, m in living.items() if name in expected}
 
@@ -144,36 +163,80 @@ class Members:
         return max((index for number, index in pairs if number == fragment), default=-1)
 
 
+class Roll:
+    """Reads the entries of the members, not all at every time."""
+
+    def __init__(self) -> None:
+        self._read_at: dict[str, int] = {}  # entry: when it was read last
+        self._over: set[str] = set()  # entries of members that have left, which do not change any more
+        self._bad: set[str] = set()
+        self._looks = 0
+        self.spread = 1  # looks that it takes to see everybody
+
+    def read(self, envelope: Envelope, reject: Callable[[str, Invalid], None]) -> Task[list[Member]]:
+        """The newest lives of some members, all if they are few; each in its turn, and the new ones first."""
+        self._looks += 1
+        if self._looks % SAMPLE == 0:
+            self._bad.clear()  # an owner may have written over what was bad
+        lives = lives_of((yield List(PREFIX_OF_ALL)))
+        newest = [next((path for path in paths if path not in self._bad), None) for paths in lives.values()]
+        paths = sorted((p for p in newest if p and p not in self._over), key=lambda p: (self._read_at.get(p, 0), p))
+        self.spread = max(1, -(-len(paths) // SAMPLE))
+        members = []
+        answers = yield All([Read(path, ENTRY) for path in paths[:SAMPLE]])
+        for path, data in zip(paths[:SAMPLE], answers, strict=True):
+            self._read_at[path] = self._looks
+            try:
+                if data is not None:
+                    members.append(read_member(envelope.open(path, "member", data, 0)))
+                    self._over |= {path} if members[-1].left else set()
+            except Invalid as reason:
+                self._bad.add(path)
+                reject(path, reason)
+        return members
+
+
+def lives_of(names: Iterable[str]) -> dict[str, list[str]]:
+    """The entries of each member, the newest life first."""
+    lives: dict[str, list[str]] = {}
+    for path in sorted(names, reverse=True):
+        if match := _ENTRY.fullmatch(path):
+            lives.setdefault(match[1], []).append(path)
+    return lives
+
+
 def read_members(envelope: Envelope, reject: Callable[[str, Invalid], None]) -> Task[list[Member]]:
-    """The newest incarnation of every member."""
-    names = yield List(PREFIX_OF_ALL)
-    newest: dict[str, str] = {}
-    for path in sorted(names):
-        name, _, number_ = path.removeprefix(PREFIX_OF_ALL).partition("/")
-        if NAME.fullmatch(name) and re.fullmatch(r"\d{6}", number_):
-            newest[name] = path
-    paths = list(newest.values())
-    answers = yield All([Read(path, PREFIX.size + HEADER) for path in paths])
-    members = []
-    for path, data in zip(paths, answers, strict=True):
-        try:
-            if data is not None:
-                members.append(read_member(envelope.open(path, "member", data, 0)))
-        except Invalid as reason:
-            reject(path, reason)
-    return members
+    """The newest life of every member."""
+    found: dict[str, Member] = {}
+    roll = Roll()
+    for _ in range(SAMPLE):
+        members = yield from roll.read(envelope, reject)
+        if all(m.name in found for m in members) and roll.spread == 1:
+            break
+        found |= {m.name: m for m in members}
+    return [found[name] for name in sorted(found)]
 
 
 def register(envelope: Envelope, name: str, nonce: float) -> Task[Member]:
-    """Begin a new incarnation of a name: the first number that is free. `nonce` tells the own entry from that of
-    another process."""
-    names: dict[str, Any] = yield List(f"{PREFIX_OF_ALL}{name}/")
-    taken = [int(path[-6:]) for path in names if re.fullmatch(r"\d{6}", path[-6:])]
-    incarnation = max(taken, default=-1) + 1
+    """Begin a new life of a name: the number after the newest valid one, or the first free one after it. `nonce` tells
+    the own entry from that of another process. Delete the entries of earlier lives but the last."""
+    lives = lives_of((yield List(f"{PREFIX_OF_ALL}{name}/"))).get(name, [])
+    incarnation, valid = 0, []
+    for path in lives[:SAMPLE]:
+        data = yield Read(path, ENTRY)
+        try:
+            if data is not None:
+                valid.append(read_member(envelope.open(path, "member", data, 0)))
+                incarnation = valid[0].incarnation + 1
+                break
+        except Invalid:
+            continue
+    old = [path for path in lives if valid and path < valid[0].object_name]
+    yield All([Delete(path) for path in old])
     while True:
         mine = Member(name, incarnation, published={"nonce": nonce})
         body = mine.sealed(envelope)
-        found = yield from create(mine.object_name, body, PREFIX.size + HEADER)
+        found = yield from create(mine.object_name, body, ENTRY)
         if found == body:
             return mine
         incarnation += 1

@@ -112,7 +112,7 @@ class Outbox:
             return Abandoned()  # it may still count: put in an earlier incarnation, it is the same object
         self._putting = True
         began = self._session.clock()
-        there = yield from put(sealed, stale=lambda: self._waiting is not None)
+        there = yield from put(sealed, stale=lambda: self._waiting is not None or not is_open(waiting.index))
         self._putting = False
         # Also if the round was closed meanwhile: that is when the grace of the others was too short.
         self._session.timing.uploaded(self._fragment, self._session.clock() - began)

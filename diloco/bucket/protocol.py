@@ -18,9 +18,9 @@ from math import inf
 from diloco.bucket.outbox import Abandoned, Delivered, Outbox, Spoiled
 from diloco.bucket.round_store import RoundStore
 from diloco.bucket.rounds import (
-    NORMS,
     Contribution,
     Followed,
+    Link,
     Record,
     delta_name,
     entries_of,
@@ -28,9 +28,12 @@ from diloco.bucket.rounds import (
     mean_of,
     member_of,
     one_per_member,
+    place_of,
+    truthful,
 )
 from diloco.bucket.session import Session
 from diloco.bucket.snapshots import Snapshots
+from diloco.bucket.store.envelope import Invalid
 from diloco.bucket.store.operations import Task, Work
 from diloco.codec import Codec
 from diloco.errors import Diverged
@@ -52,6 +55,8 @@ class _OpenRound:
 
     deltas: dict[str, Contribution] = field(default_factory=dict)  # by name
     unusable: set[str] = field(default_factory=set)
+    lies: set[str] = field(default_factory=set)  # digests of records that say of deltas what they are not
+    checked: bool = False  # that the rounds before were not closed otherwise
     first_seen: float | None = None  # when the first delta was
     open_at: float = -inf  # when it was last seen to be open
 
@@ -62,28 +67,33 @@ class _OpenRound:
 
 @dataclass(frozen=True)
 class _Following:
-    """Every closed round is followed. `late`: from too far behind; at the frontier, local work is given up."""
+    """Every closed round is followed. `late`: from too far behind; at the frontier, local work is given up. Meanwhile
+    the others are asked for a snapshot, and one that is far ahead is taken."""
 
     late: bool = False
 
 
 @dataclass(frozen=True)
 class _Jumping:
-    """A snapshot of at least this index is awaited, until the deadline; then the rounds are followed after all."""
+    """A snapshot of at least this index is taken. `must`: the rounds cannot be followed, so it is waited for. `before`:
+    the first round that was read wrongly, so that a snapshot of before is taken."""
 
     least: int
-    deadline: float = inf
+    must: bool = True
+    before: int | None = None
 
 
 class FragmentProtocol:
-    def __init__(self, number: int, n: int, codec: Codec, snapshots: Snapshots, session: Session) -> None:
-        self.number, self.snapshots, self.session = number, snapshots, session
+    def __init__(
+        self, number: int, n: int, codec: Codec, rounds: RoundStore, snapshots: Snapshots, session: Session
+    ) -> None:
+        self.number, self.round_store, self.snapshots, self.session = number, rounds, snapshots, session
         self._n, self._codec = n, codec
-        self.round_store = RoundStore(number, n, codec, session.envelope, session.reject)
         self.outbox = Outbox(number, n, codec, session)  # for the round after the one held
         self.held = self.frontier = 0
         self.fingerprint = 0  # of the state held
-        self.previous = ""  # digest of the record of the frontier
+        self.previous = Link()  # what the next record has to follow
+        self._links: dict[int, Link] = {}  # the last ones, by index
         self.caught_up = False  # the round after the frontier was seen to be open
         self.answer_call = False  # in strict pace: members would wait for each other crosswise
         self._given_up = False  # the last round
@@ -91,13 +101,13 @@ class FragmentProtocol:
         self._mode: _Following | _Jumping = _Following()
         self._ready: deque[Followed | Jump | Dropped] = deque()
         self._differs: int | None = None  # other bits were found; forgotten once the record of this index agrees
-        self._norms: deque[list[float]] = deque(maxlen=NORMS)
+        self._branches = 0  # how often the run was found to have gone another way
         self._closer = ""
         self._missed = 0  # own deltas in a row that were not counted
 
-    def start_from(self, state: State, previous: str) -> None:
-        """Begin with a state of the run. `previous`: digest of the record that led to it."""
-        self.frontier, self.previous = state.index, previous
+    def start_from(self, state: State, previous: Link) -> None:
+        """Begin with a state of the run. `previous`: what the next record has to follow."""
+        self._advance(state.index, previous)
         self._hold(state)
 
     def _hold(self, state: State) -> None:
@@ -213,7 +223,7 @@ class FragmentProtocol:
         session, now = self.session, self.session.clock()
         wanted = session.members.wanted(self.number, now)
         first = self._closer == session.me
-        self.snapshots.consider(state, self.previous, wanted, first, now, session.grace(self.held))
+        self.snapshots.consider(state, self.previous.digest, wanted, first, now, session.grace(self.held))
 
     def tick(self) -> Task[None]:
         """Everything that the background has to do now."""
@@ -223,7 +233,7 @@ class FragmentProtocol:
             yield from self._deliver()
         while (yield from self._follow()):
             pass
-        yield from self.snapshots.tick()
+        yield from self.snapshots.tick(self.frontier, self.session.clock(), self.session.somebody_joins)
 
     def _deliver(self) -> Task[None]:
         match (yield from self.outbox.deliver(is_open=lambda index: index == self.frontier + 1)):
@@ -248,25 +258,53 @@ class FragmentProtocol:
         if isinstance(self._mode, _Jumping) or len(self._ready) >= AHEAD:
             return False
         looked = self.session.clock()
-        names = yield from self.round_store.names(index)
-        record, slot = yield from self.round_store.record(index, self.previous, names)
+        names = yield from self.session.listing.names(self.number, index)
+        lies = self._round.lies
+        record, slot, branched = yield from self.round_store.record(index, self.previous, names, lies)
+        if branched and not self._round.checked and (yield from self._off_the_run()):
+            return False
         if record is None:
-            yield from self._gather(index, names)
+            yield from self._gather(names)
             self.caught_up, self._round.open_at = True, looked
             if self._mode == _Following(late=True):
                 self._mode = _Following()
                 self._ready.append(Dropped(reset=True))
+                self.session.want(self.number, None)
             proposal = self._propose(index)
             if proposal is None:
                 return False
-            record = yield from self.round_store.close(proposal, slot)
+            record = yield from self.round_store.close(proposal, slot, lies)
         return (yield from self._average(record))
 
-    def _gather(self, index: int, names: dict[str, int]) -> Task[None]:
+    def _off_the_run(self) -> Task[bool]:
+        """Some record of the next round follows another one than that known here. If a round is closed otherwise than
+        it was read here, a reply was wrong: go back to a snapshot of the run."""
+        self._round.checked = True
+        for index, link in sorted(self._links.items()):
+            previous = self._links.get(index - 1)
+            if previous is None:
+                continue
+            record, _, _ = yield from self.round_store.record(index, previous)
+            if record is not None and record.link != link:
+                self._branches += 1
+                self.session.event("diverged", fragment=self.number, index=index)
+                if self._branches > 1:
+                    raise Diverged(f"fragment {self.number}: round {index} was read otherwise than the others read it, "
+                                   "for the second time: check what lies between this machine and the store (a proxy "
+                                   "or a cache)")  # fmt: skip
+                self._ready.clear()
+                self._mode = _Jumping(0, before=index)
+                return True
+        return False
+
+    def _gather(self, names: dict[str, int]) -> Task[None]:
         """Read the deltas that are new."""
         known = self._round.deltas.keys() | self._round.unusable
         new = [name for name in sorted(names) if member_of(name) and name not in known]
-        for name, delta in zip(new, (yield from self.round_store.deltas(new, index)), strict=True):
+        for name in names:
+            if place_of(name) is None:
+                self.session.reject(name, Invalid("no object of a round has such a name"))
+        for name, delta in zip(new, (yield from self.round_store.deltas(new)), strict=True):
             if isinstance(delta, Contribution):
                 self._saw(name, delta)
             elif delta is not None:
@@ -281,20 +319,24 @@ class FragmentProtocol:
         present, waited = {delta.member for delta in deltas}, session.clock() - first_seen
         if not may_close(present, session.awaited(index), waited, session.grace(index), session.options.quorum):
             return None
-        entries = entries_of(deltas, self._norms, session.max_work)
+        entries = entries_of(deltas, session.max_work, own.digest)
         return Record(self.number, index, self.previous, self.fingerprint, session.me, entries)
 
     def _average(self, record: Record) -> Task[bool]:
         """Read the deltas that the record names, and compute their mean."""
         names = [delta_name(self.number, record.index, e.member, e.digest) for e in record.entries]
         missing = [name for name in names if name not in self._round.deltas]
-        fetched = dict(zip(missing, (yield from self.round_store.deltas(missing, record.index)), strict=True))
+        fetched = dict(zip(missing, (yield from self.round_store.deltas(missing)), strict=True))
         found = [self._round.deltas.get(name) or fetched.get(name) for name in names]
         deltas = {delta.digest: delta for delta in found if isinstance(delta, Contribution)}
         if set(deltas) != {e.digest for e in record.entries}:
             self.session.event("gone", fragment=self.number, index=record.index)
             self._mode = _Jumping(self.frontier + 1)
             return False
+        if not truthful(record, deltas, self.session.max_work):
+            self._round.lies.add(record.digest)
+            self.session.event("lie", fragment=self.number, index=record.index, by=record.by)
+            return True
         payloads = {digest: delta.payload for digest, delta in deltas.items()}
         mean = mean_of(record, payloads, self._codec, self._n)
         state = yield Work(lambda: self._next(record.index, mean))
@@ -302,10 +344,10 @@ class FragmentProtocol:
             return False  # meanwhile the core found that it holds other bits
         received = sum(delta.nbytes for delta in deltas.values() if delta.member != self.session.me)
         self._ready.append(Followed(record, mean, received, state))
-        self._norms.append([e.norm for e in record.entries])
+        self.snapshots.followed(record)
         self.session.members.closed(record.members)
-        self._advance(record.index, record.digest)
-        if self.frontier - self._reached > 1 and self._mode == _Following():
+        self._advance(record.index, record.link)
+        if self.frontier - self._reached > 1:
             yield from self._look_far()
         return True
 
@@ -317,8 +359,10 @@ class FragmentProtocol:
         next.add(mean)
         return next.state(index)
 
-    def _advance(self, frontier: int, digest: str) -> None:
-        self.frontier, self.previous, self._round = frontier, digest, _OpenRound()
+    def _advance(self, frontier: int, link: Link) -> None:
+        self.frontier, self.previous, self._round = frontier, link, _OpenRound()
+        self._links = {index: each for index, each in self._links.items() if index > frontier - 2 * BEHIND}
+        self._links[frontier] = link
 
     @property
     def _reached(self) -> int:
@@ -327,30 +371,37 @@ class FragmentProtocol:
         return first.state.index if isinstance(first, Jump) else self.held
 
     def _look_far(self) -> Task[None]:
-        """If this member is far behind, jump to a snapshot, provided that one is ahead or a living member can make one.
-        Otherwise follow all rounds and then give up the local work, which is against an anchor of long ago."""
-        if not (yield from self.round_store.reaches(self._reached + BEHIND + 1)):
-            return
+        """If this member is far behind, ask the others for a snapshot and follow the rounds meanwhile; take a snapshot
+        that is far ahead. At the frontier the local work is given up, which is against an anchor of long ago."""
+        if self._mode == _Following():
+            if not (yield from self.round_store.reaches(self._reached + BEHIND + 1)):
+                return
+        elif self.frontier % BEHIND:
+            return  # it has asked: now and then is often enough to look
         yield from self.snapshots.refresh()
         if isinstance(self._mode, _Jumping):
             return  # meanwhile the core found that it holds other bits
-        living = self.session.members.alive(self.session.clock())
-        if self.snapshots.newest > self.frontier or living:
-            self._mode = _Jumping(self.frontier + 1, self.session.clock() + self.session.patience())
+        self._mode = _Following(late=True)
+        if self.snapshots.newest > self.frontier + BEHIND:
+            self._mode = _Jumping(self.frontier + 1, must=False)
         else:
-            self._mode = _Following(late=True)
+            self.session.want(self.number, self.frontier + BEHIND + 1)
 
     def _load(self, jumping: _Jumping) -> Task[None]:
         """Jump to the newest snapshot; if there is none yet, ask the others for one."""
-        loaded = yield from self.snapshots.load(jumping.least)
+        loaded = yield from self.snapshots.load(jumping.least, jumping.before)
+        if loaded is None and jumping.before is not None:
+            raise Diverged(f"fragment {self.number}: round {jumping.before} was read otherwise than the others read "
+                           "it, and no snapshot of before is left: start this member again")  # fmt: skip
         if loaded is None:
             self.session.want(self.number, jumping.least)
-            if self._mode is jumping and self.session.clock() > jumping.deadline:
+            if not jumping.must and self._mode is jumping:
                 self._mode = _Following(late=True)
             return
-        state, record = loaded
+        state, link = loaded
         self._ready.clear()
         self._ready.append(Jump(state))
         self._mode = _Following()
-        self._advance(state.index, record)
+        self._links.clear()
+        self._advance(state.index, link)
         self.session.event("jump", fragment=self.number, index=state.index)

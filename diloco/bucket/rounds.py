@@ -1,9 +1,10 @@
 """A round: the deltas of one fragment and index, and the record that closes it. Pure functions of what was read."""
 
+import json
 import re
-import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -14,15 +15,27 @@ from diloco.codec import Codec, chunks
 from diloco.reduce import State
 from diloco.reduce.mean import Encoded
 
-CLIP = 10.0
-NORMS, FEWEST_NORMS = 16, 8
+LIMIT, LIMIT_OF_FEW, FEW = 2.5, 10.0, 2
+"""How many times the usual norm, and the usual work, count of one delta; and with at most FEW members, where nothing
+tells the unusual from the usual."""
+FREE = 8
+"""First rounds in which a member that is alone has no limit: nothing is usual yet."""
+MOST = 4096
+"""Members of a round."""
 FINGERPRINTS = 1 << 63
-_DELTA = re.compile(r"d-([a-z0-9][a-z0-9_-]*)-([0-9a-f]{64})")
-_DIGEST = re.compile(r"[0-9a-f]{64}")
+ROUNDS = "rounds/"
+_MEMBER, _HEX = "[a-z0-9][a-z0-9_-]{0,62}", "[0-9a-f]{64}"
+_NAME = re.compile(rf"rounds/([0-9]{{8}})/([0-9]{{4}})/(?:d-({_MEMBER})-({_HEX})|closed\.[0-9]+)")
+_PART = re.compile(r"\.p[0-9]+$")
+
+
+def round_prefix(index: int) -> str:
+    return f"{ROUNDS}{index:08d}/"
 
 
 def folder(fragment: int, index: int) -> str:
-    return f"rounds/{fragment:04d}/{index:08d}/"
+    """The index comes first, so that one listing from an index on serves all fragments."""
+    return f"{round_prefix(index)}{fragment:04d}/"
 
 
 def delta_name(fragment: int, index: int, member: str, digest: str = DIGEST) -> str:
@@ -31,9 +44,15 @@ def delta_name(fragment: int, index: int, member: str, digest: str = DIGEST) -> 
 
 
 def member_of(name: str) -> str | None:
-    """The member that a delta belongs to, by the name of the object."""
-    match = _DELTA.fullmatch(name.rpartition("/")[2])
-    return match[1] if match else None
+    """The member that a delta belongs to, by the whole name of the object."""
+    match = _NAME.fullmatch(name)
+    return match[3] if match else None
+
+
+def place_of(name: str) -> tuple[int, int] | None:
+    """(fragment, index) of a delta, of a part of one, or of a record."""
+    match = _NAME.fullmatch(_PART.sub("", name))
+    return (int(match[2]), int(match[1])) if match else None
 
 
 def record_name(fragment: int, index: int, slot: int) -> str:
@@ -86,32 +105,71 @@ def norm_of(codec: Codec, payload: Tensor, n: int) -> float:
 class Entry:
     member: str
     digest: str  # of the delta
-    share: float
-    clip: float
-    norm: float  # before clipping
+    tokens: float
+    norm: float
+
+
+@dataclass(frozen=True)
+class Link:
+    """What a record has to follow."""
+
+    digest: str = ""  # of the previous record
+    usual: float = 0.0  # norm of deltas, as of the rounds so far
 
 
 @dataclass(frozen=True)
 class Record:
-    """Which members are in a round, and with which weight. The valid record with the lowest slot is the round's,
-    forever."""
+    """Which deltas are in a round. The valid record with the lowest slot is the round's, forever. What each delta
+    counts follows from the record and from what was usual before: no member decides it."""
 
     fragment: int
     index: int
-    previous: str  # digest of the previous record
+    previous: Link
     fingerprint: int  # of the state that all its deltas are against
     by: str  # the member that wrote it
     entries: tuple[Entry, ...]
     digest: str = ""
 
-    def fields(self) -> dict[str, Any]:
-        out = asdict(self)
-        del out["digest"]
-        return {**out, "entries": [[e.member, e.digest, e.share, e.clip, e.norm] for e in self.entries]}
+    def sealed(self) -> tuple[dict[str, Any], bytes]:
+        """Fields and payload of the object."""
+        fields = {"fragment": self.fragment, "index": self.index, "fingerprint": self.fingerprint, "by": self.by,
+                  "previous": self.previous.digest, "usual": self.previous.usual}  # fmt: skip
+        return fields, json.dumps([[e.member, e.digest, e.tokens, e.norm] for e in self.entries]).encode()
+
+    @cached_property
+    def shares(self) -> list[float]:
+        """By work done, within the limit."""
+        most = self._limit * _lower_median([e.tokens for e in self.entries])
+        works = [min(e.tokens, most) for e in self.entries]
+        total = sum(works)
+        return [work / total if total else 0.0 for work in works]
+
+    @cached_property
+    def clips(self) -> list[float]:
+        """Factors that keep norms within the limit. With several members, what most of them have is usual at once."""
+        usual, alone = self.previous.usual, len(self.entries) == 1
+        if not (alone and self.index > FREE):
+            usual = max(usual, _lower_median([e.norm for e in self.entries]))
+        return [clip_of(e.norm, self._limit * usual) for e in self.entries]
+
+    @property
+    def _limit(self) -> float:
+        return LIMIT if len(self.entries) > FEW else LIMIT_OF_FEW
+
+    @property
+    def link(self) -> Link:
+        """What the next record has to follow. What was clipped counts as it was clipped."""
+        now = _lower_median([e.norm * clip for e, clip in zip(self.entries, self.clips, strict=True)])
+        before = self.previous.usual
+        return Link(self.digest, before + (now - before) / 4 if before else now)
 
     @property
     def members(self) -> dict[str, float]:
-        return {e.member: e.share for e in self.entries}
+        return {e.member: share for e, share in zip(self.entries, self.shares, strict=True)}
+
+
+def _lower_median(values: Sequence[float]) -> float:
+    return sorted(values)[(len(values) - 1) // 2]
 
 
 @dataclass(frozen=True)
@@ -124,30 +182,41 @@ class Followed:
     state: State | None  # the one after it, if a delta was taken against the one before it
 
 
-def read_record(found: Opened, fragment: int, index: int, previous: str) -> Record:
-    """Raises Invalid. Depends only on the bytes, the run, the key and the previous record, so all members agree."""
+class Branched(Invalid):
+    """A record that is as it should be, but follows another one than that known here."""
+
+
+def read_record(found: Opened, fragment: int, index: int, previous: Link | None) -> Record:
+    """Raises Invalid. Depends only on the bytes, the run, the key and the previous record, so all members agree.
+    `previous`: None if it is not known."""
     if (found.header.get("fragment"), found.header.get("index")) != (fragment, index):
         raise Invalid("it belongs to another round")
-    if found.header.get("previous") != previous:
-        raise Invalid("it does not follow the previous record")
-    listed = found.header.get("entries")
-    if not isinstance(listed, list) or not listed or any(not isinstance(e, list) or len(e) != 5 for e in listed):
-        raise Invalid("its list of deltas is missing or empty")
+    follows = Link(found.text("previous"), found.number("usual", 0, 1e300))
+    fingerprint = integer(found.header.get("fingerprint"), "fingerprint", 0, FINGERPRINTS)
+    record = Record(fragment, index, follows, fingerprint, found.text("by"), _read_entries(found), found.digest)
+    if previous is not None and previous != follows:
+        raise Branched("it does not follow the previous record")
+    return record
+
+
+def _read_entries(found: Opened) -> tuple[Entry, ...]:
+    try:
+        listed = json.loads(found.payload)
+    except (ValueError, RecursionError):
+        raise Invalid("its list of deltas is not JSON") from None
+    if not isinstance(listed, list) or not 0 < len(listed) <= MOST:
+        raise Invalid(f"its list of deltas is missing, empty or has more than {MOST}")
+    if any(not isinstance(e, list) or len(e) != 4 for e in listed):
+        raise Invalid("its list of deltas has something else in it")
     entries = []
-    for member, digest, share, clip, norm in listed:
-        if not _DIGEST.fullmatch(text(digest, "digest")) or not member_of(f"d-{text(member, 'member')}-{digest}"):
+    for member, digest, tokens, norm in listed:
+        if not _NAME.fullmatch(delta_name(0, 1, text(member, "member"), text(digest, "digest"))):
             raise Invalid("it names something that is not a delta")
-        if number(clip, "clip", 0, 1) == 0:
-            raise Invalid("it clips a delta to zero")
-        entries.append(Entry(member, digest, number(share, "share", 0, 1), clip, number(norm, "norm", 0, 1e300)))
+        entries.append(Entry(member, digest, number(tokens, "tokens", 0, 1e18), number(norm, "norm", 0, 1e300)))
     names = [e.member for e in entries]
     if names != sorted(set(names)):
         raise Invalid("its members are not sorted, or one is listed twice")
-    total = sum(e.share for e in entries)
-    if abs(total - 1) > 1e-6 and total != 0:
-        raise Invalid(f"its shares sum to {total:g}")
-    fingerprint = integer(found.header.get("fingerprint"), "fingerprint", 0, FINGERPRINTS)
-    return Record(fragment, index, previous, fingerprint, found.text("by"), tuple(entries), found.digest)
+    return tuple(entries)
 
 
 def may_close(present: set[str], awaited: Iterable[str], waited: float, grace: float, quorum: int) -> bool:
@@ -168,14 +237,19 @@ def one_per_member(deltas: Iterable[Contribution], fingerprint: int, mine: str) 
     return [best[name] for name in sorted(best)]
 
 
-def entries_of(deltas: Sequence[Contribution], norms: Sequence[Sequence[float]], max_work: float) -> tuple[Entry, ...]:
-    """Shares by work done, at most `max_work` each. A delta far larger than those of the last rounds is clipped."""
-    works = [min(delta.tokens, max_work) for delta in deltas]
-    total = sum(works)
-    limit = CLIP * statistics.median(x for each in norms for x in each) if len(norms) >= FEWEST_NORMS else float("inf")
-    return tuple(
-        Entry(delta.member, delta.digest, work / total if total else 0.0, clip_of(delta.norm, limit), delta.norm)
-        for delta, work in zip(deltas, works, strict=True)
+def entries_of(deltas: Sequence[Contribution], max_work: float, mine: str) -> tuple[Entry, ...]:
+    """The deltas that a record names, at most MOST, with the own one. Work counts up to `max_work`."""
+    kept = sorted(deltas, key=lambda delta: (delta.digest != mine, delta.member))[:MOST]
+    kept.sort(key=lambda delta: delta.member)
+    return tuple(Entry(d.member, d.digest, min(d.tokens, max_work), d.norm) for d in kept)
+
+
+def truthful(record: Record, deltas: Mapping[str, Contribution], max_work: float) -> bool:
+    """Whether a record says of its deltas what they are. Norms are sums, which machines add in different orders."""
+    return all(
+        e.tokens == min(deltas[e.digest].tokens, max_work)
+        and abs(e.norm - deltas[e.digest].norm) <= 1e-6 * deltas[e.digest].norm
+        for e in record.entries
     )
 
 
@@ -185,5 +259,5 @@ def clip_of(norm: float, limit: float) -> float:
 
 def mean_of(record: Record, payloads: Mapping[str, Tensor], codec: Codec, n: int) -> Encoded:
     """Σ share · clip · decoded delta, in the order of the record."""
-    factors = [e.share * e.clip for e in record.entries]
+    factors = [share * clip for share, clip in zip(record.shares, record.clips, strict=True)]
     return Encoded(0, n, codec, [payloads[e.digest] for e in record.entries], factors)

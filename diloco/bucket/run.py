@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from diloco.bucket.protocol import BEHIND, FragmentProtocol
+from diloco.bucket.rounds import Link
 from diloco.bucket.snapshots import index_of, seal_snapshot
 from diloco.bucket.store.backend import Backend, open_store, patiently
 from diloco.bucket.store.envelope import HEADER, PART, PREFIX, Envelope, Invalid, get, put
@@ -94,28 +95,29 @@ def starting_state(protocol: FragmentProtocol, state: State) -> Task[State | Non
     return loaded[0]
 
 
-def _previous(protocol: FragmentProtocol, state: State) -> Task[str | None]:
-    """The digest of the record that led to a state; None if the state is not of this run, or too old."""
-    round_store, mine = protocol.round_store, state.fingerprint()
-    if (yield from round_store.reaches(state.index + BEHIND + 1)):
+def _previous(protocol: FragmentProtocol, state: State) -> Task[Link | None]:
+    """What the record after a state has to follow; None if the state is not of this run, or too old."""
+    rounds, snapshots, mine = protocol.round_store, protocol.snapshots, state.fingerprint()
+    if (yield from rounds.reaches(state.index + BEHIND + 1)):
         return None
-    for name in (yield from protocol.snapshots.list()):
+    for name in (yield from snapshots.list()):
         base: Any = index_of(name)
-        head = (yield from protocol.snapshots.peek(name)) if base <= state.index else None
-        if head is not None:
+        head = (yield from snapshots.peek(name)) if base <= state.index else None
+        link = None if head is None else (yield from snapshots.tied(head))
+        if head is not None and link is not None:
             break
     else:
         return None
     if base == state.index and head.header["fingerprint"] != mine:
         return None
-    previous = head.header["record"]
     for index in range(base + 1, state.index + 1):
-        record, _ = yield from round_store.record(index, previous)
+        record, _, _ = yield from rounds.record(index, link)
         if record is None:
             return None  # the run has not come this far: the state is of another run
-        previous = record.digest
-    following, _ = yield from round_store.record(state.index + 1, previous)
-    return None if following is not None and following.fingerprint != mine else previous
+        snapshots.followed(record)
+        link = record.link
+    following, _, _ = yield from rounds.record(state.index + 1, link)
+    return None if following is not None and following.fingerprint != mine else link
 
 
 def contract_of(contract: Contract, rounds: int | None, max_work: float) -> dict[str, Any]:

@@ -6,7 +6,8 @@ from collections import deque
 from dataclasses import replace
 from typing import Any
 
-from diloco.bucket.members import Member, Members, Superseded, read_members, write_member
+from diloco.bucket.listing import Listing
+from diloco.bucket.members import STEPS, Member, Members, Roll, Superseded, write_member
 from diloco.bucket.store.envelope import HEADER, PREFIX, Envelope, Invalid
 from diloco.bucket.store.operations import Task, create
 from diloco.bucket.timing import MemberOptions, Timing
@@ -15,6 +16,8 @@ from diloco.errors import Mismatch
 ALL_EVERY = 4
 """One round in this many waits for all living members."""
 UNIT = "unit"
+REJECTED = 10_000
+"""Names of objects that are remembered because they are not used."""
 
 
 class Session:
@@ -23,10 +26,12 @@ class Session:
         self.envelope, self.mine, self.timing, self.rounds, self.max_work = envelope, mine, timing, rounds, max_work
         self.clock = timing.clock
         self.members = Members(mine.name, timing.options.ttl)
+        self.listing, self._roll = Listing(timing), Roll()
         self.rejected = 0  # objects
-        self._rejected: set[tuple[str, str]] = set()
+        self._rejected: set[str] = set()
         self._held: dict[int, int] = {}
         self._wants: dict[int, int] = {}
+        self._stuck: set[str] = set()
         self._events: deque[dict[str, Any]] = deque(maxlen=10_000)
         self._events_lock = threading.Lock()
 
@@ -45,16 +50,18 @@ class Session:
         return self.members.awaited(self.clock(), self.options.strict or index % ALL_EVERY == 0)
 
     def grace(self, index: int) -> float:
-        return self.timing.grace(self.awaited(index).values())
+        return self.timing.grace(self.awaited(index).values(), index % ALL_EVERY == 0)
 
-    def patience(self) -> float:
-        return self.timing.patience(self.members.alive(self.clock()).values())
+    @property
+    def somebody_joins(self) -> bool:
+        return any(member.joining or member.wants for member in self.members.alive(self.clock()).values())
 
     def tick(self) -> Task[None]:
         """Show that this member is alive, and find out who else is."""
         self._update_own_entry()
         yield from write_member(self.envelope, self.mine)
-        found = yield from read_members(self.envelope, self.reject)
+        found = yield from self._roll.read(self.envelope, self.reject)
+        self.members.ttl = self.options.ttl + (self._roll.spread - 1) * self.options.heartbeat
         for other in found:
             if other.name == self.me and other.incarnation > self.mine.incarnation:
                 raise Superseded(
@@ -62,15 +69,21 @@ class Session:
                 )
         for new in self.members.saw((m for m in found if m.name != self.me), self.clock()):
             self.event("left" if new.left else "member", member=new.name)
+        stuck = self.members.stuck(self.clock())
+        for name in sorted(stuck - self._stuck):
+            self.event("stuck", member=name)
+        self._stuck = stuck
 
     def holds(self, fragment: int, index: int) -> None:
         self._held[fragment] = index
         if index >= self._wants.get(fragment, 0):
             self._wants.pop(fragment, None)
 
-    def want(self, fragment: int, index: int) -> None:
-        """Ask the others for a snapshot of at least this index."""
-        self._wants[fragment] = index
+    def want(self, fragment: int, index: int | None) -> None:
+        """Ask the others for a snapshot of at least this index, or no longer."""
+        self._wants.pop(fragment, None)
+        if index is not None:
+            self._wants[fragment] = index
 
     def leave(self) -> Task[None]:
         self._update_own_entry()
@@ -84,7 +97,7 @@ class Session:
             held=tuple(self._held[f] for f in sorted(self._held)),
             wants=tuple(sorted(self._wants.items())),
             step_seconds=self.timing.step_seconds,
-            published={**self.mine.published, **self.timing.published},
+            published={**self.mine.published, **self.timing.published, STEPS: float(self.timing.steps)},
         )
 
     def agree(self, unit: str) -> Task[None]:
@@ -114,7 +127,8 @@ class Session:
 
     def reject(self, name: str, reason: Invalid) -> None:
         """An object is not used: count it and report it by name, once."""
-        if (name, str(reason)) not in self._rejected:
-            self._rejected.add((name, str(reason)))
+        name = "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in name[:300])
+        if name not in self._rejected and len(self._rejected) < REJECTED:
+            self._rejected.add(name)
             self.rejected += 1
-            self.event("invalid", object=name, reason=str(reason))
+            self.event("invalid", object=name, reason=str(reason)[:300])

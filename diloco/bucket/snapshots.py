@@ -6,16 +6,23 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from diloco.bucket.rounds import FINGERPRINTS, member_of
+from diloco.bucket.round_store import RoundStore
+from diloco.bucket.rounds import FINGERPRINTS, Link, Record, member_of, place_of, round_prefix
 from diloco.bucket.store.envelope import DIGEST, HEADER, PREFIX, Envelope, Invalid, Opened, Sealed, get, put
 from diloco.bucket.store.operations import All, Delete, List, Read, Task, Work
 from diloco.reduce import State
 
 EVERY = 100
-"""Rounds of a fragment between two snapshots: 8 bytes a value against 100 deltas of half a byte from each member."""
+"""The most rounds of a fragment between two snapshots."""
+MOVED = 20
+"""A snapshot is put when the members have moved this many times its bytes since the last one, and a member that comes
+would have to read more than its bytes: so snapshots are at most a twentieth of the traffic."""
+KEEP = 3600.0
+"""Seconds for which a member that is reading something superfluous may go on reading it."""
 
 Reject = Callable[[str, Invalid], None]
-_NAME = re.compile(r"anchors/\d{4}/(\d{8})-[0-9a-f]{64}")
+_NAME = re.compile(r"anchors/[0-9]{4}/([0-9]{8})-[0-9a-f]{64}")
+_PART = re.compile(r"\.p[0-9]+$")
 
 
 def snapshot_folder(fragment: int) -> str:
@@ -70,19 +77,36 @@ def index_of(name: str) -> int | None:
 class Snapshots:
     """The snapshots of one fragment."""
 
-    def __init__(self, envelope: Envelope, fragment: int, state: State, initial: str, reject: Reject) -> None:
-        """`state`: any state of the fragment, for its shape. `initial`: name of the run's first snapshot."""
-        self.envelope, self.fragment, self._initial, self.reject = envelope, fragment, initial, reject
+    def __init__(self, rounds: RoundStore, envelope: Envelope, fragment: int, state: State, initial: str,
+                 reject: Reject, delta: int) -> None:  # fmt: skip
+        """`state`: any state of the fragment, for its shape. `initial`: name of the run's first snapshot. `delta`: its
+        bytes."""
+        self._rounds, self.envelope, self.fragment, self._initial = rounds, envelope, fragment, initial
+        self.reject, self._delta = reject, delta
         self.anchor, self.outer = len(state.anchor), len(state.outer)
         self.newest = -1  # index, as far as known
+        self._since: dict[int, int] = {}  # index of a round since the newest: its members
         self._due_since: float | None = None
         self._waiting: tuple[State, str] | None = None  # a copy to be put, and its record
+        self._floors: list[tuple[float, int]] = []  # since when what is not after this index is superfluous
+        self._collected = 0
+
+    def followed(self, record: Record) -> None:
+        self._since[record.index] = len(record.entries)
+
+    @property
+    def _heavy(self) -> bool:
+        """Whether the rounds since the newest snapshot weigh enough for another one."""
+        self._since = {index: count for index, count in self._since.items() if index > self.newest}
+        mine, read = 4 * (self.anchor + self.outer), self._delta * sum(self._since.values())
+        moved = self._delta * sum(count * count for count in self._since.values())
+        return len(self._since) >= EVERY or (moved >= MOVED * mine and read >= mine > 0)
 
     def consider(self, state: State, record: str, wanted: int, first: bool, now: float, grace: float) -> None:
-        """Copy a state that was just reached, if a snapshot is due: every EVERY rounds, or when a member waits for one
-        of at least the index `wanted`. `first`: this member closed the round, so it puts the snapshot at once. The
-        others do it after the grace, if there is still none."""
-        if state.index - self.newest < EVERY and not self.newest < wanted <= state.index:
+        """Copy a state that was just reached, if a snapshot is due, or a member waits for one of at least the index
+        `wanted`. `first`: this member closed the round, so it puts the snapshot at once. The others do it after the
+        grace, if there is still none."""
+        if not self._heavy and not self.newest < wanted <= state.index:
             self._due_since = None
             return
         if self._due_since is None:
@@ -90,22 +114,30 @@ class Snapshots:
         if first or now - self._due_since > grace:
             self._waiting = State(state.index, state.anchor.clone(), state.outer.clone()), record
 
-    def tick(self) -> Task[None]:
+    def tick(self, frontier: int, now: float, busy: bool) -> Task[None]:
+        """`busy`: somebody is joining, and may read what is superfluous."""
         if self._waiting is not None:
             (state, record), self._waiting = self._waiting, None
-            yield from self.store(state, record)
+            if (yield from self.store(state, record)):
+                yield from self.collect(now, busy)
         elif self._due_since is not None:
-            yield from self.refresh()
+            yield from self.refresh(frontier)
 
     def list(self) -> Task[list[str]]:
         """Names, newest first. Several members may have put an initial one; the one that run.json names counts."""
-        names = yield List(snapshot_folder(self.fragment))
-        return sorted((name for name in names if index_of(name) or name == self._initial), reverse=True)
+        found = yield List(snapshot_folder(self.fragment))
+        names = sorted((name for name in found if index_of(name) or name == self._initial), reverse=True)
+        if names:  # what is before the oldest was collected together with the snapshots there
+            self._collected = max(self._collected, index_of(names[-1]) or 0)
+        return names
 
-    def refresh(self) -> Task[None]:
+    def refresh(self, frontier: int | None = None) -> Task[None]:
+        """Find the newest, among those that are not ahead of the frontier if one is given."""
         for name in (yield from self.list()):
-            if (yield from self.peek(name)) is not None:
-                self.newest = max(self.newest, index_of(name) or 0)
+            index = index_of(name) or 0
+            head = (yield from self.peek(name)) if frontier is None or index <= frontier else None
+            if head is not None and (yield from self.tied(head)) is not None:
+                self.newest = max(self.newest, index)
                 return
 
     def peek(self, name: str) -> Task[Opened | None]:
@@ -121,61 +153,94 @@ class Snapshots:
             self.reject(name, reason)
             return None
 
-    def load(self, least: int = 0) -> Task[tuple[State, str] | None]:
-        """The newest valid snapshot of at least this index, and the digest of its record."""
-        for name in (yield from self.list()):
-            if (index_of(name) or 0) < least:
-                break
-            head = yield from self.peek(name)
-            if head is None:
-                continue
-            try:
-                found = yield from get(self.envelope, name, "snapshot", head.header["size"])
-                if found is None:
+    def tied(self, head: Opened) -> Task[Link | None]:
+        """What the next record has to follow, if a snapshot belongs to the rounds that were closed: its record is
+        there, and the next one goes on from its bits."""
+        index, digest = head.header["index"], head.header["record"]
+        link = Link()
+        if index:
+            record = yield from self._rounds.find(index, digest)
+            if record is None:
+                self.reject(head.name, Invalid("the record that it names is not there"))
+                return None
+            link = record.link
+        following, _, _ = yield from self._rounds.record(index + 1, link)
+        if following is not None and following.fingerprint != head.header["fingerprint"]:
+            self.reject(head.name, Invalid("the run went on from other bits"))
+            return None
+        return link
+
+    def load(self, least: int = 0, before: int | None = None) -> Task[tuple[State, Link] | None]:
+        """The newest valid snapshot from one index on and before another, and what the next record has to follow. If
+        one was deleted meanwhile, there are newer ones: look again."""
+        names = None
+        while (listed := (yield from self.list())) != names:
+            names = listed
+            for name in names:
+                if (index_of(name) or 0) < least:
+                    break
+                if before is not None and (index_of(name) or 0) >= before:
                     continue
-                state = yield Work(lambda found=found: read_snapshot(found, self.fragment, self.anchor, self.outer))
-            except Invalid as reason:
-                self.reject(name, reason)
-                continue
-            self.newest = max(self.newest, state.index)
-            return state, found.header["record"]
+                head = yield from self.peek(name)
+                link = None if head is None else (yield from self.tied(head))
+                state = None if head is None or link is None else (yield from self._read(name, head.header["size"]))
+                if state is not None and link is not None:
+                    self.newest = max(self.newest, state.index)
+                    return state, link
         return None
 
-    def store(self, state: State, record: str) -> Task[None]:
-        """Put a snapshot, check that it is there, then delete what it makes superfluous."""
+    def _read(self, name: str, size: int) -> Task[State | None]:
+        try:
+            found = yield from get(self.envelope, name, "snapshot", size)
+            if found is None:
+                return None
+            return (yield Work(lambda: read_snapshot(found, self.fragment, self.anchor, self.outer)))
+        except Invalid as reason:
+            self.reject(name, reason)
+            return None
+
+    def store(self, state: State, record: str) -> Task[bool]:
+        """Put a snapshot and check that it is there."""
         sealed = yield Work(lambda: seal_snapshot(self.envelope, self.fragment, state, record))
         yield from put(sealed)
-        if (yield from self.peek(sealed.name)) is not None:
-            self.newest = max(self.newest, state.index)
-            yield from self.collect()
+        if (yield from self.peek(sealed.name)) is None:
+            return False
+        self.newest = max(self.newest, state.index)
+        return True
 
-    def collect(self) -> Task[None]:
-        """Delete deltas and snapshots that only matter before the second newest valid snapshot. Never records."""
+    def collect(self, now: float, busy: bool) -> Task[None]:
+        """Delete deltas and snapshots that only matter before the second newest valid snapshot, once this has been so
+        for a while and nobody is joining. Never records."""
         valid: list[int] = []
         for name in (yield from self.list()):
             index = index_of(name) or 0
-            if index not in valid and (yield from self.peek(name)) is not None:
+            if index <= self.newest and index not in valid and (yield from self.peek(name)) is not None:
                 valid.append(index)
             if len(valid) == 2:
+                self._floors.append((now, valid[1]))
                 break
-        else:
+        ripe = [floor for since, floor in self._floors if now - since >= KEEP]
+        if busy or not ripe:
             return
-        floor = valid[1]
-        found = yield List(f"rounds/{self.fragment:04d}/")
+        floor = max(ripe)
+        self._floors = [(since, each) for since, each in self._floors if each > floor]
+        found = yield List("rounds/", after=round_prefix(self._collected))
         older = yield List(snapshot_folder(self.fragment))
-        yield All([Delete(name) for name in superfluous([*found, *older], floor)])
+        yield All([Delete(name) for name in superfluous([*found, *older], self.fragment, floor)])
+        self._collected = floor
 
 
-def superfluous(names: Iterable[str], floor: int) -> list[str]:
+def superfluous(names: Iterable[str], fragment: int, floor: int) -> list[str]:
     """Deltas up to the floor and snapshots before it, with their parts. Closing records are never deleted: otherwise a
     member that sleeps before its own put could close the round a second time, with another mean."""
-    return [name for name in names if _superfluous(re.sub(r"\.p\d+$", "", name), floor)]
+    return [name for name in names if _superfluous(_PART.sub("", name), fragment, floor)]
 
 
-def _superfluous(name: str, floor: int) -> bool:
+def _superfluous(name: str, fragment: int, floor: int) -> bool:
     if (index := index_of(name)) is not None:
         return index < floor
-    return member_of(name) is not None and int(name.split("/")[2]) <= floor
+    place = place_of(name)
+    return place is not None and member_of(name) is not None and place[0] == fragment and place[1] <= floor
 
 
 def _bytes(values: Tensor) -> bytes:

@@ -12,7 +12,6 @@ from diloco.bucket.members import Member
 
 Pace = Literal["decoupled", "strict"]
 LONGEST_GRACE = 30.0
-LONGEST_PATIENCE = 300.0
 UPLOAD, POLL = "upload_seconds", "poll_seconds"
 """What a member publishes for the others' grace, besides its step time."""
 
@@ -45,12 +44,14 @@ class Timing:
     def __init__(self, options: MemberOptions, sync_every: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.options, self.sync_every, self.clock = options, sync_every, clock
         self._stepped: float | None = None
+        self.steps = 0
         self._steps: deque[float] = deque(maxlen=32)  # seconds
         self._uploads: dict[int, deque[float]] = {}  # fragment: seconds of the last ones
 
     def stepped(self) -> None:
         """The member has made a step."""
         now = self.clock()
+        self.steps += 1
         if self._stepped is not None:
             self._steps.append(now - self._stepped)
         self._stepped = now
@@ -78,9 +79,10 @@ class Timing:
         """What the others need to know: a delta counts only if they wait long enough for it."""
         return {UPLOAD: self.upload_seconds, POLL: self.poll} if self._uploads else {}
 
-    def grace(self, awaited: Collection[Member]) -> float:
+    def grace(self, awaited: Collection[Member], everyone: bool) -> float:
         """Seconds that a round stays open after its first delta: enough for the slowest member it waits for to notice
-        the round, end its step and upload its own delta."""
+        the round, end its step and upload its own delta. Unless the round waits for everyone, not longer than the own
+        steps between two rounds and the own upload take: one slow link must not set the pace of all."""
         if self.options.strict:
             return inf
         if self.options.grace is not None:
@@ -88,9 +90,6 @@ class Timing:
         step = max([self.step_seconds, *(m.step_seconds for m in awaited)])
         poll = max([self.poll, *(m.published.get(POLL, default_poll(m.step_seconds)) for m in awaited)])
         upload = max([self.upload_seconds, *(m.published.get(UPLOAD, 0.0) for m in awaited)])
-        return min(2 * step + poll + upload, LONGEST_GRACE)
-
-    def patience(self, living: Collection[Member]) -> float:
-        """Seconds to wait for a snapshot that the others are asked for: one of them puts it after its next round."""
-        slowest = max((m.step_seconds for m in living), default=0.0)
-        return min(2 * self.sync_every * slowest + 4 * self.options.heartbeat, LONGEST_PATIENCE)
+        grace = min(2 * step + poll + upload, LONGEST_GRACE)
+        mine = self.sync_every * self.step_seconds + self.poll + self.upload_seconds
+        return grace if everyone or not self._steps else min(grace, mine)

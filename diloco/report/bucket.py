@@ -8,14 +8,17 @@ from dataclasses import dataclass, field
 from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
+from rich.text import Text
 
 from diloco.bucket.members import Member, read_members
-from diloco.bucket.rounds import folder, read_record, record_name
+from diloco.bucket.round_store import RoundStore
+from diloco.bucket.rounds import Record, folder
 from diloco.bucket.run import NAME, SHARD, below, find_run
 from diloco.bucket.store.backend import open_store
-from diloco.bucket.store.envelope import Envelope, Invalid
-from diloco.bucket.store.operations import List, Read, Size
+from diloco.bucket.store.envelope import Envelope
+from diloco.bucket.store.operations import List, Size
 from diloco.bucket.store.store import Store
+from diloco.codec import Float32
 from diloco.errors import ConfigError
 from diloco.report import units
 
@@ -63,9 +66,10 @@ class Watch:
                 _shown(values, "anchor_loss", "{:.3f}"),
                 units.amount(values.get("tokens_per_second", 0.0)), units.duration(member.step_seconds),
             )  # fmt: skip
-        head = f"run {self.run.id} in {self.url}, {len(self.run.snapshots)} fragments"
         rejected = f"; {self._rejected} objects cannot be used" if self._rejected else ""
-        return Group(head + rejected, table, self._rounds(members))
+        head = f"run {self.run.id} in {self.url}, {len(self.run.snapshots)} fragments{rejected}"
+        # As text, not as markup, and without control characters: whoever can write to the store chose what it says.
+        return Group(Text("".join(c if c.isprintable() else "?" for c in head)), table, self._rounds(members))
 
     def _rounds(self, members: Sequence[Member]) -> Table:
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
@@ -73,27 +77,26 @@ class Watch:
             table.add_column(name, justify="left" if name.startswith("members") else "right")
         for fragment in range(len(self.run.snapshots)):
             held = [member.held[fragment] for member in members if fragment < len(member.held)]
-            for index, shares, nbytes in self._last(fragment, max(held, default=0)):
+            for index, shares, nbytes in self._last(fragment, sorted(set(held), reverse=True)):
                 listed = ", ".join(f"{name} {share:.2f}" for name, share in shares.items())
                 table.add_row(str(fragment), str(index), listed, units.size(nbytes))
         return table
 
-    def _last(self, fragment: int, newest: int) -> Iterator[tuple[int, dict[str, float], int]]:
-        """(index, share of each member, bytes of all its objects) of the last closed rounds, newest first."""
-        few = max(1, ROUNDS // len(self.run.snapshots))
+    def _last(self, fragment: int, held: Sequence[int]) -> Iterator[tuple[int, dict[str, float], int]]:
+        """(index, share of each member, bytes of all its objects) of the last closed rounds, newest first. A member may
+        claim to hold a round that was never closed: then the next lower claim is tried."""
+        few, rounds = (
+            max(1, ROUNDS // len(self.run.snapshots)),
+            RoundStore(fragment, 0, Float32(), self._envelope, self._reject),
+        )
+        newest = next((i for i in held if self._record(rounds, i) is not None), 0)
         for index in range(newest, max(newest - few, 0), -1):
-            sizes = self._store.perform(List(folder(fragment, index)))
-            for slot in range(len(sizes)):
-                name = record_name(fragment, index, slot)
-                data = self._store.perform(Read(name, 1 << 20))
-                try:
-                    if data is not None:
-                        found = self._envelope.open(name, "record", data, 0)
-                        record = read_record(found, fragment, index, found.text("previous"))
-                        yield index, record.members, sum(sizes.values())
-                        break
-                except Invalid as reason:
-                    self._reject(name, reason)
+            record = self._record(rounds, index)
+            if record is not None:
+                yield index, record.members, sum(self._store.perform(List(folder(fragment, index))).values())
+
+    def _record(self, rounds: RoundStore, index: int) -> Record | None:
+        return self._store.run(rounds.record(index, None), nullcontext())[0]
 
     def _state(self, member: Member) -> str:
         key = (member.name, member.incarnation)

@@ -8,8 +8,8 @@ import pytest
 from diloco import SGD, Diverged
 from diloco.bucket import snapshots as snapshot
 from diloco.bucket.protocol import BEHIND
-from diloco.bucket.store.operations import List, Size, Work
-from diloco.bucket.timing import LONGEST_PATIENCE
+from diloco.bucket.rounds import record_name
+from diloco.bucket.store.operations import List, Read, Size, Work
 from diloco.reduce import Dropped, Jump, Round
 from tests.support.players import SETTINGS, Player, World, complete
 
@@ -167,7 +167,7 @@ def test_members_side_by_side_do_not_look_far_ahead(monkeypatch):
 def test_where_deltas_are_gone_the_snapshot_of_the_next_round_will_do():
     world, a, b = behind(1)
     protocol = a.reduce._protocols[0]
-    complete(world, protocol.snapshots.store(a.diloco._fragments[0].state, protocol.previous))
+    complete(world, protocol.snapshots.store(a.diloco._fragments[0].state, protocol.previous.digest))
     for name in [name for name in world.objects if "/d-" in name]:
         del world.objects[name]
     for _ in range(3):
@@ -193,14 +193,6 @@ def test_other_bits_found_while_the_background_goes_on_lead_to_a_jump(wanted):
     found_and_back(world, a, b)
 
 
-def test_other_bits_found_while_a_snapshot_is_awaited_in_vain_lead_to_a_jump():
-    world, a, b = behind(BEHIND + 4)
-    b.finish_tick(1)  # a lives: a snapshot is asked for, and the deadline passes
-    world.now += LONGEST_PATIENCE
-    assert isinstance(b.want(1), List) and b.want(1).prefix.startswith("anchors/")
-    found_and_back(world, a, b)
-
-
 def found_and_back(world, a, b):
     """The core of b finds that it holds other bits than the run, and b goes back to the only snapshot."""
     b.reduce._protocols[0].fingerprint ^= 1
@@ -212,3 +204,61 @@ def found_and_back(world, a, b):
         b.turn()
         world.now += 0.5
     assert jumps(b) == [0] and b.held[0] >= a.held[0]
+
+
+def test_who_is_late_follows_the_rounds_while_it_waits_for_a_snapshot(monkeypatch):
+    """The others live, and none of them ever puts the snapshot that it asks for."""
+    monkeypatch.setattr(snapshot, "EVERY", 1000)
+    monkeypatch.setattr(snapshot, "MOVED", 1000)
+    world, a, b = behind(3 * BEHIND)
+    a.finish_tick(0)
+    b.finish_tick(0)
+    assert b.reduce.session.members.alive(world.now)
+    for _ in range(6 * BEHIND):
+        b.step()
+        b.turn()
+    assert b.held[0] >= 3 * BEHIND and not jumps(b) and b.reduce.session.mine.wants == ()
+
+
+def test_rounds_that_go_on_while_a_snapshot_is_read_are_no_reason_for_another(monkeypatch):
+    """Whenever b has read a snapshot, a is 12 rounds further: b follows them."""
+    monkeypatch.setattr(snapshot, "EVERY", 10)
+    world, a, b = behind(4 * BEHIND)
+    attempt, reading = world.attempt, []
+
+    def slowly(operation):
+        if isinstance(operation, Read) and operation.name.startswith("anchors/") and operation.first is None:
+            reading.append(operation.name)
+            held = a.held[0]
+            while a.held[0] < held + 12:
+                go_on(world, (a,), 1)
+        return attempt(operation)
+
+    monkeypatch.setattr(world, "attempt", slowly)
+    for _ in range(40 * BEHIND):
+        b.turn()
+        b.step()
+        if b.held[0] == world.closed(0):
+            break
+    assert b.held[0] == world.closed(0) and len(reading) == 1
+
+
+def test_a_record_that_was_read_wrongly_leads_back_to_the_run(monkeypatch):
+    """What lies between b and the store cuts the record of round 3 off, each time at the same place, for a while: b
+    closes the round again in the next slot, and from there on both write records that do not follow the other's."""
+    world, a, b = two(SGD(1.0))
+    world.check = lambda: None
+    wrong, perform = record_name(0, 3, 0), b._perform
+
+    def cut(operation, fate):
+        answer = perform(operation, fate)
+        wrongly = isinstance(operation, Read) and operation.name == wrong and len(b.reduce.outcomes) < 5
+        return answer[:50] if wrongly and answer is not None else answer
+
+    monkeypatch.setattr(b, "_perform", cut)
+    go_on(world, (b, a), 60)
+    World.check(world)
+    last = world.closed(0)
+    assert [e["index"] for e in b.reduce.events() if e["event"] == "diverged"] == [3]
+    assert jumps(b)[0] < 3 and b.held[0] >= a.held[0] - 1 > 10
+    assert record_name(0, last - 1, 0) in world.objects and record_name(0, last - 1, 1) not in world.objects

@@ -4,9 +4,11 @@ from dataclasses import asdict
 
 import pytest
 
-from diloco.bucket.members import Member, Members, read_member
+from diloco.bucket.members import SAMPLE, STEPS, STUCK, Member, Members, Roll, read_member, read_members, register
 from diloco.bucket.store.envelope import Envelope, Invalid
-from diloco.bucket.timing import LONGEST_PATIENCE, MemberOptions, Timing
+from diloco.bucket.store.operations import Read
+from diloco.bucket.timing import MemberOptions, Timing
+from tests.support.players import World, complete
 
 
 def read(**changes):
@@ -90,8 +92,67 @@ def test_a_member_looks_once_a_step_but_neither_all_the_time_nor_too_seldom(step
     assert timing.poll == expected
 
 
-def test_a_snapshot_is_waited_for_two_rounds_of_the_slowest_and_some_heartbeats():
-    timing = Timing(MemberOptions(heartbeat=3.0), 10, lambda: 0.0)
-    assert timing.patience([]) == 12.0
-    assert timing.patience([Member("b", 0, step_seconds=s) for s in (0.5, 2.0)]) == 52.0
-    assert timing.patience([Member("b", 0, step_seconds=100.0)]) == LONGEST_PATIENCE
+def entry(world, name, incarnation=0, **fields):
+    member = Member(name, incarnation, joining=False, **fields)
+    world.objects[member.object_name] = member.sealed(Envelope("r"))
+    return member
+
+
+def look(world, roll, rejected=None):
+    reads, attempt = [], world.attempt
+    world.attempt = lambda o: (reads.append(o.name) if isinstance(o, Read) else None, attempt(o))[1]
+    found = complete(world, roll.read(Envelope("r"), lambda name, _: rejected.append(name) if rejected else None))
+    world.attempt = attempt
+    return [member.name for member in found], reads
+
+
+def test_of_many_members_some_are_read_at_a_time_and_each_in_its_turn():
+    world, roll = World(), Roll()
+    for k in range(2 * SAMPLE + 5):
+        entry(world, f"m{k:03d}")
+    seen = [look(world, roll)[0] for _ in range(3)]
+    assert max(map(len, seen)) == SAMPLE and len({name for each in seen for name in each}) == 2 * SAMPLE + 5
+    assert roll.spread == 3
+    assert len(complete(world, read_members(Envelope("r"), lambda *_: None))) == 2 * SAMPLE + 5
+
+
+def test_who_has_left_is_not_read_again_until_it_comes_back():
+    world, roll = World(), Roll()
+    entry(world, "a", left=True)
+    assert look(world, roll) == (["a"], ["members/a/000000"])
+    assert look(world, roll) == ([], [])
+    entry(world, "a", 1)
+    assert look(world, roll)[0] == ["a"]
+
+
+def test_garbage_in_a_later_life_hides_nobody_and_takes_no_number():
+    world, roll, rejected = World(), Roll(), [""]
+    entry(world, "b", 3)
+    world.objects["members/b/999999"] = world.objects["members/b/x"] = world.objects["members/b/٣٣٣٣٣٣"] = b"garbage"
+    assert look(world, roll, rejected)[0] == [] and rejected[1:] == ["members/b/999999"]
+    assert look(world, roll)[0] == ["b"]
+    entry(world, "b", 2)
+    mine = complete(world, register(Envelope("r"), "b", 1.0))
+    assert mine.incarnation == 4 and "members/b/000002" not in world.objects and "members/b/000003" in world.objects
+
+
+def test_who_makes_no_steps_is_not_awaited_although_it_lives():
+    members = Members("a", ttl=10.0)
+    for now in range(0, int(STUCK) + 20, 5):
+        told = {"b": float(now), "c": 7.0}
+        members.saw([Member(n, 0, now, joining=False, published={STEPS: told[n]}) for n in "bc"], float(now))
+        awaited = set(members.awaited(float(now), everyone=True))
+        assert awaited == ({"b"} if now > STUCK else {"b", "c"})
+    assert members.stuck(float(now)) == {"c"}
+
+
+def test_unless_it_waits_for_everyone_a_round_waits_no_longer_than_the_own_steps_take():
+    now = iter(k * 0.1 for k in range(9))
+    timing = Timing(MemberOptions(), 10, lambda: next(now))
+    for _ in range(3):
+        timing.stepped()
+    slow = Member("b", 0, step_seconds=0.1, published={"upload_seconds": 12.0, "poll_seconds": 0.2})
+    assert timing.grace([slow], everyone=True) == pytest.approx(12.4)
+    assert timing.grace([slow], everyone=False) == pytest.approx(1.2)
+    timing.uploaded(0, 3.0)
+    assert timing.grace([slow], everyone=False) == pytest.approx(4.2)

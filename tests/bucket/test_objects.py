@@ -9,10 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco.bucket.members import Member, read_member
+from diloco.bucket.round_store import RECORD as WHOLE_RECORD
 from diloco.bucket.rounds import (
+    MOST,
     Contribution,
     Entry,
-    clip_of,
+    Link,
+    Record,
     delta_fields,
     delta_name,
     entries_of,
@@ -47,7 +50,7 @@ def flip(data, at):
 
 def wrong_protocol(world):
     sealed = delta_of(world)
-    header = sealed.body[PREFIX.size : -4].replace(b'"protocol":1', b'"protocol":9')
+    header = sealed.body[PREFIX.size : -4].replace(b'"protocol":2', b'"protocol":9')
     name = delta_name(0, 1, "x", hashlib.sha256(header).hexdigest())
     signature = Envelope(world.run, KEY)._sign(world.run, name, header)
     return name, PREFIX.pack(b"DLCO", len(header), signature) + header + sealed.body[-4:]
@@ -90,11 +93,9 @@ def until_closed(player, index):
 
 
 def entries(world, index):
-    previous = world.records.get((0, index - 1), "")
-    found = Envelope(world.run, KEY).open(
-        record_name(0, index, 0), "record", world.objects[record_name(0, index, 0)], 0
-    )
-    return read_record(found, 0, index, previous).entries
+    name = record_name(0, index, 0)
+    found = Envelope(world.run, KEY).open(name, "record", world.objects[name], None)
+    return read_record(found, 0, index, None).entries
 
 
 def test_a_good_delta_of_a_stranger_is_counted():
@@ -165,17 +166,22 @@ def test_a_member_with_other_settings_is_told_which():
         Player(world, "b", rounds=5).turn()
 
 
-RECORD = {"fragment": 0, "index": 1, "previous": "p", "fingerprint": 7, "by": "a"}
-GOOD = [["a", "0" * 64, 0.25, 1.0, 3.0], ["b", "1" * 64, 0.75, 0.5, 3.0]]
+RECORD = {"fragment": 0, "index": 1, "previous": "p", "usual": 2.0, "fingerprint": 7, "by": "a"}
+GOOD = [["a", "0" * 64, 100.0, 3.0], ["b", "1" * 64, 300.0, 3.0]]
 
 
-def record(**changes):
-    sealed = Envelope("r").seal(record_name(0, 1, 0), "record", RECORD | {"entries": GOOD} | changes)
-    return read_record(Envelope("r").open(sealed.name, "record", sealed.body, 0), 0, 1, "p")
+def record(entries=GOOD, **changes):
+    payload = entries if isinstance(entries, bytes) else json.dumps(entries).encode()
+    sealed = Envelope("r").seal(record_name(0, 1, 0), "record", RECORD | changes, payload)
+    return read_record(Envelope("r").open(sealed.name, "record", sealed.body, None), 0, 1, Link("p", 2.0))
 
 
 def test_a_good_record_is_read_as_it_was_written():
-    assert record().entries == (Entry("a", "0" * 64, 0.25, 1.0, 3.0), Entry("b", "1" * 64, 0.75, 0.5, 3.0))
+    found = record()
+    assert found.entries == (Entry("a", "0" * 64, 100.0, 3.0), Entry("b", "1" * 64, 300.0, 3.0))
+    fields, payload = found.sealed()
+    assert fields == RECORD and json.loads(payload) == GOOD
+    assert found.members == {"a": 0.25, "b": 0.75} and found.clips == [1.0, 1.0]
 
 
 @pytest.mark.parametrize(
@@ -183,25 +189,38 @@ def test_a_good_record_is_read_as_it_was_written():
     [
         {"index": 2},
         {"previous": "q"},
+        {"usual": 3.0},
+        {"usual": -1.0},
         {"fingerprint": -1},
         {"fingerprint": True},
         {"entries": []},
         {"entries": None},
+        {"entries": b"{"},
+        {"entries": b"[" * 5000},
         {"entries": [["a"]]},
+        {"entries": [1]},
         {"entries": GOOD[::-1]},
         {"entries": [GOOD[0], GOOD[0]]},
-        {"entries": [GOOD[0]]},
-        {"entries": [["a", "0" * 64, 1.5, 1.0, 1.0], ["b", "1" * 64, -0.5, 1.0, 1.0]]},
-        {"entries": [["a", "0" * 64, 1.0, 0.0, 1.0]]},
-        {"entries": [["a", "0" * 64, 1.0, 2.0, 1.0]]},
-        {"entries": [["../a", "0" * 64, 1.0, 1.0, 1.0]]},
-        {"entries": [["a", "0" * 63, 1.0, 1.0, 1.0]]},
+        {"entries": [["a", "0" * 64, -1.0, 1.0]]},
+        {"entries": [["a", "0" * 64, 1.0, 1e301]]},
+        {"entries": [["../a", "0" * 64, 1.0, 1.0]]},
+        {"entries": [["a", "0" * 63, 1.0, 1.0]]},
+        {"entries": [[f"m{k:04d}", "0" * 64, 1.0, 1.0] for k in range(MOST + 1)]},
         {"by": None},
     ],
+    ids=lambda changes: repr(changes)[:40],
 )
 def test_a_bad_record_is_no_record(changes):
     with pytest.raises(Invalid):
         record(**changes)
+
+
+def test_a_record_has_room_for_thousands_and_keeps_the_own_delta():
+    names = [f"{k:063d}" for k in range(MOST + 5)]
+    entries = entries_of([contribution(name, digest=name * 2) for name in names], 9.0, mine=names[-1] * 2)
+    assert len(entries) == MOST and entries[-1].member == names[-1]
+    fields, payload = Record(0, 1, Link(), 7, "a", entries).sealed()
+    assert len(Envelope("r").seal(record_name(0, 1, 0), "record", fields, payload).body) < WHOLE_RECORD
 
 
 def test_a_large_payload_lies_in_parts_which_are_put_first_and_each_is_checked():
@@ -248,7 +267,7 @@ json_values = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4),
     max_leaves=8,
 )
-keys = ["entries", "index", "fragment", "previous", "fingerprint", "by", "member", "tokens", "size", "sha256", "run"]
+keys = ["usual", "index", "fragment", "previous", "fingerprint", "by", "member", "tokens", "size", "sha256", "run"]
 
 
 @given(st.dictionaries(st.sampled_from(keys), json_values, max_size=4), st.sampled_from(["record", "delta", "member"]))
@@ -257,13 +276,13 @@ def test_any_header_is_read_or_refused(changes, kind):
     from diloco import Float32
 
     member = json.loads(json.dumps(vars(Member("x", 0))))
-    head = {"protocol": 1, "run": "r", "kind": kind, "size": 0, "sha256": [], "entries": GOOD, "member": "x",
+    head = {"protocol": 2, "run": "r", "kind": kind, "size": 0, "sha256": [], "member": "x",
             "tokens": 1, **RECORD, **({"member": member} if kind == "member" else {}), **changes}  # fmt: skip
     header = json.dumps(head).encode()
     name = delta_name(0, 1, "x", hashlib.sha256(header).hexdigest()) if kind == "delta" else "members/x/000000"
     body = PREFIX.pack(b"DLCO", len(header), bytes(32)) + header
     read = {
-        "record": lambda found: read_record(found, 0, 1, "p"),
+        "record": lambda found: read_record(found, 0, 1, Link("p", 2.0)),
         "delta": lambda found: read_delta(found, 0, 1, Float32(), 0),
         "member": read_member,
     }[kind]
@@ -284,18 +303,53 @@ def test_of_several_deltas_of_a_member_one_counts_and_none_against_other_bits():
     assert [d.digest for d in one_per_member(several, 7, mine="q")] == ["q", "r"]
 
 
-def test_shares_follow_work_up_to_the_most_that_may_count():
-    found = entries_of([contribution("a", 10.0), contribution("b", 1e9)], [], max_work=30.0)
-    assert [e.share for e in found] == [0.25, 0.75]
-    assert [e.share for e in entries_of([contribution("a", 0.0)], [], max_work=30.0)] == [0.0]
+def closed(*pairs, usual=0.0, index=1):
+    """A record of members with these (tokens, norm)."""
+    entries = tuple(Entry(chr(97 + k), "0" * 64, *pair) for k, pair in enumerate(pairs))
+    return Record(0, index, Link("", usual), 7, "a", entries)
 
 
-def test_a_delta_far_larger_than_what_was_closed_before_is_clipped_once_enough_was_closed():
-    seven, eight = [[1.0, 3.0]] * 7, [[1.0, 3.0]] * 8  # median 2
-    huge = [contribution("a", norm=1000.0), contribution("b", norm=19.0)]
-    assert [e.clip for e in entries_of(huge, seven, 1e9)] == [1.0, 1.0]
-    assert [e.clip for e in entries_of(huge, eight, 1e9)] == [0.02, 1.0]
-    assert clip_of(5.0, 0.0) == 1.0  # nothing has moved so far: no measure
+def test_shares_follow_work_up_to_a_limit():
+    assert closed((10.0, 1.0), (30.0, 1.0)).shares == [0.25, 0.75]
+    assert closed((1.0, 1.0), (1e15, 1.0)).shares == [1 / 11, 10 / 11]
+    assert closed((2.0, 1.0), (2.0, 1.0), (2.0, 1.0), (64.0, 1.0)).shares == [2 / 11, 2 / 11, 2 / 11, 5 / 11]
+    assert closed((0.0, 1.0)).shares == [0.0]
+    assert [e.tokens for e in entries_of([contribution("a", 10.0)], 8.0, mine="d")] == [8.0]
+
+
+def test_norms_count_up_to_a_limit_from_the_first_round_on():
+    three = ((1.0, 1.0), (1.0, 1.2), (1.0, 1.1))
+    assert closed(*three, (1.0, 1000.0)).clips == [1.0, 1.0, 1.0, 2.5 * 1.1 / 1000.0]
+    assert closed((1.0, 1.0), (1.0, 1000.0)).clips == [1.0, 0.01]  # of two, the smaller one is the measure
+    assert closed(*three, usual=10.0).clips == [1.0, 1.0, 1.0]
+    assert closed((1.0, 1000.0), usual=1.0, index=8).clips == [1.0] and closed((1.0, 0.0)).clips == [1.0]
+    assert closed((1.0, 1000.0), usual=1.0, index=9).clips == [0.01]  # alone, against what was usual
+    assert closed((1.0, 5.0), (1.0, 5.0), (1.0, 5.0), usual=1.0).clips == [1.0] * 3  # what most have is usual
+
+
+def test_what_is_usual_follows_from_the_records_alone_and_one_member_cannot_raise_it():
+    assert closed((1.0, 3.0), (1.0, 1000.0)).link.usual == 3.0
+    usual = 1.0
+    for _ in range(100):
+        usual = closed((1.0, 1.0), (1.0, 1e6), usual=usual, index=20).link.usual
+    assert usual == 1.0
+    assert closed((1.0, 5.0), (1.0, 5.0), usual=1.0).link.usual == 2.0
+
+
+def test_a_record_that_says_of_a_delta_what_it_is_not_does_not_count():
+    """A member closes round 1 with a norm that is not that of its delta, which would escape the limit."""
+    world = World()
+    world.key, world.check = KEY, lambda: None
+    a = Player(world, "a", key=KEY)
+    a.turn()
+    sealed = delta_of(world)
+    world.objects[sealed.name] = sealed.body
+    lie = Record(0, 1, Link(), world.states[0, 0], "x", (Entry("x", sealed.digest, 8.0, 0.001),))
+    name = record_name(0, 1, 0)
+    world.objects[name] = Envelope(world.run, KEY).seal(name, "record", *lie.sealed()).body
+    until_closed(a, 2)
+    assert record_name(0, 1, 1) in world.objects
+    assert [(e["index"], e["by"]) for e in a.reduce.events() if e["event"] == "lie"] == [(1, "x")]
 
 
 def test_what_is_told_is_finite_and_others_take_it():

@@ -1,12 +1,17 @@
 """Snapshots: which are used, which is the newest, and when one is due."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 
-from diloco.bucket.snapshots import Snapshots, read_snapshot, seal_snapshot
+from diloco import Float32
+from diloco.bucket.round_store import RoundStore
+from diloco.bucket.rounds import Entry, Link, Record, delta_name, place_of, record_name
+from diloco.bucket.snapshots import KEEP, Snapshots, index_of, read_snapshot, seal_snapshot, superfluous
 from diloco.bucket.store.envelope import DIGEST, Envelope, Invalid
+from diloco.bucket.store.operations import Read, advance
 from diloco.reduce import State
 from tests.support.players import World, complete
 
@@ -19,7 +24,16 @@ def state(index, anchor=(1.0, 2.0), outer=(3.0,)):
 
 def snapshots(rejected=None):
     reject = lambda name, _: (rejected if rejected is not None else []).append(name)  # noqa: E731
-    return Snapshots(ENVELOPE, 0, state(0), "", reject)
+    rounds = RoundStore(0, 2, Float32(), ENVELOPE, reject)
+    return Snapshots(rounds, ENVELOPE, 0, state(0), "", reject, 8)
+
+
+def close(world, index, fingerprint=7):
+    """Put a record; returns its digest, and what the next one has to follow."""
+    record = Record(0, index, Link("p", 1.0), fingerprint, "a", (Entry("a", "0" * 64, 1.0, 1.0),))
+    sealed = ENVELOPE.seal(record_name(0, index, 0), "record", *record.sealed())
+    world.objects[sealed.name] = sealed.body
+    return sealed.digest, replace(record, digest=sealed.digest).link
 
 
 def read(sealed):
@@ -70,26 +84,110 @@ def test_a_snapshot_whose_header_does_not_fit_is_refused(changes):
 def test_the_newest_is_the_newest_valid_one():
     world, rejected = World(), []
     writer, reader = snapshots(), snapshots(rejected)
+    links = {}
     for index in (5, 3):
-        complete(world, writer.store(state(index), "record"))
+        digest, links[index] = close(world, index)
+        complete(world, writer.store(state(index), digest))
         assert writer.newest == 5
     bad = "anchors/0000/00000009-" + "0" * 64
     world.objects[bad] = b"garbage"
     complete(world, reader.refresh())
     assert reader.newest == 5 and rejected == [bad]
-    found, record = complete(world, snapshots().load())
-    assert found.index == 5 and record == "record"
+    found, link = complete(world, snapshots().load())
+    assert found.index == 5 and link == links[5]
     assert complete(world, snapshots().load(6)) is None
+
+
+def test_a_snapshot_that_does_not_belong_to_what_was_closed_is_not_used():
+    """One names a record that is not there; from the bits of another the run did not go on."""
+    world, rejected = World(), []
+    reader = snapshots(rejected)
+    digest, _ = close(world, 3)
+    complete(world, reader.store(state(3), digest))
+    forged = seal_snapshot(ENVELOPE, 0, state(99_999_999), "0" * 64)
+    other = seal_snapshot(ENVELOPE, 0, state(4, anchor=(9.0, 9.0)), close(world, 4)[0])
+    link = complete(world, reader._rounds.find(4, close(world, 4)[0])).link
+    following = Record(0, 5, link, 12345, "a", (Entry("a", "0" * 64, 1.0, 1.0),))
+    record = ENVELOPE.seal(record_name(0, 5, 0), "record", *following.sealed())
+    for sealed in (forged, other, record):
+        world.objects[sealed.name] = sealed.body
+    found, _ = complete(world, reader.load())
+    assert found.index == 3 and {forged.name, other.name} <= set(rejected)
+    complete(world, reader.refresh())
+    assert reader.newest == 3
+
+
+def test_what_is_deleted_while_it_is_read_is_looked_for_again():
+    """Two newer ones were put, and the one that is being read was collected."""
+    world = World()
+    digest, _ = close(world, 3)
+    complete(world, snapshots().store(state(3), digest))
+    (old,) = [name for name in world.objects if name.startswith("anchors/")]
+    task = snapshots().load()
+    answer = None
+    while not (isinstance(operation := task.send(answer), Read) and operation.name == old and operation.first is None):
+        answer = world.attempt(operation)
+    del world.objects[old]
+    digest, _ = close(world, 5)
+    complete(world, snapshots().store(state(5), digest))
+
+    def rest():
+        return (yield from _resumed(task, world.attempt(operation)))
+
+    assert complete(world, rest())[0].index == 5
+
+
+def _resumed(task, answer):
+    while True:
+        try:
+            operation = advance(task, answer)
+        except StopIteration as stop:
+            return stop.value
+        answer = yield operation
+
+
+def test_what_is_superfluous_is_kept_for_an_hour_and_while_somebody_joins():
+    world, own = World(), snapshots()
+    for index in (1, 2, 3, 4):
+        digest, _ = close(world, index)
+        world.objects[delta_name(0, index, "a", "0" * 64)] = b"delta"
+        complete(world, own.store(state(index), digest))
+
+    def kept():
+        return {place_of(name)[1] for name in world.objects if "/d-" in name}
+
+    complete(world, own.collect(0.0, busy=False))
+    assert kept() == {1, 2, 3, 4}
+    complete(world, own.collect(KEEP, busy=True))
+    assert kept() == {1, 2, 3, 4}
+    complete(world, own.collect(KEEP, busy=False))
+    assert kept() == {4} and [index_of(name) for name in world.objects if index_of(name)] == [3, 4]
+
+
+@pytest.mark.parametrize("name", ["rounds/x/0000/d-a-", "rounds/00000001/0000/x/d-a-", "rounds/٠٠٠٠٠٠٠١/0000/d-a-"])
+def test_a_name_that_is_not_one_of_ours_harms_no_collection(name):
+    assert superfluous([name + "0" * 64, delta_name(0, 1, "a", "0" * 64)], 0, 9) == [delta_name(0, 1, "a", "0" * 64)]
+
+
+def test_one_is_due_when_the_rounds_since_weigh_enough():
+    """Two members: a delta of 8 bytes, a snapshot of 12, so that 20 times its bytes are moved after 8 rounds."""
+    own, due = snapshots(), []
+    own.newest = 0
+    for index in range(1, 10):
+        own.followed(Record(0, index, Link(), 7, "a", (Entry("a", "", 1.0, 1.0), Entry("b", "", 1.0, 1.0))))
+        own.consider(state(index), "record", wanted=-1, first=True, now=0.0, grace=1.0)
+        due += [index] * (own._waiting is not None)
+    assert due[0] == 8
 
 
 def test_one_is_due_when_it_is_wanted_and_not_there_and_the_closer_of_the_round_puts_it():
     world, held = World(), state(5)
     own = snapshots()
     own.consider(held, "record", wanted=-1, first=True, now=0.0, grace=1.0)
-    complete(world, own.tick())
+    complete(world, own.tick(5, 0.0, False))
     assert not world.objects
     own.consider(held, "record", wanted=0, first=True, now=0.0, grace=1.0)
-    complete(world, own.tick())
+    complete(world, own.tick(5, 0.0, False))
     assert own.newest == 5 and len(world.objects) == 1
     other = snapshots()
     for now, there in ((0.0, False), (1.0, False), (1.5, True)):  # unless nobody has put one during the grace

@@ -13,7 +13,7 @@ from torch import nn
 
 from diloco import SGD, Balanced, DiLoCo, Float32
 from diloco.bucket import Bucket
-from diloco.bucket.rounds import read_record, record_name
+from diloco.bucket.rounds import Link, read_record, record_name
 from diloco.bucket.store.envelope import Envelope, Invalid
 from diloco.bucket.store.operations import All, Create, Delete, List, Oversized, Pause, Read, Size, Work, Write, advance
 from diloco.reduce import Jump, Round
@@ -54,8 +54,8 @@ class World:
                 return data if len(data) <= limit else Oversized(len(data))
             case Size(name):
                 return len(self.objects[name]) if name in self.objects else None
-            case List(prefix):
-                return {name: len(data) for name, data in self.objects.items() if name.startswith(prefix)}
+            case List(prefix, after):
+                return {n: len(data) for n, data in self.objects.items() if n.startswith(prefix) and n > after}
             case Delete(name):
                 self.objects.pop(name, None)
                 return None
@@ -69,7 +69,7 @@ class World:
         """Guarantee 1: one record per round, for ever. 6: a delta is in at most one record, once."""
         counted = set()
         for fragment in range(self.fragments):
-            previous, index = "", 1
+            previous, index = Link(), 1
             while True:
                 record = self.record(fragment, index, previous)
                 known = self.records.get((fragment, index))
@@ -82,7 +82,7 @@ class World:
                 if counted & set(digests):
                     raise Violation("a delta counts twice")
                 counted |= set(digests)
-                previous, index = record.digest, index + 1
+                previous, index = record.link, index + 1
 
     def record(self, fragment, index, previous):
         slot = 0
@@ -90,7 +90,7 @@ class World:
             name = record_name(fragment, index, slot)
             try:
                 return read_record(
-                    Envelope(self.run, self.key).open(name, "record", data, 0), fragment, index, previous
+                    Envelope(self.run, self.key).open(name, "record", data, None), fragment, index, previous
                 )
             except Invalid:
                 slot += 1

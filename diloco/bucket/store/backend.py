@@ -178,8 +178,9 @@ class Obstore:
                 return data
             case Size(name):
                 return obstore.head(self._store, name)["size"]
-            case List(prefix):
-                return {m["path"]: m["size"] for part in obstore.list(self._store, prefix) for m in part}
+            case List(prefix, after):
+                found = obstore.list(self._store, prefix, offset=after or None, chunk_size=1000)
+                return {m["path"]: m["size"] for part in found for m in part}
             case Delete(name):
                 return obstore.delete(self._store, name)
         raise TypeError(f"{operation} is not a store operation")

@@ -15,7 +15,7 @@ from typing import Any
 
 from diloco.bucket.store.operations import All, Create, Forbidden, Oversized, Pause, Read, Size, Task, Work
 
-PROTOCOL = 1
+PROTOCOL = 2
 MAGIC = b"DLCO"
 PREFIX = struct.Struct("<4sI32s")
 HEADER = 64 << 10
@@ -108,7 +108,8 @@ class Envelope:
         if self.key is not None and not hmac.compare_digest(signature, self._sign(run, name, raw)):
             raise Invalid("it is not signed with the key of this run")
         if header.get("protocol") != PROTOCOL:
-            raise Invalid(f"its protocol is {header.get('protocol')!r:.40}, this is {PROTOCOL}")
+            raise Invalid(f"its protocol is {header.get('protocol')!r:.40}, this is {PROTOCOL}: another version of "
+                          "diloco made it; use that one, or begin a new run in another place")  # fmt: skip
         if header.get("kind") != kind:
             raise Invalid(f"it is not a {kind}")
         digest = hashlib.sha256(raw).hexdigest()

@@ -36,9 +36,9 @@ class Folder:
                 return self._read(self.root / name, limit, first)
             case Size(name):
                 return _size(self.root / name)
-            case List(prefix):
+            case List(prefix, after):
                 self.root.lstat()  # a folder that is gone for a while is not an empty one
-                return dict(_below(self.root / prefix, prefix))
+                return dict(_below(self.root / prefix, prefix, after))
             case Delete(name):
                 (self.root / name).unlink(missing_ok=True)
             case _:
@@ -100,7 +100,7 @@ def _size(path: Path) -> int | None:
     return found.st_size if stat.S_ISREG(found.st_mode) else 0
 
 
-def _below(folder: Path, prefix: str) -> Iterator[tuple[str, int]]:
+def _below(folder: Path, prefix: str, after: str) -> Iterator[tuple[str, int]]:
     """All that lies below a folder, with directories, without following links. Names that are no UTF-8 are escaped."""
     try:
         entries = list(os.scandir(folder))
@@ -108,10 +108,14 @@ def _below(folder: Path, prefix: str) -> Iterator[tuple[str, int]]:
         return
     for entry in entries:
         name = prefix + entry.name
+        if name <= after and not after.startswith(f"{name}/"):
+            continue
         try:
             regular = entry.is_file(follow_symlinks=False)
-            yield name, entry.stat(follow_symlinks=False).st_size if regular else 0
+            size = entry.stat(follow_symlinks=False).st_size if regular else 0
         except FileNotFoundError:
             continue  # deleted meanwhile
+        if name > after:
+            yield name, size
         if entry.is_dir(follow_symlinks=False):
-            yield from _below(folder / entry.name, f"{name}/")
+            yield from _below(folder / entry.name, f"{name}/", after)

@@ -68,9 +68,11 @@ class Size:
 
 @dataclass(frozen=True)
 class List:
-    """→ {name: size} of all objects below a prefix that ends in a slash."""
+    """→ {name: size} of all objects below a prefix that ends in a slash. `after`: only of names that follow this one in
+    the order of bytes."""
 
     prefix: str
+    after: str = ""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,53 @@
+"""One listing of the rounds that are open serves all fragments of a member."""
+
+from math import inf
+
+from diloco.bucket.rounds import folder, place_of, round_prefix
+from diloco.bucket.store.operations import List, Task
+from diloco.bucket.timing import Timing
+
+REACH = 8
+"""Rounds before the newest one that the listing covers. A fragment that is further behind lists its own round."""
+
+
+class Listing:
+    """Each listing is used once by each fragment: who asks again wants to see what is new. What is known to be closed
+    needs no new one."""
+
+    def __init__(self, timing: Timing) -> None:
+        self._timing = timing
+        self._newest = 0  # the highest index that was asked for
+        self._from = 0
+        self._names: dict[tuple[int, int], dict[str, int]] = {}
+        self._used: set[int] = set()  # by which fragments
+        self._at = -inf  # when it was asked for
+
+    def names(self, fragment: int, index: int) -> Task[dict[str, int]]:
+        self._newest = max(self._newest, index)
+        if index < self._newest - REACH:
+            return (yield List(folder(fragment, index)))
+        known = self._names.get((fragment, index), {})
+        if index >= self._from and any("/closed." in name for name in known):
+            return known
+        old = self._timing.clock() - self._at > self._timing.poll
+        if old or fragment in self._used or index < self._from:
+            yield from self._look()
+        self._used.add(fragment)
+        return self._names.get((fragment, index), {})
+
+    def _look(self) -> Task[None]:
+        first, asked = max(self._newest - REACH, 0), self._timing.clock()
+        found = yield List("rounds/", after=round_prefix(first))
+        names: dict[tuple[int, int], dict[str, int]] = {}
+        for name, size in found.items():
+            if (place := _place(name)) is not None:
+                names.setdefault(place, {})[name] = size
+        self._from, self._names, self._used, self._at = first, names, set(), asked
+
+
+def _place(name: str) -> tuple[int, int] | None:
+    """Where a name belongs, whatever it is: what lies in the folder of a round is judged there."""
+    parts = name.split("/")
+    if len(parts) < 4 or not (parts[1].isascii() and parts[1].isdigit() and parts[2].isascii() and parts[2].isdigit()):
+        return None
+    return place_of(name) or (int(parts[2]), int(parts[1]))
