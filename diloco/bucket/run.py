@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -43,10 +44,14 @@ def read_run(key: bytes | None) -> Task[Run | None]:
             remedy = "signed: give its key with --key-file" if key is None else "not signed: leave the key out"
             raise ConfigError(f"the run is {remedy}")
         value = json.loads(found.payload)
-        note = value["note"]
-        if not isinstance(note, dict):
-            raise Invalid("its note is not a JSON object")
-        return Run(found.text("run"), value["contract"], tuple(value["snapshots"]), note, created=False)
+        contract, snapshots, note = value["contract"], value["snapshots"], value["note"]
+        if not isinstance(note, dict) or not isinstance(contract, dict) or not isinstance(snapshots, list):
+            raise Invalid("its contract, snapshots or note are not what they should be")
+        if not all(isinstance(name, str) and index_of(name) == 0 for name in snapshots):
+            raise Invalid("it names something that is not a first snapshot")
+        if not re.fullmatch("[0-9a-f]{16}", found.text("run")):
+            raise Invalid("its run id is not one")
+        return Run(found.text("run"), contract, tuple(snapshots), note, created=False)
     except (Invalid, ValueError, KeyError, TypeError, RecursionError) as reason:
         raise ConfigError(f"{NAME} in the bucket cannot be used: {reason}") from None
 
@@ -61,6 +66,8 @@ def find_or_create(proposal: Run, key: bytes | None, states: Sequence[State], jo
     mine = json.loads(json.dumps(proposal.contract))
     # A run that an older version has begun does not say all that is compared today.
     compare([run.contract, {key: mine.get(key) for key in run.contract}], ("the run", "this member"))
+    if len(run.snapshots) != len(states):
+        raise Mismatch(f"the run has {len(run.snapshots)} fragments, this member {len(states)}")
     return run
 
 

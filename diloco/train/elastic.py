@@ -6,8 +6,10 @@ import math
 import re
 import socket
 import sys
-from dataclasses import asdict, replace
+from dataclasses import Field, asdict, fields, replace
 from pathlib import Path
+from types import NoneType
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
@@ -16,6 +18,7 @@ from diloco.bucket import Bucket, below, find_run
 from diloco.bucket.run import Run
 from diloco.diloco import DiLoCo
 from diloco.errors import ConfigError, Mismatch
+from diloco.flags import choices, spelled, value_type
 from diloco.runs.config import TrainConfig, names
 from diloco.runs.schema import Event
 from diloco.runs.writer import Writer
@@ -27,6 +30,10 @@ from diloco.world import World
 DIGEST = "tokenizer_digest"
 CARRIES = 32
 """Rounds of work that one delta may count for: a slow member carries the work that was not counted yet."""
+FROM_OUTSIDE = {"model": re.compile("[a-z0-9.]+"), "tokenizer": re.compile("bytes|train:[0-9]+")}
+"""Settings of which only values like these are taken from the run without being asked for: presets, and what is made
+here."""
+LARGEST = {"context": 1 << 24, "batch": 1 << 24, "accumulate": 1 << 24, "replicas": 1 << 20}
 log = logging.getLogger("diloco")
 
 
@@ -41,17 +48,39 @@ def as_the_run(config: TrainConfig) -> TrainConfig:
     if run is None:
         return config
     default = TrainConfig()
+    known = {field.name: field for field in fields(TrainConfig)}
     changes = {}
     for name in names("run"):
         if name not in run.note:
             continue
-        mine, theirs = getattr(config, name), run.note[name]
+        mine, theirs = getattr(config, name), _taken(known[name], run.note[name])
+        if name in FROM_OUTSIDE and theirs != mine and not FROM_OUTSIDE[name].fullmatch(theirs):
+            raise ConfigError(f"the run has {spelled(name)} {theirs}, which is loaded from outside: give it yourself "
+                              "if you trust it")  # fmt: skip
         changes[name] = theirs
         if mine not in (theirs, getattr(default, name)) and name != "replicas":
             print(f"{name}: the run has {theirs}, not {mine}", file=sys.stderr)  # noqa: T201
-    if not config.data:
-        changes["data"] = tuple(run.note.get("data", ()))
+    if run.note.get("data") and not config.data:
+        raise ConfigError("the run was begun with --data, and its creator's paths mean nothing here: give --data")
     return replace(config, tokens=None, **changes)
+
+
+def _taken(field: Field[Any], value: Any) -> Any:
+    """A setting that the run's creator published: of the right type, and not absurd. `TrainConfig` checks the rest."""
+    kind, _ = value_type(field)
+    allowed = choices(field)
+    if isinstance(value, str):
+        good = kind is str or value in allowed
+        good &= value.isprintable() and len(value) < 10_000 and (not allowed or value in allowed)
+    elif isinstance(value, bool) or value is None:
+        good = kind is bool if value is not None else NoneType in get_args(field.type)
+    else:
+        good = isinstance(value, (int, float)) and abs(value) <= LARGEST.get(field.name, 1e15)
+        good &= kind is float or (kind is int and isinstance(value, int))
+    if not good:
+        raise ConfigError(f"the run in the bucket says {field.name}={value!r:.60}: that is no value of "
+                          f"{spelled(field.name)}; do not join a run that you do not trust")  # fmt: skip
+    return value
 
 
 class Elastic:

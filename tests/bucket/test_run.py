@@ -1,0 +1,115 @@
+"""What a run says about itself: a joiner and `diloco watch` believe none of it before it was checked."""
+
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from diloco.bucket import Bucket, find_run
+from diloco.bucket.members import Member
+from diloco.bucket.store.envelope import PREFIX, Envelope
+from diloco.errors import ConfigError
+from diloco.report.bucket import Watch
+from diloco.runs.config import TrainConfig
+from diloco.train.elastic import as_the_run
+from tests.support.members import Member as Trainer
+from tests.support.members import until
+
+
+def begin(folder, **note):
+    """A run without fragments, with these published settings."""
+    bucket = Bucket(str(folder), "a", note=note)
+    bucket.join({"sync_every": 1}, [], [])
+    bucket.leave()
+
+
+@pytest.mark.parametrize(
+    "note",
+    [
+        {"context": 1e12},
+        {"context": 1 << 40},
+        {"context": "long"},
+        {"steps": [1]},
+        {"lr": "low"},
+        {"lr": True},
+        {"lr": 1e300},
+        {"sync_every": None},
+        {"method": "steal"},
+        {"codec": "x"},
+        {"fragments": "\x1b[2J"},
+        {"outer": {"a": 1}},
+        {"batch": 2.5},
+    ],
+    ids=repr,
+)
+def test_a_setting_that_is_no_value_of_its_flag_is_not_taken(note, tmp_path):
+    begin(tmp_path, **note)
+    with pytest.raises(ConfigError, match="do not join a run that you do not trust"):
+        as_the_run(TrainConfig(bucket=str(tmp_path)))
+
+
+def test_what_is_loaded_from_outside_is_taken_only_by_who_asks_for_it(tmp_path):
+    begin(tmp_path, model="hf:attacker/x", data=["/etc/passwd"], lr=0.5)
+    with pytest.raises(ConfigError, match="--model hf:attacker/x, which is loaded from outside"):
+        as_the_run(TrainConfig(bucket=str(tmp_path)))
+    with pytest.raises(ConfigError, match="give --data"):
+        as_the_run(TrainConfig(bucket=str(tmp_path), model="hf:attacker/x"))
+    taken = as_the_run(TrainConfig(bucket=str(tmp_path), model="hf:attacker/x", data=("corpus.txt",)))
+    assert taken.data == ("corpus.txt",) and taken.lr == 0.5
+    begin(tmp_path / "two", tokenizer="/etc/passwd")
+    with pytest.raises(ConfigError, match="--tokenizer /etc/passwd"):
+        as_the_run(TrainConfig(bucket=str(tmp_path / "two")))
+
+
+def forge(folder, run="0" * 16, protocol=None, **changes):
+    value = {"contract": {}, "snapshots": [], "note": {}} | changes
+    body = Envelope(run).seal("run.json", "run", {"signed": False}, json.dumps(value).encode()).body
+    if protocol is not None:
+        length = PREFIX.unpack_from(body)[1]
+        header = body[PREFIX.size : PREFIX.size + length].replace(b'"protocol":2', b'"protocol":%d' % protocol)
+        body = PREFIX.pack(b"DLCO", len(header), bytes(32)) + header + body[PREFIX.size + length :]
+    (folder / "run.json").write_bytes(body)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"run": "[/x]"}, {"contract": 3}, {"snapshots": {}}, {"snapshots": [3]}, {"snapshots": ["../../x"]}, {"note": []}],
+    ids=repr,
+)
+def test_a_run_that_is_not_one_is_refused_with_a_sentence(changes, tmp_path):
+    forge(tmp_path)
+    assert find_run(str(tmp_path)) is not None
+    forge(tmp_path, **changes)
+    with pytest.raises(ConfigError, match=r"run\.json in the bucket cannot be used"):
+        find_run(str(tmp_path))
+
+
+def test_a_bucket_of_the_protocol_before_is_refused_with_a_sentence(tmp_path):
+    forge(tmp_path, protocol=1)
+    with pytest.raises(ConfigError, match="its protocol is 1, this is 2: another version of diloco made it"):
+        find_run(str(tmp_path))
+
+
+def shown(watch):
+    console = Console(file=io.StringIO(), width=200)
+    console.print(watch.look())
+    return console.file.getvalue()
+
+
+def test_watching_survives_a_member_that_claims_a_round_of_far_ahead(tmp_path):
+    a = Trainer(tmp_path, "a")
+    until(lambda: min(a.held) > 2, a)
+    a.stop().end()
+    liar = Member("z", 0, held=(1 << 40, 1 << 40, 1 << 40), joining=False, published={"loss": -1e30})
+    envelope = Envelope(find_run(str(tmp_path)).id)
+    (tmp_path / "members/z").mkdir()
+    (tmp_path / liar.object_name).write_bytes(liar.sealed(envelope))
+    text = shown(Watch(str(tmp_path), None))
+    assert text.count("a 1.00") >= 3 and "\x1b" not in text
+
+
+def test_watching_a_place_whose_name_looks_like_markup_shows_it_as_it_is(tmp_path):
+    place = tmp_path / "[bold]x"
+    begin(place)
+    assert "[bold]x" in shown(Watch(str(place), None)).replace("\n", "")
