@@ -182,16 +182,9 @@ class FragmentProtocol:
         self.outbox.clear(counted)
         self._closer = record.by
         return Round(
-            index=index,
-            encoded=(followed.mean,),
-            members=record.members,
-            counted=counted,
-            sent=fate.sent,
-            received=followed.received,
-            seconds=fate.seconds,
-            own=fate.own,
-            state=followed.state,
-        )
+            index=index, encoded=(followed.mean,), members=record.members, counted=counted, sent=fate.sent,
+            received=followed.received, seconds=fate.seconds, own=fate.own, state=followed.state,
+        )  # fmt: skip
 
     @property
     def expects_outcome(self) -> bool:
@@ -353,8 +346,7 @@ class FragmentProtocol:
 
     def _next(self, index: int, mean: Encoded) -> State | None:
         """The state after a round. If no delta of this member was taken for the round, the core makes it."""
-        next = self.outbox.next(index)
-        if next is None:
+        if (next := self.outbox.next(index)) is None:
             return None
         next.add(mean)
         return next.state(index)
