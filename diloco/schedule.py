@@ -40,8 +40,6 @@ class Schedule:
 
     def in_flight(self, overlap: int) -> int:
         """The largest number of fragments in flight at once when each takes `overlap` steps."""
-        if overlap == 0:
-            return 0
         starts = sorted(self.offset(f) for f in range(self.fragments))
         return max(sum((a - b) % self.sync_every < overlap for b in starts) for a in starts)
 

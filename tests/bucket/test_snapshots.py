@@ -93,8 +93,9 @@ def test_the_newest_is_the_newest_valid_one():
     world.objects[bad] = b"garbage"
     complete(world, reader.refresh())
     assert reader.newest == 5 and rejected == [bad]
-    found, link = complete(world, snapshots().load())
-    assert found.index == 5 and link == links[5]
+    loader = snapshots()
+    found, link = complete(world, loader.load())
+    assert found.index == loader.newest == 5 and link == links[5]
     assert complete(world, snapshots().load(6)) is None
 
 

@@ -68,6 +68,14 @@ def test_cutting_below_a_limit_keeps_it(tensors, limit):
     assert sum((b - a) * tensors[i][1] for piece in pieces for i, a, b in piece) == sum(r * w for r, w in tensors)
 
 
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 30)), min_size=1, max_size=6), st.integers(60, 200))
+def test_cutting_below_a_limit_gives_as_few_pieces_as_equal_ones_allow(tensors, limit):
+    fewest = len(rules.cut_below(tensors, limit))
+    for fewer in range(1, min(fewest, 20)):
+        pieces = rules.cut(tensors, fewer)
+        assert max(sum((b - a) * tensors[i][1] for i, a, b in piece) for piece in pieces) > limit
+
+
 @given(st.integers(1, 40), st.integers(1, 9))
 def test_the_two_patterns_hold_each_layer_once_and_have_equally_many_fragments(layers, size):
     one, two = rules.strided(layers, size), rules.sequential(layers, size)
@@ -77,6 +85,7 @@ def test_the_two_patterns_hold_each_layer_once_and_have_equally_many_fragments(l
 
 
 def test_strided_is_the_papers_pattern():
+    assert Strided() == Strided(3)
     assert rules.strided(24, 3) == [[p, p + 8, p + 16] for p in range(8)]
     fragments = fragments_of(Tiny(layers=6), Strided(3))
     assert {p.name for p in fragments[1]} == {f"layers.{i}.{w}" for i in (1, 3, 5) for w in ("weight", "bias")}
@@ -147,6 +156,7 @@ def test_scalars_have_one_row():
     ("act", "message"),
     [
         (lambda: Strided(0), "layers=0: give a whole number of at least 1"),
+        (lambda: Sequential(0), "layers=0: give a whole number of at least 1"),
         (lambda: Balanced(-1), "fragments=-1"),
         (lambda: fragments_of(Tiny(), Named((("nothing.*",),))), r"no parameter matches \('nothing.\*',\)"),
         (lambda: trainable(nn.Linear(2, 2, device="meta")), "weight has no values yet"),
@@ -162,6 +172,7 @@ def test_what_cannot_be_cut_is_refused_with_the_reason(act, message):
 
 @pytest.mark.parametrize(("text", "expected"), [
     ("strided:3", Strided(3)),
+    ("strided:1", Strided(1)),
     ("sequential:2", Sequential(2)),
     ("balanced:7", Balanced(7)),
     ("named:embedding.*,head.*;layers.*", Named((("embedding.*", "head.*"), ("layers.*",)))),

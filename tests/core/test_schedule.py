@@ -47,6 +47,11 @@ def test_in_flight_counts_what_is_under_way_at_once(schedule, data):
     assert schedule.in_flight(overlap) == max(under_way)
 
 
+@pytest.mark.parametrize("overlap", [0, 1, 99])
+def test_an_overlap_within_its_range_is_accepted(overlap):
+    check_overlap(overlap, 100)
+
+
 @pytest.mark.parametrize("overlap", [-1, 100, 101])
 def test_an_overlap_outside_its_range_is_refused_with_the_range(overlap):
     with pytest.raises(ConfigError, match=f"overlap={overlap} .*give 0 .* to 99"):

@@ -45,6 +45,7 @@ def test_a_jump_takes_anchor_outer_state_and_index_and_overwrites_local():
     assert (fragment, index, delta.values.item(), delta.weight) == (0, 8, -3.0, 3.0)
     # v = 1 + 0.5·0.5 = 1.25; θ = 100 − (1 + 0.5·1.25): the state that came with the jump was used
     assert [step() for _ in range(2)] == [104, 98.375]
+    assert state.anchor.item() == 100 and not delta.feedback  # the state was copied, and no residual was made for it
     assert diloco._fragments[0].state.index == 8
 
 
