@@ -79,7 +79,7 @@ def _attend(
                 first = passed_on == 1
                 trains = any(folder.glob("replica-*/metrics.jsonl"))
                 how = " after a few steps, with a checkpoint; again: at once, without" if trains else ""
-                print(f"stopping{how}" if first else "stopped", file=sys.stderr)
+                print(f"stopping{how}" if first else "stopping at once", file=sys.stderr)
                 _signal_all(processes, signal.SIGTERM if first else signal.SIGKILL)
             if failed_at is not None and time.monotonic() - failed_at > GRACE:
                 _signal_all(processes, signal.SIGKILL)
@@ -90,12 +90,9 @@ def _attend(
     watch()
     if failed_at is None and not any(p.returncode for p in processes):
         return (130, "") if asked else (0, "")
-    if passed_on == 1 and any(p.returncode == -signal.SIGTERM for p in processes):
-        saved = any(folder.glob("replica-*/checkpoints/step-*"))  # before and after training a signal saves nothing
-        return 130, "stopped; " + (
-            "continue with --resume" if saved else "no step was done, there is nothing to resume"
-        )
-    return (130, "") if passed_on > 1 else _reason(processes, folder)
+    if passed_on > 1 or (passed_on and any(p.returncode == -signal.SIGTERM for p in processes)):
+        return 130, ""  # before and after training a signal saves nothing
+    return _reason(processes, folder)
 
 
 def _signal_all(processes: list[subprocess.Popen[bytes]], number: int) -> None:

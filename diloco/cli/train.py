@@ -11,7 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from diloco.cli import supervise
+from diloco.cli import stopped, supervise
 from diloco.errors import ConfigError, DiLoCoError, Mismatch
 from diloco.flags import parse, stored, to_toml
 from diloco.runs import folder as folders
@@ -86,7 +86,8 @@ def run_here(config: TrainConfig, *, show: bool = True) -> tuple[int, Path]:
         print(preflight.outline(config, config.replicas))
         return 0, folder
     with folders.locked(folder) as lock:
-        (folder / "derived.txt").unlink(missing_ok=True)
+        for name in ("derived.txt", "phase"):
+            (folder / name).unlink(missing_ok=True)
         (folder / "start.toml").write_text(to_toml(replace(config, name=folder.name)))
         words = ["train", str(folder / "start.toml"), *(["--resume"] if config.resume else [])]
         print(f"run {folder}", file=sys.stderr)
@@ -94,9 +95,11 @@ def run_here(config: TrainConfig, *, show: bool = True) -> tuple[int, Path]:
             code, reason = supervise.start(words, size, folder, config.shards, live.refresh, keep=(lock,))
     if reason:
         print(f"diloco: {reason}", file=sys.stderr)
+    if code == 130:
+        print(f"diloco: {stopped.sentence(folder)}", file=sys.stderr)
     if code in (2, 130) and not (folder / "config.toml").exists():
         shutil.rmtree(folder)  # refused, or stopped before there was anything to keep
-    if show and (folder / "summary.json").exists() and code in (0, 130):
+    if show and (folder / "summary.json").exists() and (code == 0 or (code == 130 and config.json)):
         show_run(folder, config.json)
     return code, folder
 
@@ -129,6 +132,8 @@ def _be_rank(config: TrainConfig, world: World) -> int:
 
         meet(world, _backend())
         folder = _agree_on_folder(config, world, dist.distributed_c10d._get_default_store())
+        if world.rank == 0 and not started_here():
+            logging.getLogger("diloco").info("run %s", folder)
         from diloco.train.run import train
 
         # If `run_here` started this process, it holds the lock and shows the run itself.
@@ -138,7 +143,9 @@ def _be_rank(config: TrainConfig, world: World) -> int:
         dist.barrier()  # until all have written their last line
         if world.rank == 0:
             write_summary(folder, summary)
-            if leads:
+            if leads and summary["stopped"] and not config.json:
+                print(f"diloco: {stopped.sentence(folder)}", file=sys.stderr)
+            elif leads:
                 show_run(folder, config.json)
         dist.destroy_process_group()
         return 0
@@ -192,7 +199,10 @@ def _be_member(config: TrainConfig) -> int:
         if world.rank > 0:
             return 0
         write_summary(folder, summary)
-        show_run(folder, config.json)
+        if summary["stopped"] and not config.json:
+            print(f"stopped at step {summary['steps']}, which is saved; the same command returns", file=sys.stderr)
+        else:
+            show_run(folder, config.json)
     return 130 if summary["stopped"] else 0
 
 

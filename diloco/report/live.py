@@ -1,13 +1,14 @@
 """A run while it goes on, from the files that its replicas write: a panel in a terminal, plain lines elsewhere."""
 
+import contextlib
 import sys
+import termios
 import time
 from collections import deque
 from pathlib import Path
 from types import TracebackType
-from typing import Self, TextIO
+from typing import Any, Self, TextIO
 
-from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.live import Live as Screen
 from rich.progress_bar import ProgressBar
@@ -15,11 +16,16 @@ from rich.table import Table
 from rich.text import Text
 
 from diloco.report import units
+from diloco.report.fitted import Column, Fitted
+from diloco.runs.phase import read_phase
 from diloco.runs.reader import read_config
-from diloco.runs.schema import Record, Round, Step, from_line
+from diloco.runs.schema import Evaluation, Event, Record, Round, Step, from_line
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _HISTORY = 512
+COLUMNS = (("replica", 0), ("step", 0), ("loss", 0), ("", 3), ("tokens/s", 1), ("in flight", 5), ("sent", 2),
+           ("hidden", 6), ("exposed", 4))  # fmt: skip
+"""Of each replica. The number says in which order they are left out in a narrow terminal, see `Column`."""
 
 
 class Live:
@@ -43,12 +49,22 @@ class Live:
         self.began = time.monotonic()
         self.shown = -float("inf")
         self.printed, self.told = -1, False
-        self.sync_every = 0
+        self.sync_every, self.method, self.phase = 0, "", ""
+        self.echo: list[Any] | None = None
 
     def __enter__(self) -> Self:
         if self.screen:
+            self._set_echo()
             self.screen.start()
         return self
+
+    def _set_echo(self) -> None:
+        """Keep the terminal from printing ^C, which would shift the panel by a line."""
+        with contextlib.suppress(termios.error, OSError, ValueError):  # the input is no terminal
+            self.echo = termios.tcgetattr(sys.stdin)
+            quiet = [*self.echo]
+            quiet[3] &= ~termios.ECHOCTL
+            termios.tcsetattr(sys.stdin, termios.TCSANOW, quiet)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -56,6 +72,9 @@ class Live:
         self.refresh(force=True)
         if self.screen:
             self.screen.stop()
+        if self.echo:
+            with contextlib.suppress(termios.error, OSError, ValueError):
+                termios.tcsetattr(sys.stdin, termios.TCSANOW, self.echo)
 
     def refresh(self, force: bool = False) -> None:
         """Read what was written since the last call, and show it if it is time to."""
@@ -66,6 +85,8 @@ class Live:
         if not self.sync_every:
             config = read_config(self.folder)
             self.sync_every, self.steps = config.get("sync_every", 0), self.steps or config.get("steps", 0)
+            self.method = config.get("method", "")
+        self.phase = read_phase(self.folder / "phase")
         for replica in self.watched:
             replica.read()
         if not self.told and (self.folder / "derived.txt").exists():
@@ -100,26 +121,39 @@ class Live:
         return f"{done}  loss {losses}  {speed} tokens/s  sent {sent}  left {left}"
 
     def _panel(self) -> RenderableType:
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), show_edge=False)
-        table.add_column("replica", justify="right")
-        for name in ("step", "loss"):
-            table.add_column(name, justify="right", no_wrap=True)
-        table.add_column("", no_wrap=True, style="cyan")
-        for name in ("tokens/s", "in flight", "sent", "hidden", "exposed"):
-            table.add_column(name, justify="right", no_wrap=True)
-        for number, replica in enumerate(self.watched):
-            # The other columns take 71, so all fit into a terminal of 80.
-            width = max(4, min(24, self.console.width - 72))
-            table.add_row(str(number), *replica.cells(self.sync_every, width))
+        curve = 24 if self.console.width >= 100 else 10
+        rows = [[str(number), *replica.cells(self.sync_every, curve)] for number, replica in enumerate(self.watched)]
+        columns = [
+            Column(name, [row[k] for row in rows], left=name == "", spare=spare, style="cyan" if name == "" else "")
+            for k, (name, spare) in enumerate(COLUMNS)
+        ]
         done = self.step / self.steps if self.steps else 0.0
-        footer = Table.grid(padding=(0, 1))
-        footer.add_row(
-            ProgressBar(total=1.0, completed=done, width=32),
-            f"{done:4.0%}",
-            Text(f"step {self.step}/{self.steps}"),
-            Text(f"{_clock(time.monotonic() - self.began)} gone, {units.duration(self.seconds_left)} left", "dim"),
-        )
-        return Group(table, footer)
+        gone = f"{_clock(time.monotonic() - self.began)} gone, {units.duration(self.seconds_left)} left"
+        where = f"step {self.step}/{self.steps}" if self.steps else "step 0"
+        bar = Table.grid(padding=(0, 1))
+        room = self.console.width - len(f" {done:4.0%} {where} {gone} ")
+        bar.add_row(ProgressBar(total=1.0, completed=done, width=max(min(32, room), 4)), f"{done:4.0%}", Text(where),
+                    Text(gone, "dim"))  # fmt: skip
+        parts: list[RenderableType] = [Fitted(columns)] if any(replica.last for replica in self.watched) else []
+        return Group(*parts, bar, Text(self._state(), overflow="fold"))
+
+    def _state(self) -> str:
+        """What the run does at the moment, and its figures so far."""
+        first = self.watched[0]
+        parts = [self.phase or "starting Python and torch"]
+        if first.held_out is not None:
+            parts.append(f"held-out {first.held_out:.4f}")
+        step = first.last
+        if step and step.bytes_sent and first.parameters and self.method in ("streaming", "diloco"):
+            count = len(self.watched)
+            data_parallel = 2 * (count - 1) / count * 2 * first.parameters * step.step
+            parts.append(f"{units.factor(data_parallel / step.bytes_sent)} less than data-parallel")
+        if step and self.method in ("streaming", "diloco"):
+            busy = min(replica.busy for replica in self.watched)
+            parts.append(f"{units.percent(busy, digits=1)} busy")
+        if step:
+            parts.append(f"lr {step.lr:.3g}")
+        return " · ".join(parts)
 
 
 class _Watched:
@@ -127,6 +161,12 @@ class _Watched:
 
     def __init__(self, folder: Path) -> None:
         self.metrics, self.events = _Tail(folder / "metrics.jsonl"), _Tail(folder / "events.jsonl")
+        self.parameters = 0
+        self._clear()
+
+    def _clear(self) -> None:
+        self.held_out: float | None = None
+        self.trained = 0.0  # seconds of all steps, waiting included
         self.last: Step | None = None
         self.recent: deque[Step] = deque(maxlen=64)
         self.losses: list[float] = []
@@ -135,16 +175,30 @@ class _Watched:
         self.sent: dict[int, int] = {}  # fragment: step at which its last known round was sent
 
     def read(self) -> None:
-        for step in self.metrics.records():
-            if isinstance(step, Step):
-                if self.last and step.step <= self.last.step:
-                    self.recent.clear()  # resumed: the clock of the earlier lines says nothing about the pace
-                self.last = step
-                self.recent.append(step)
-                self._remember(step.loss)
-        for round in self.events.records():
-            if isinstance(round, Round) and round.sent_step is not None:
-                self.sent[round.fragment] = round.sent_step
+        for record in self.metrics.records():
+            if isinstance(record, Evaluation):
+                self.held_out = record.loss
+            elif isinstance(record, Step):
+                if self.last and record.step <= self.last.step:  # resumed: what was written later was cut off
+                    self._clear()
+                    self.metrics.offset = 0
+                    return
+                self.last = record
+                self.recent.append(record)
+                self.trained += record.step_seconds
+                self._remember(record.loss)
+        for record in self.events.records():
+            if isinstance(record, Round) and record.sent_step is not None:
+                self.sent[record.fragment] = record.sent_step
+            elif isinstance(record, Event):
+                self.parameters = int(record.details.get("parameters", self.parameters))
+                if record.event == "resume":
+                    self.recent.clear()  # the clock of the earlier lines says nothing about the pace
+
+    @property
+    def busy(self) -> float:
+        """The share of the steps' time in which training did not wait."""
+        return 1 - self.last.seconds_exposed / self.trained if self.last and self.trained else 1.0
 
     @property
     def seconds_per_step(self) -> float | None:
@@ -156,11 +210,11 @@ class _Watched:
     def cells(self, sync_every: int, width: int) -> list[str]:
         step = self.last
         if step is None:
-            return ["starting", *[""] * 7]
+            return [""] * 8
         return [
             str(step.step),
             f"{step.loss:.4f}",
-            sparkline(self.losses or [step.loss], width),
+            sparkline(self.losses or [step.loss], width).ljust(width),  # as wide from the first step on
             units.amount(step.tokens_per_second),
             self._in_flight(step, sync_every),
             units.size(step.bytes_sent),
@@ -169,11 +223,11 @@ class _Watched:
         ]
 
     def _in_flight(self, step: Step, sync_every: int) -> str:
-        """The fragments, as f3, if the rounds so far tell which they are and they are few; otherwise their number."""
+        """The fragments, as f3, if the rounds so far tell which they are and they are few; otherwise how many."""
         due = sorted(f for f, sent in self.sent.items() if sync_every and sent + sync_every <= step.step)
         if 0 < step.in_flight == len(due) <= 3:
             return " ".join(f"f{fragment}" for fragment in due)
-        return str(step.in_flight or "–")
+        return f"{step.in_flight} of them" if step.in_flight else "–"
 
     def _remember(self, loss: float) -> None:
         self.pending.append(loss)

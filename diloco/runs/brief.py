@@ -31,7 +31,7 @@ class Brief:
 def brief(folder: Path) -> Brief:
     config = read_config(folder)
     summary = parse_object(_tail(folder / "summary.json", whole=True))
-    last = None if summary else _last_step(folder / "replica-0" / "metrics.jsonl")
+    last = _last_step(folder / "replica-0" / "metrics.jsonl")
     running = folders.in_use(folder)
     ended = "ended" if not summary else "stopped" if summary.get("stopped") else "finished"
     written = [path for path in (folder / "config.toml", *folder.glob("replica-0/*.jsonl")) if path.exists()]
@@ -40,7 +40,7 @@ def brief(folder: Path) -> Brief:
         state="running" if running else ended,
         method=str(config.get("method", "–")),
         model=str(config.get("model", "–")),
-        step=int(summary.get("steps", last.step if last else 0)),
+        step=last.step if last else int(summary.get("steps", 0)),
         steps=config.get("steps"),
         loss=summary.get("eval/loss", last.loss if last else None),
         age=time.time() - max((path.stat().st_mtime for path in written), default=time.time()),

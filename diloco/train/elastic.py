@@ -59,7 +59,7 @@ def as_the_run(config: TrainConfig) -> TrainConfig:
                               "if you trust it")  # fmt: skip
         changes[name] = theirs
         if mine not in (theirs, getattr(default, name)) and name != "replicas":
-            print(f"{name}: the run has {theirs}, not {mine}", file=sys.stderr)  # noqa: T201
+            print(f"{spelled(name)} {mine} is ignored: the run has {theirs}", file=sys.stderr)  # noqa: T201
     if run.note.get("data") and not config.data:
         raise ConfigError("the run was begun with --data, and its creator's paths mean nothing here: give --data")
     return replace(config, tokens=None, **changes)

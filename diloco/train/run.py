@@ -87,6 +87,7 @@ def train_step(run: Prepared, lr: float) -> tuple[float, float]:
 
 def evaluate(run: Prepared, step: int, replica_loss: float | None = None) -> Evaluation:
     """Evaluate the anchors and, for comparison, this replica's own weights, unless their loss is given."""
+    run.phase.say("evaluating")
     replica_loss = _held_out_loss(run) if replica_loss is None else replica_loss
     with _anchors(run):
         loss = _held_out_loss(run) if run.diloco else replica_loss
@@ -94,18 +95,23 @@ def evaluate(run: Prepared, step: int, replica_loss: float | None = None) -> Eva
     evaluation = Evaluation(step, run.writer.seconds(), step * run.tokens_per_step, loss, bits, replica_loss)
     run.writer.write(evaluation)
     run.members.evaluated(loss)
+    run.phase.say("training")
     return evaluation
 
 
 def save(run: Prepared, step: int) -> None:
+    run.phase.say("saving")
     run.checkpoints.save(step, run.state_dict() | ({"diloco": run.diloco} if run.diloco else {}))
     run.writer.write(Event("save", run.writer.seconds(), step))
+    run.phase.say("training")
 
 
 def finish(run: Prepared, step: int, stopped: bool) -> dict[str, Any]:
     """Agree a last time, unless the run was stopped; save, evaluate, and sum up."""
+    run.phase.say("evaluating")
     replica_loss = _held_out_loss(run)
     if run.diloco and not stopped:
+        run.phase.say("last sync")
         rounds = run.stats.rounds
         run.diloco.finish()
         _write_rounds(run, rounds)
@@ -117,6 +123,7 @@ def finish(run: Prepared, step: int, stopped: bool) -> dict[str, Any]:
     evaluation = evaluate(run, step, replica_loss)
     samples = []
     if run.world.replica == 0:  # the summary of the others is not written
+        run.phase.say("writing a sample")
         with _anchors(run):
             samples.append(sample(run.bare, run.corpus.tokenizer, "def ", 200, run.config.context, run.device))
     if run.diloco and stopped:

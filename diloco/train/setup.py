@@ -23,6 +23,7 @@ from diloco.outer import OUTERS, Outer
 from diloco.reduce import Reduce
 from diloco.reduce.collective import Collective
 from diloco.runs.config import TrainConfig, outer_settings
+from diloco.runs.phase import Phase
 from diloco.runs.schema import Event
 from diloco.runs.sinks import open_sinks
 from diloco.runs.writer import Writer
@@ -63,6 +64,7 @@ class Prepared:
     writer: Writer
     checkpoints: Checkpoints
     members: Members
+    phase: Phase
     batches: Batches
     parameters: int
     tokens_per_step: int
@@ -99,7 +101,9 @@ def prepare(config: TrainConfig, world: World, folder: Path) -> Prepared:
     """Build this process's part of the run in `folder`, load the newest checkpoint on resume, and join the others."""
     device = device_for(config, world)
     config = replace(config, tokenizer=config.tokenizer or default_tokenizer(config.model))
-    corpus = _corpus(config, world)
+    phase = Phase(folder / "phase" if world.rank == 0 else None)
+    corpus = _corpus(config, world, phase)
+    phase.say("making the model")
     tokenizer = _agreed_tokenizer(corpus)
     model = build(config.model, corpus.tokenizer.vocabulary, config.context, config.seed).to(device)
     parameters = sum(p.numel() for p in model.parameters())
@@ -122,23 +126,27 @@ def prepare(config: TrainConfig, world: World, folder: Path) -> Prepared:
         forward=torch.compile(model) if config.compile else model, optimizer=adamw(model, config),
         writer=Writer(home if leader else home / f"shard-{world.shard}", sinks),
         checkpoints=Checkpoints(home / "checkpoints", config.keep, ranks, leader), members=members, batches=batches,
+        phase=phase,
         parameters=parameters, tokens_per_step=config.batch // world.replicas * config.context,
     )  # fmt: skip
+    phase.say("joining the others")
     run = _join(_load(run, folder), folder, sequences)
     if world.rank == 0:
         (folder / "config.toml").write_text(to_toml(config))
         text = describe(rules, parameters, config, corpus.name, run.start)
         (folder / "derived.txt").write_text(text + "\n")
         log.info(text)
-    run.writer.write(Event("resume" if run.start else "start", run.writer.seconds(), run.start))
+    about = {"parameters": parameters}
+    run.writer.write(Event("resume" if run.start else "start", run.writer.seconds(), run.start, about))
+    phase.say("training")
     return run
 
 
-def _corpus(config: TrainConfig, world: World) -> Corpus:
+def _corpus(config: TrainConfig, world: World, phase: Phase) -> Corpus:
     """The first process prepares it, the others find it prepared."""
     if world.rank > 0:
         dist.barrier()
-    corpus = corpora.prepare(config.data, config.tokenizer or "bytes", text_key=config.text_key)
+    corpus = corpora.prepare(config.data, config.tokenizer or "bytes", text_key=config.text_key, phase=phase)
     if world.rank == 0:
         dist.barrier()
     return corpus

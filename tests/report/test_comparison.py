@@ -92,17 +92,17 @@ def test_ls_says_of_each_run_what_became_of_it(tmp_path, monkeypatch, capsys):
     (tmp_path / "runs/killed/summary.json").unlink()
     (tmp_path / "runs/goes-on/summary.json").unlink()
     summary = tmp_path / "runs/stopped/summary.json"
-    summary.write_text(json.dumps(json.loads(summary.read_text()) | {"stopped": True, "steps": 40}))
+    summary.write_text(json.dumps(json.loads(summary.read_text()) | {"stopped": True}))
     with folders.locked(tmp_path / "runs/goes-on"):
         assert main(["ls", "--json"]) == 0
     found = {run["folder"]: run for run in json.loads(capsys.readouterr().out)}
     states = {name.removeprefix("runs/"): run["state"] for name, run in found.items()}
     assert states == {"done": "finished", "stopped": "stopped", "killed": "ended", "goes-on": "running"}
-    assert found["runs/stopped"]["step"] == 40 and found["runs/killed"]["step"] == 60
+    assert found["runs/stopped"]["steps"] == 60 and found["runs/killed"]["step"] == 60
     monkeypatch.setenv("COLUMNS", "60")
     assert main(["ls"]) == 0
     text = capsys.readouterr().out
-    assert "…" not in text and "40/60" in text and max(map(len, text.splitlines())) <= 60
+    assert "…" not in text and "60/60" in text and max(map(len, text.splitlines())) <= 60
 
 
 def test_the_report_of_a_run_that_failed_says_why(tmp_path):

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from diloco.report import html, terminal
-from diloco.report.live import Live, sparkline
+from diloco.report.live import Live, _Watched, sparkline
+from diloco.runs.phase import Phase
 from diloco.runs.reader import read
 from tests.support.run_directory import ROUND_BYTES, STEPS, copy_until, make_run, wait_at_end
 
@@ -97,6 +98,50 @@ def test_in_a_terminal_the_panel_shows_every_replica_and_no_colour_if_unwanted(
     assert color.search(colorful)
     monkeypatch.setenv("NO_COLOR", "1")
     assert not color.search(in_terminal(finished))
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_the_panel_fits_the_terminal_and_shows_held_out_loss_and_what_was_saved(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", str(width))
+    copy_until(200, finished, tmp_path)
+    with (tmp_path / "replica-0/events.jsonl").open("a") as events:
+        events.write('{"event": "start", "seconds": 0, "step": 0, "parameters": 1200000}\n')
+    (tmp_path / "phase").write_text("evaluating")
+    text = in_terminal(tmp_path)
+    held_out = read(tmp_path).evaluations[-1].loss
+    for part in ("replica", "step 200/300", "evaluating · held-out", f"{held_out:.4f}", "× less than data-parallel"):
+        assert part in text.replace("\r\n", " "), part
+    lines = [re.sub(r"\x1b\[[\d;?]*[a-zA-Z]", "", line) for line in text.splitlines()]
+    assert "…" not in text and max(map(len, lines)) <= width
+    assert ("hidden" in text) == (width > 60)
+
+
+def test_before_the_first_step_the_panel_says_what_the_run_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    assert "starting Python and torch" in in_terminal(tmp_path)
+    Phase(tmp_path / "phase").progress("tokenising", 34, 100)
+    assert "tokenising, 34%" in in_terminal(tmp_path)
+
+
+def test_a_resumed_run_draws_its_losses_once(finished: Path, tmp_path: Path) -> None:
+    watched = _Watched(tmp_path / "replica-0")
+    copy_until(60, finished, tmp_path)
+    watched.read()
+    whole = list(watched.losses)
+    assert len(whole) == 60
+    copy_until(40, finished, tmp_path)  # as the trainer cuts the file at its checkpoint
+    copy_until(60, finished, tmp_path)  # and is quick to write as much again, before the next look
+    for lines, steps in ((50, 50), (61, 61)):
+        copy_until(lines, finished, tmp_path)
+        watched.read()
+        watched.read()
+        assert len(watched.losses) == steps and watched.losses[:50] == whole[:50]
 
 
 def test_the_panel_names_the_fragments_in_flight(

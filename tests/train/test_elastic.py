@@ -42,7 +42,7 @@ def test_one_command_begins_a_run_and_joins_it_and_it_ends_for_all(place):
     assert [code for code, _, _ in results] == [0, 0], results
     assert re.search(r"created run (\w+), as a", results[0][2]).group(1) in results[1][2]
     assert re.search(r"joined run \w+ at round \d+, as b", results[1][2])
-    assert "lr: the run has" in results[1][2]
+    assert "--lr 0.1 is ignored: the run has" in results[1][2]
     last = [[line for line in lines(place, f"bucket-{name}") if "eval/loss" in line][-1] for name in "ab"]
     assert last[0]["eval/loss"] == last[1]["eval/loss"]  # the anchors are the same
     code, out, _ = run_here(place, "watch", "bucket", "--once")

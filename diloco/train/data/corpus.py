@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from diloco.errors import ConfigError
+from diloco.runs.phase import Phase
 from diloco.train.data import documents
 from diloco.train.data.batches import Batches
 from diloco.train.data.documents import Sources
@@ -95,15 +96,25 @@ class Corpus:
         return counts
 
 
-def prepare(data: Sequence[str], tokenizer: str, cache: Path | None = None, *, text_key: str = "text") -> Corpus:
+def prepare(
+    data: Sequence[str],
+    tokenizer: str,
+    cache: Path | None = None,
+    *,
+    text_key: str = "text",
+    phase: Phase | None = None,
+) -> Corpus:
     """Tokenize a corpus, unless the cache has it.
 
     Args:
         data: files, folders or hf:NAME; if empty, the sources of Python's standard library.
         tokenizer: bytes, train:SIZE, the path of a tokenizer.json, or hf:PATH_OR_ID for that of a model.
         text_key: the field of .jsonl, .parquet and hf:NAME that holds the text.
+        phase: is told how far it is.
         cache: folder of prepared corpora. Default: `diloco` in the user's cache folder.
     """
+    phase = phase or Phase(None)
+    phase.say("reading the data")
     sources = documents.find(data, text_key)
     key = hashlib.sha256(json.dumps([_FORMAT, sources.identity(), tokenizer_identity(tokenizer)]).encode()).hexdigest()
     cache = cache or default_cache()
@@ -113,7 +124,7 @@ def prepare(data: Sequence[str], tokenizer: str, cache: Path | None = None, *, t
             cache.mkdir(parents=True, exist_ok=True)
             # Made under another name, then renamed: a folder with the final name is complete.
             with tempfile.TemporaryDirectory(prefix=f"{key[:16]}-", suffix=".tmp", dir=cache) as temporary:
-                _write(Path(temporary), sources, tokenizer)
+                _write(Path(temporary), sources, tokenizer, phase)
                 _publish(Path(temporary), folder)
         except OSError as error:
             where = error.filename or cache
@@ -176,13 +187,16 @@ def _publish(temporary: Path, folder: Path) -> None:
             folder.rename(temporary / f"damaged-{len(list(temporary.iterdir()))}")
 
 
-def _write(temporary: Path, sources: Sources, tokenizer: str) -> None:
+def _write(temporary: Path, sources: Sources, tokenizer: str, phase: Phase) -> None:
     folder = temporary / "corpus"
     folder.mkdir()
+    if tokenizer.startswith("train:"):
+        phase.say("training the tokenizer")
     encoder = load_tokenizer(tokenizer, (t for t in documents.texts(sources) if not _is_held_out(_digest(t))))
     if tokenizer.startswith("train:"):
         encoder.save(folder)
     digest = hashlib.sha256()
+    total = 0 if sources.tokenized else sum(item.stat().st_size for item in sources.items if isinstance(item, Path))
     with (folder / "train.bin").open("wb") as train, (folder / "held_out.bin").open("wb") as held_out:
         counts = {"train": [0, 0], "held_out": [0, 0]}
         for document, nbytes, ids in _encoded(sources, encoder):
@@ -191,6 +205,7 @@ def _write(temporary: Path, sources: Sources, tokenizer: str) -> None:
             file.write(np.append(ids, encoder.end).astype(dtype_of(encoder.vocabulary)).tobytes())
             counts[part][0] += len(ids) + 1
             counts[part][1] += nbytes
+            phase.progress("tokenising", counts["train"][1] + counts["held_out"][1], total)
     if not any(n for n, _ in counts.values()):
         raise ConfigError(f"{sources.name}: the corpus is empty; give --data that holds text")
     _even_out(folder, counts, encoder)
