@@ -44,6 +44,8 @@ def member_name(config: TrainConfig) -> str:
 def as_the_run(config: TrainConfig) -> TrainConfig:
     """The config with the settings of the run in the bucket, if there is one."""
     config = replace(config, replicas=config.replicas or 2)
+    if config.model.startswith("hf:"):  # whoever gives the model also trusts its tokenizer
+        config = replace(config, tokenizer=config.tokenizer or config.model)
     run = _run(config)
     if run is None:
         return config
