@@ -34,14 +34,13 @@ class Buffers:
     def take(self, n: int) -> Tensor:
         """Memory for n values. May wait for copies out of it."""
         with self._lock:
-            same = [each for each in self._free if len(each[0]) == n]
-            if n and same:
-                self._free = [each for each in self._free if each is not same[0]]  # `==` would compare the values
-            elif n:
+            same = [i for i, (tensor, _) in enumerate(self._free) if len(tensor) == n]
+            found = self._free.pop(same[0]) if same else None
+            if found is None and n:
                 self._free.clear()
-        if not n or not same:
+        if found is None:
             return torch.empty(n, dtype=torch.float32, device="cpu", pin_memory=self._pinned)
-        tensor, copied = same[0]
+        tensor, copied = found
         copied()
         return tensor
 

@@ -161,6 +161,7 @@ def test_memory_of_a_state_is_used_again_once_its_copies_are_done():
     waited, buffers = [], Buffers()
     first, other = buffers.take(100), buffers.take(100)
     assert first.data_ptr() != other.data_ptr()
+    buffers.give(torch.empty(70), lambda: waited.append("never"))
     buffers.give(first, lambda: waited.append("copied"))
     assert not waited
     assert buffers.take(100) is first and waited == ["copied"]
