@@ -5,7 +5,7 @@ JOBS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 export PIP_CONSTRAINT := constraints.txt
 
-.PHONY: help demo test test-fast lint format wheel sanitize browser bench netlab bucket chaos parity parity-quick clean
+.PHONY: help demo test test-frameworks test-fast lint format wheel sanitize browser bench netlab bucket chaos parity parity-quick clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## */\1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -15,6 +15,9 @@ demo: .venv/ready  ## two replicas train a small model on this machine
 
 test: .venv/ready  ## all tests, in random order
 	$(PYTEST)
+
+test-frameworks: .venv/ready  ## docs/frameworks.md with the real frameworks, in an environment of their own
+	.ci/frameworks
 
 test-fast: .venv/ready  ## tests that start no process and take less than a minute together
 	$(PYTEST) -m 'not slow'

@@ -210,7 +210,7 @@ class DiLoCo:
     def _meet(self, fragments: list[FragmentSync]) -> None:
         self._check_open()
         self._check_trained()
-        mistakes.check_ranks(self._trained, getattr(self.reduce, "ranks", ()))
+        mistakes.check_ranks(self._trained, self.reduce)
         mistakes.claim(self._model, self.reduce, self)
         mistakes.expect_end(self)
         states = self.reduce.join(self._contract(), [f.state for f in fragments], [f.codec for f in fragments])

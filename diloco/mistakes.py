@@ -78,9 +78,16 @@ def check_trained(model: nn.Module, known: Sequence[Tensor], optimizers: Sequenc
                           "its parameters, not from copies")  # fmt: skip
 
 
-def check_ranks(parameters: Sequence[Tensor], joined: Collection[int]) -> None:
+def check_ranks(parameters: Sequence[Tensor], reduce: object) -> None:
     """Refuse ranks that exchange gradients and are replicas to DiLoCo at the same time."""
+    joined: Collection[int] = getattr(reduce, "ranks", ())
     for ranks in _ddp_ranks(parameters):
+        if len(ranks) > 1 and getattr(reduce, "refuses_ddp", False):
+            raise ConfigError(
+                f"DistributedDataParallel over the ranks {ranks} with a {type(reduce).__name__}: each of them would "
+                "take rounds at its own time, and they would drift apart. Use FSDP2 inside a member, whose ranks meet "
+                "shard by shard; or join the replicas with Collective(at='host:port', replica=…, replicas=…)"
+            )
         if len(common := sorted(set(ranks) & set(joined))) > 1:
             raise ConfigError(
                 f"DistributedDataParallel averages gradients over the ranks {common} at every step, and DiLoCo joins "

@@ -57,6 +57,8 @@ class Bucket:
         backend: used instead of the one that the URL names.
     """
 
+    refuses_ddp = True  # the ranks of a member that hold the same values would have to take each round together
+
     def __init__(
         self,
         url: str,

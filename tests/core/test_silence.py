@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from diloco import Collective, ConfigError, DiLoCo, DiLoCoError
+from diloco import Bucket, Collective, ConfigError, DiLoCo, DiLoCoError
 from diloco.reduce import local
 from tests.support.models import Tiny, adamw, flat, loss_of, steps
 from tests.support.processes import run
@@ -253,7 +253,7 @@ def test_schedule_free_weights_agree_after_finish():
     assert torch.equal(one, two)
 
 
-def _ddp_over_replicas(rank):
+def _ddp_over_replicas(rank, folder):
     said = []
     inside, outside = Tiny(), Tiny()
     wrapped = [DistributedDataParallel(inside), DistributedDataParallel(outside)]
@@ -261,14 +261,16 @@ def _ddp_over_replicas(rank):
         with pytest.raises(ConfigError) as caught:
             DiLoCo(model, adamw(model)).join()
         said.append(str(caught.value))
+    with pytest.raises(ConfigError, match=r"over the ranks \[0, 1\] with a Bucket: .*Use FSDP2 inside a member"):
+        DiLoCo(inside, adamw(inside), reduce=Bucket(str(folder), f"m{rank}")).join()
     alone = [dist.new_group([each]) for each in range(2)]
     model = DistributedDataParallel(Tiny(), process_group=alone[rank])  # for a framework that insists on DDP
     DiLoCo(model, adamw(model)).join()
     return said
 
 
-def test_ddp_over_the_ranks_that_are_joined_is_refused_with_the_cure():
-    for one, two in run(2, _ddp_over_replicas):
+def test_ddp_over_the_ranks_that_are_joined_is_refused_with_the_cure(tmp_path):
+    for one, two in run(2, _ddp_over_replicas, tmp_path):
         assert "averages gradients over the ranks [0, 1] at every step, and DiLoCo joins the same ranks" in one
         assert "Leave DDP out" in one and one == two
 

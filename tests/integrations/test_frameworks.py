@@ -1,0 +1,202 @@
+"""docs/frameworks.md, as it stands there, with the real packages: two replicas in processes of their own."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.s3 import free_port
+
+ROOT = Path(__file__).parents[2]
+TEXT = (ROOT / "docs/frameworks.md").read_text()
+TRAINER, LIGHTNING, ACCELERATE = re.findall(r"^```diff\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
+pytestmark = pytest.mark.timeout(900)
+
+COMMON = """
+import hashlib, json, os, sys, torch
+torch.set_num_threads(1)
+torch.manual_seed(1)
+def said(model, **more):
+    values = b"".join(p.detach().contiguous().numpy().tobytes() for p in model.parameters())
+    print("SAID", json.dumps({"hash": hashlib.sha256(values).hexdigest(), **more}))
+"""
+TINY = """
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from datasets import Dataset
+def tiny():
+    torch.manual_seed(int(os.environ.get("RANK", 0)))  # join() takes those of the first replica
+    return LlamaForCausalLM(LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=4,
+                                        num_attention_heads=2, tie_word_embeddings=True))
+model = tiny()
+rows = torch.randint(0, 32, (200, 1), generator=torch.Generator().manual_seed(0))
+rows = ((rows + torch.arange(12)) % 32).tolist()
+dataset = Dataset.from_dict({"input_ids": rows[:160], "labels": rows[:160]})
+held_out = Dataset.from_dict({"input_ids": rows[160:], "labels": rows[160:]})
+small = {"per_device_train_batch_size": 4, "learning_rate": 1e-2, "report_to": [], "use_cpu": True, "logging_steps": 5,
+         "disable_tqdm": True, "warmup_steps": 3}
+"""
+
+
+def after(diff):
+    """The code with the lines of the diff that are added, without those that are removed."""
+    return "\n".join(line[1:] for line in diff.splitlines() if not line.startswith("-"))
+
+
+def launch(folder, code, replicas=2):
+    """What each of the processes says, each started as torchrun would."""
+    script = folder / "train.py"
+    script.write_text(COMMON + code)
+    common = {**os.environ, "WORLD_SIZE": str(replicas), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
+              "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1"}  # fmt: skip
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "cwd": folder}
+    ranks = [common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(replicas)]
+    processes = [subprocess.Popen([sys.executable, script], env=rank, **pipes) for rank in ranks]
+    outs = [process.communicate(timeout=800)[0] for process in processes]
+    for process, out in zip(processes, outs, strict=True):
+        assert process.returncode == 0, out
+    return [[json.loads(line.removeprefix("SAID ")) for line in out.splitlines() if line.startswith("SAID")]
+            for out in outs]  # fmt: skip
+
+
+def longer(diff):
+    """By how many lines a user's code grows."""
+    return sum((line[0] == "+") - (line[0] == "-") for line in diff.splitlines())
+
+
+def test_the_diffs_are_short():
+    assert longer(TRAINER) <= 3 and longer(LIGHTNING) <= 2 and longer(ACCELERATE) <= 5
+
+
+def test_trainer_agrees_learns_and_resumes_bit_for_bit(tmp_path):
+    end = """
+log = trainer.state.log_history
+said(trainer.model, evaluations=[each["eval_loss"] for each in log if "eval_loss" in each], log=log[-2])
+"""
+    (one,), (two,) = launch(tmp_path, TINY + after(TRAINER) + end)
+    assert one["hash"] == two["hash"]
+    assert one["evaluations"] == two["evaluations"] and one["evaluations"][-1] < 0.95 * 3.47  # ln 32
+    assert one["log"]["diloco/rounds"] >= 4 and one["log"]["diloco/bytes_sent"] > 1000
+    for m in range(2):
+        saved = {path.name for path in (tmp_path / f"out/replica-{m}/checkpoint-10").iterdir()}
+        assert {"model.safetensors", "optimizer.pt", "scheduler.pt", "diloco.pt"} <= saved
+        shutil.rmtree(tmp_path / f"out/replica-{m}/checkpoint-20")
+    again = TINY + after(TRAINER).replace("trainer.train()", "trainer.train(resume_from_checkpoint=True)") + end
+    for (resumed,) in launch(tmp_path, again):
+        assert resumed["hash"] == one["hash"]
+        assert resumed["evaluations"] == one["evaluations"]
+
+
+def test_sft_with_and_without_lora_agrees(tmp_path):
+    code = """
+from diloco import replica
+from diloco.integrations.transformers import DiLoCoCallback
+reduce = replica()
+from peft import LoraConfig
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
+from trl import SFTConfig, SFTTrainer
+words = {str(i): i for i in range(32)}
+tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="0")), pad_token="0",
+                                    eos_token="1")
+mine = dataset.remove_columns("labels").shard(reduce.replicas, reduce.replica)
+for lora in (None, LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")):
+    torch.manual_seed(0)
+    model = tiny() if lora is None else LlamaForCausalLM(model.config)
+    args = SFTConfig(output_dir=f"sft-{lora is None}", max_steps=10, save_steps=5, max_length=12, **small)
+    callback = DiLoCoCallback(reduce=reduce, sync_every=5)
+    trainer = SFTTrainer(model, args, train_dataset=mine, processing_class=tokenizer, callbacks=[callback],
+                         peft_config=lora)
+    trainer.train()
+    said(trainer.model, sent=callback.diloco.stats.bytes_sent)
+"""
+    (full, lora), (full2, lora2) = launch(tmp_path, TINY + code)
+    assert full["hash"] == full2["hash"] and lora["hash"] == lora2["hash"]
+    assert lora["sent"] < 0.3 * full["sent"]
+
+
+MODULE = """
+import lightning.pytorch as pl
+from lightning.pytorch import Trainer
+from torch.utils.data import DataLoader, TensorDataset
+class Module(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(6))
+    def loss(self, x):
+        for layer in self.layers:
+            x = x + layer(x).tanh()
+        return (x - 1).square().mean()
+    def training_step(self, batch, _):
+        return self.loss(batch[0])
+    def validation_step(self, batch, _):
+        self.log("val", self.loss(batch[0]))
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+torch.manual_seed(int(os.environ.get("RANK", 0)))
+module = Module()
+rows = torch.randn(80, 8, generator=torch.Generator().manual_seed(0))
+def loader(replica, replicas):
+    return DataLoader(TensorDataset(rows[replica::replicas]), batch_size=4)
+validation = DataLoader(TensorDataset(rows[:8]), batch_size=8)
+from lightning.pytorch.callbacks import ModelCheckpoint
+small = {"accelerator": "cpu", "enable_progress_bar": False, "enable_model_summary": False, "log_every_n_steps": 1}
+"""
+
+
+def test_lightning_agrees_learns_and_resumes_bit_for_bit(tmp_path):
+    end = """
+said(module, val=float(trainer.callback_metrics["val"]), rounds=float(trainer.callback_metrics["diloco/rounds"]))
+"""
+    keep = "callbacks=[diloco, ModelCheckpoint(f'saved-{diloco.replica}', '{epoch}', save_top_k=-1)]"
+    code = MODULE + after(LIGHTNING).replace("callbacks=[diloco]", keep) + end
+    (one,), (two,) = launch(tmp_path, code)
+    assert one["hash"] == two["hash"] and one["val"] == two["val"] < 1.5 and one["rounds"] >= 4
+    again = code.replace("validation)\n", "validation, ckpt_path=f'saved-{diloco.replica}/epoch=0.ckpt')\n")
+    assert "ckpt_path" in again
+    for (resumed,) in launch(tmp_path, again):
+        assert resumed["hash"] == one["hash"] and resumed["rounds"] < one["rounds"]
+
+
+def test_accelerate_agrees_and_saves_everything_on_every_replica(tmp_path):
+    setup = """
+from accelerate import Accelerator
+from torch.utils.data import DataLoader
+dataset.set_format("torch")
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+part = int(os.environ["RANK"])
+data = DataLoader(dataset.shard(2, part), batch_size=4)
+"""
+    end = """
+accelerator.save_state(f"out/replica-{reduce.replica}")
+said(model, steps=diloco.step_count, rounds=diloco.stats.rounds)
+"""
+    (one,), (two,) = launch(tmp_path, TINY + setup + after(ACCELERATE) + end)
+    assert one["hash"] == two["hash"] and one["steps"] == 20 and one["rounds"] >= 4
+    for m in range(2):
+        saved = {path.name for path in (tmp_path / f"out/replica-{m}").iterdir()}
+        assert {"model.safetensors", "optimizer.bin", "custom_checkpoint_0.pkl"} <= saved
+
+
+def test_schedule_free_weights_agree_after_finish(tmp_path):
+    code = """
+import schedulefree
+from diloco import DiLoCo, replica
+reduce = replica()
+optimizer = schedulefree.AdamWScheduleFree(model.parameters(), lr=1e-2)
+optimizer.train()
+data = torch.tensor(rows)[reduce.replica :: 2]
+with DiLoCo(model, optimizer, sync_every=5, reduce=reduce):
+    for batch in data.split(5):
+        model(input_ids=batch, labels=batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+optimizer.eval()
+said(model)
+"""
+    (one,), (two,) = launch(tmp_path, TINY + code)
+    assert one["hash"] == two["hash"]
