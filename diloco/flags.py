@@ -113,12 +113,14 @@ def parse(kind: type, words: Sequence[str]) -> Any:
             hint = f"; did you mean {spelled(near[0])}?" if near else "; --help lists them"
             raise ConfigError(f"there is no flag {spelled(name)}{hint}")
         values[name] = _value(known[name], [text] if equals else None, left)
-    positional = next((f for f in known.values() if meaning(f).positional), None)
-    if loose and (positional is None or not (value_type(positional)[1] or len(loose) == 1)):
-        hint = "a recipe comes first" if loose[-1].endswith(".toml") else "flags begin with --"
+    places = [f for f in known.values() if meaning(f).positional]
+    if len(loose) > len(places) and not (places and value_type(places[-1])[1]):
+        first = "a recipe comes first" if loose[-1].endswith(".toml") else ""
+        hint = first or "flags begin with --" + (", and a recipe ends in .toml" if not places else "")
         raise ConfigError(f"{loose[-1]!r} is not the value of a flag: {hint}")
-    if loose and positional:
-        values[positional.name] = _value(positional, loose, [])
+    for place, each in enumerate(places):
+        if given := loose[place:] if value_type(each)[1] else loose[place : place + 1]:
+            values[each.name] = _value(each, given, [])
     for each in known.values():
         if each.default is MISSING and each.name not in values:
             shown = each.name.upper() if meaning(each).positional else spelled(each.name)

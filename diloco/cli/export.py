@@ -2,7 +2,9 @@
 
 import contextlib
 import copy
+import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,17 +30,10 @@ EXAMPLES = ("diloco export runs/tiny-streaming-1 --to tiny-hf",)
 
 
 def main(config: ExportConfig) -> int:
-    if not (config.run / "config.toml").exists():
-        raise ConfigError(f"{config.run} holds no run: give a folder with a config.toml, as in runs/tiny-streaming-1")
-    folder = config.run / "replica-0" / "checkpoints"
-    steps = sorted(int(path.name.removeprefix("step-")) for path in folder.glob("step-*"))
-    step = config.step if config.step is not None else max(steps, default=None)
-    if step not in steps:
-        raise ConfigError(f"{config.run} has no checkpoint of step {step}; there are {steps or 'none'}")
+    checkpoint, step = checkpoint_of(config.run, config.step)
     if (config.to / "config.json").exists():
         raise ConfigError(f"{config.to} holds a model already: give another --to, or remove it first")
     settings: TrainConfig = parse(TrainConfig, stored(config.run / "config.toml"))
-    checkpoint = folder / f"step-{step:08d}"
     if settings.shards == 1:
         _write(settings, checkpoint, config.to)
     elif started_here():
@@ -47,16 +42,35 @@ def main(config: ExportConfig) -> int:
         _start_shards(settings.shards, [str(config.run), "--to", str(config.to), "--step", str(step)])
     if not started_here():
         print(config.to)
+        print(f'talk to it: diloco sample {config.to} "text"', file=sys.stderr)
     return 0
 
 
+def checkpoint_of(run: Path, step: int | None) -> tuple[Path, int]:
+    """The folder of a checkpoint of a run, the newest if no step is given, and its step."""
+    if not (run / "config.toml").exists():
+        raise ConfigError(f"{run} holds no run: give a folder with a config.toml, as in runs/tiny-streaming-1")
+    folder = run / "replica-0" / "checkpoints"
+    steps = sorted(int(path.name.removeprefix("step-")) for path in folder.glob("step-*"))
+    chosen = step if step is not None else max(steps, default=None)
+    if chosen is None or chosen not in steps:
+        raise ConfigError(f"{run} has no checkpoint of step {chosen}; there are {steps or 'none'}")
+    return folder / f"step-{chosen:08d}", chosen
+
+
 def _write(settings: TrainConfig, checkpoint: Path, to: Path) -> None:
+    from diloco.train.export import export_module
+
+    with_anchors(settings, checkpoint, lambda model, tokenizer: export_module(model, tokenizer, to))
+
+
+def with_anchors(settings: TrainConfig, checkpoint: Path, act: Callable[[Any, Any], None]) -> None:
+    """Call `act` with a model that holds the anchors of a checkpoint, and with the tokenizer."""
     import torch.distributed.checkpoint as dcp
 
     from diloco.reduce import local
     from diloco.train.checkpoint import alone
     from diloco.train.data.corpus import prepare
-    from diloco.train.export import export_module
     from diloco.train.model import build
     from diloco.train.setup import adamw, attach
 
@@ -67,16 +81,16 @@ def _write(settings: TrainConfig, checkpoint: Path, to: Path) -> None:
         dcp.load(state, checkpoint_id=checkpoint, no_dist=True)
     model.load_state_dict(state["model"])
 
-    def with_anchors(reduce: local.Local) -> None:
+    def take(reduce: local.Local) -> None:
         """A checkpoint holds the replica's own weights and, separately, the anchors."""
         diloco = attach(model, adamw(model, settings), settings, None, reduce)
         if diloco:
             with alone():
                 dcp.load({"diloco": diloco}, checkpoint_id=checkpoint, no_dist=True)
         with diloco.anchors() if diloco else contextlib.nullcontext():
-            export_module(model, corpus.tokenizer, to)
+            act(model, corpus.tokenizer)
 
-    local.run(1, with_anchors)
+    local.run(1, take)
 
 
 def _start_shards(shards: int, words: list[str]) -> None:

@@ -34,7 +34,8 @@ def render(verb: str, kind: type, examples: Sequence[str], width: int | None = N
 
 
 def _usage(verb: str, kind: type) -> str:
-    arguments = [_name(field) for field in fields(kind) if meaning(field).positional]
+    places = [field for field in fields(kind) if meaning(field).positional]
+    arguments = [_name(field) if field.default is MISSING else f"[{_name(field)}]" for field in places]
     needed = [_name(f) for f in fields(kind) if f.default is MISSING and not meaning(f).positional]
     return " ".join(["usage: diloco", verb, *(arguments or ["[RECIPE.toml]"]), *needed, "[flags]"])
 

@@ -5,8 +5,9 @@ paper (section 5). The names make the export a plain save.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -84,12 +85,23 @@ def bits_per_byte(loss: float, bytes_per_token: float) -> float:
 @torch.no_grad()
 def sample(model: nn.Module, tokenizer: Tokenizer, prompt: str, count: int, context: int, device: torch.device) -> str:
     """Continue a prompt by `count` tokens at temperature 0.8, always with the same random numbers."""
-    generator = torch.Generator().manual_seed(0)
     ids = [int(i) for i in tokenizer.encode(prompt.encode())]
-    for _ in range(count):
-        logits = model(torch.tensor([ids[-context:]], device=device))[0, -1].float().cpu()
-        ids.append(int(torch.multinomial((logits / 0.8).softmax(0), 1, generator=generator)))
-    return tokenizer.decode(ids)
+    return tokenizer.decode([*ids, *islice(continuation(model, ids, context, device), count)])
+
+
+@torch.no_grad()
+def continuation(
+    model: nn.Module, ids: Sequence[int], context: int, device: torch.device, temperature: float = 0.8, seed: int = 0
+) -> Iterator[int]:
+    """One token after another, without end. Temperature 0 takes the likeliest."""
+    generator = torch.Generator().manual_seed(seed)
+    window = list(ids)[-context:]
+    while True:
+        logits = model(torch.tensor([window], device=device))[0, -1].float().cpu()
+        shares = (logits / temperature).softmax(0) if temperature else None
+        chosen = logits.argmax() if shares is None else torch.multinomial(shares, 1, generator=generator)
+        window = [*window, int(chosen)][-context:]
+        yield window[-1]
 
 
 class Decoder(nn.Module):

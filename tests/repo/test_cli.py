@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 from dataclasses import fields, replace
@@ -78,7 +79,7 @@ def test_the_examples_in_the_help_are_valid(verb, monkeypatch):
     monkeypatch.chdir(ROOT)
     module = import_module(f"diloco.cli.{verb}")
     for example in module.EXAMPLES:
-        words = example.split()
+        words = shlex.split(example)
         assert isinstance(parse(module.CONFIG, words[words.index(verb) + 1 :]), module.CONFIG)
 
 

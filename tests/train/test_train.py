@@ -175,8 +175,23 @@ def test_report_and_export_read_a_finished_run(place, whole):
     assert code == 2 and "holds no run" in err
     code, _, err = run_here(place, "export", "runs/whole", "--to", "exported")
     assert code == 2 and "holds a model already" in err
-    code, _, err = run_here(place, "report")
-    assert code == 2 and "which run?" in err
+
+
+def test_the_model_of_a_run_and_an_exported_one_go_on_with_a_text(place, whole):
+    words = ["--tokens", "12", "--temperature", "0"]
+    code, first, err = run_here(place, "sample", "runs/whole", "def ", *words)
+    assert code == 0 and first.startswith("def ") and len(first) > 5, err
+    assert run_here(place, "sample", "runs/whole", "def ", *words)[1] == first
+    pytest.importorskip("transformers")
+    code, _, err = run_here(place, "export", "runs/whole", "--to", "spoken")
+    assert code == 0 and 'diloco sample spoken "text"' in err
+    code, second, err = run_here(place, "sample", "spoken", "def ", *words)
+    assert code == 0 and second == first, err
+    for words, message in ((["absent"], "there is no folder absent"), (["cache", "x"], "holds neither a run"),
+                           (["runs/whole", "x", "--temperature", "-1"], "give 0 or more"),
+                           (["runs/whole", "x", "y"], "'y' is not the value of a flag")):  # fmt: skip
+        code, _, err = run_here(place, "sample", *words)
+        assert code == 2 and message in err
 
 
 def test_export_of_a_step_on_the_way_is_the_anchors_not_the_replica(place, whole):
