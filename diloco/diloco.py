@@ -307,12 +307,7 @@ class DiLoCo:
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a saved state: on every replica, before the next step. Load model and optimizer too."""
-        if not state_dict:
-            raise Mismatch(
-                "the saved state is empty: give what state_dict() returned, or leave loading out at the start"
-            )
-        if str(self._shard) not in state_dict:
-            raise Mismatch(f"the saved state is of {', '.join(state_dict)}, this process is {self._shard}")
+        mistakes.check_state(state_dict, str(self._shard))
         saved, fragments = state_dict[str(self._shard)], self._all_fragments()
         mistakes.check_replica(saved.get("replica"), getattr(self.reduce, "replica", None))
         parts = saved["parts"]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from diloco.errors import ConfigError, DiLoCoError
+from diloco.errors import ConfigError, DiLoCoError, Mismatch
 from diloco.fragment import Fragment, Sequential, Strided
 from diloco.module import trainable
 
@@ -134,6 +134,13 @@ def claim(model: nn.Module, reduce: object, diloco: object) -> None:
         if mine in _attached and _attached[mine]() not in (None, diloco):
             raise ConfigError(text)
     _attached[model] = _attached[reduce] = ref(diloco)
+
+
+def check_state(saved: Collection[str], shard: str) -> None:
+    if not saved:
+        raise Mismatch("the saved state is empty: give what state_dict() returned, or load nothing at the start")
+    if shard not in saved:
+        raise Mismatch(f"the saved state is of {', '.join(saved)}, this process is {shard}")
 
 
 def expect_end(diloco: object) -> None:
