@@ -174,12 +174,15 @@ class Collective:
                 connection.groups = Groups(self._across, self._timeout)
             return work(connection.groups, *args)
         except Broken as error:
-            connection.lost = f"{what}, {time.perf_counter() - began:.1f} s: {error}. The state can still be saved."
+            seconds, roll_call = time.perf_counter() - began, connection.groups and connection.groups.roll_call()
             connection.drop()  # at once, so that replicas that wait for this one also learn of it
+            who = f" {roll_call.result()}" if roll_call else ""
+            connection.lost = f"{what}, {seconds:.1f} s: {error}.{who} The state can still be saved."
             raise PeerLost(connection.lost) from None
 
     def _join(self, groups: Groups, contract: Contract, states: Sequence[State]) -> list[State | None]:
         check_round(groups.exchange(Header(Kind.JOIN)))
+        groups.introduce()
         own = {"mean_codec": repr(self._mean_codec), "streams": self._streams,
                "ranks of a replica": self._ddp_ranks.size,
                # Two models of equal shapes that are joined in another order on one rank would be exchanged.

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from diloco.reduce.header import NBYTES, Header
+from diloco.reduce.peers import RollCall, own_name
 
 
 class Broken(Exception):
@@ -51,7 +52,9 @@ class Groups:
     def __init__(self, across: Place, timeout: float) -> None:
         self._across, self._timeout = across, timeout
         self._replicas, self._replica = across.size, across.index
+        self._store: dist.Store | None = None
         self._control: Any = self._group("control", across)
+        self._names: list[str] = []
         self._payload: list[Any] = []
         self._ddp: Any = None
         self._shards: Any = None
@@ -63,6 +66,7 @@ class Groups:
         self._opened[name] += 1  # every member opens its groups in the same order
         assert place.store is not None
         store = dist.PrefixStore(f"{name}/{self._opened[name]}", place.store)
+        self._store = self._store or store  # that of the first group, which all replicas share
         try:
             return dist.ProcessGroupGloo(store, place.index, place.size, timedelta(seconds=self._timeout))
         except RuntimeError as error:
@@ -76,6 +80,14 @@ class Groups:
         self._ddp_size, self._shard_count = ddp_ranks.size, shards.size
         self._ddp = self._group("ddp", ddp_ranks) if ddp_ranks.size > 1 else None
         self._shards = self._group("shards", shards) if shards.size > 1 else None
+
+    def introduce(self) -> None:
+        """Learn who the others are, while all are there."""
+        self._names = self.gather_json(own_name())
+
+    def roll_call(self) -> RollCall | None:
+        """After an exchange has broken: begin to ask who is still there."""
+        return RollCall(self._store, self._replica, self._names) if self._store and self._names else None
 
     def drop(self) -> None:
         """Close the connections: so the others learn that this replica is gone."""

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from diloco.codec import Codec
-from diloco.errors import ConfigError, DiLoCoError, PeerLost
+from diloco.errors import ConfigError, DiLoCoError, Mismatch, PeerLost
 from diloco.reduce import Contract, Delta, Dropped, Round, State
 from diloco.reduce.contract import compare, sources
 from diloco.reduce.header import Header, Kind, check_round
@@ -65,12 +65,13 @@ class _Board:
         self.joins: list[_Join] = []
         self.deltas: dict[tuple[int, int], dict[int, Delta]] = {}
         self.outcomes: dict[tuple[int, int], _Outcome] = {}
+        self.places: dict[tuple[int, int], dict[int, int]] = {}
         self.dropped: set[tuple[int, tuple[int, int]]] = set()
         self.settled: set[int] = set()
         self.gone: set[int] = set()
 
     def clear(self) -> None:
-        for left in (self.deltas, self.outcomes, self.dropped, self.settled):
+        for left in (self.deltas, self.outcomes, self.places, self.dropped, self.settled):
             left.clear()
 
     def begin(self, m: int) -> None:
@@ -125,6 +126,7 @@ class Local:
         self._board, self.replica, self.replicas = board, replica, board.replicas
         self._codecs: Sequence[Codec] = ()
         self._began: dict[tuple[int, int], float] = {}
+        self._sends = 0  # since all were at the same place
         self._joins = 0
 
     def join(self, contract: Contract, states: Sequence[State], codecs: Sequence[Codec]) -> list[State | None]:
@@ -136,6 +138,7 @@ class Local:
         meeting.offers[self.replica] = (contract, states)
         self._wait("join", lambda: len(meeting.offers) == self.replicas)
         self._began.clear()
+        self._sends = 0
         self._board.clear()  # all are here: the rest belongs to a run that has ended
         offers = [meeting.offers[m] for m in range(self.replicas)]
         compare([theirs for theirs, _ in offers])
@@ -155,6 +158,8 @@ class Local:
     def send(self, fragment: int, index: int, delta: Callable[[], Delta]) -> None:
         self._began[fragment, index] = time.perf_counter()
         self._board.deltas.setdefault((fragment, index), {})[self.replica] = delta()
+        self._sends += 1
+        self._board.places.setdefault((fragment, index), {})[self.replica] = self._sends
 
     def take(self, fragment: int, index: int) -> Round | Dropped | None:
         key = fragment, index
@@ -174,6 +179,7 @@ class Local:
         codec = self._codecs[fragment]
         if key not in board.outcomes:
             ordered = [deltas[m] for m in range(self.replicas)]
+            _check_places(what, board.places.pop(key))
             board.outcomes[key] = _Outcome(*_outcome(index, ordered, fragment, board.mean_codec, codec))
         outcome, asked = board.outcomes[key], deltas[self.replica].feedback
         outcome.taken.add(self.replica)
@@ -197,6 +203,7 @@ class Local:
             for key in [key for key, deltas in board.deltas.items() if len(deltas) < self.replicas]:
                 board.dropped.update((m, key) for m in board.deltas.pop(key))
         self._wait("finish", lambda: len(board.settled) == self.replicas)
+        self._sends = 0
 
     def leave(self) -> None:
         pass
@@ -208,6 +215,13 @@ class Local:
             gone = ", ".join(str(m) for m in sorted(self._board.gone))
             reason = f"replica {gone} is gone without finish()" if gone else "replicas wait for different rounds"
             raise PeerLost(f"{what}: {reason}, so this one would wait forever")
+
+
+def _check_places(what: str, places: dict[int, int]) -> None:
+    """The collective pairs deltas by their order, not by their round: what it would refuse is refused here too."""
+    if len(set(places.values())) > 1:
+        told = ", ".join(f"{place} of replica {m}" for m, place in sorted(places.items()))
+        raise Mismatch(f"{what} is send {told}: they resumed from different steps; resume all from the same one")
 
 
 def _outcome(

@@ -1,6 +1,7 @@
 """What goes wrong ends alike on every replica, soon, with a message that says what to do; nothing is half applied."""
 
 import os
+import re
 import signal
 from datetime import timedelta
 
@@ -74,7 +75,9 @@ def test_a_lost_peer_is_named_soon_on_every_survivor_and_the_state_can_be_saved(
     results = run(3, _lose_a_peer, how, tmp_path, may_die=True)
     messages = [results[rank][0] for rank in (0, 2)]
     assert any(text in message for message in messages)
+    pid = (tmp_path / "pid").read_text()
     for message in messages:
+        assert re.search(rf"No answer from replica 1 \(process {pid} on [^)]+\)\.", message)
         assert "fragment" in message
         assert "round" in message
         assert "state can still be saved" in message
@@ -108,6 +111,7 @@ def test_a_survivor_that_waits_for_another_learns_at_once_what_that_one_has_foun
     first, second = run(2, _learn_of_it_from_a_survivor, tmp_path)
     assert "fragment 0, round 1" in first and "another replica is gone" in first
     assert "fragment 0, round 1" in second and "its connection was closed" in second
+    assert "The other is replica 1 (process " in first and "The other is replica 0 (process " in second
 
 
 def _poison(rank, value):

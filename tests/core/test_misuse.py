@@ -162,3 +162,19 @@ def test_finding_the_layers_looks_at_each_name_once_however_many_layers_there_ar
     layers = find_layers(model, names)
     assert layers == [[f"layers.{i}.weight", f"layers.{i}.bias"] for i in range(200)]
     assert names.looks <= 4 * len(names)
+
+
+def test_replicas_in_one_process_that_resume_out_of_step_are_refused_as_by_the_collective():
+    """Both send round 1 of both fragments, but in another order, which only the collective cannot undo."""
+
+    def loop(reduce):
+        model = Tiny()
+        optimizer = adamw(model)
+        diloco = DiLoCo(model, optimizer, sync_every=6, overlap=5, fragments=Balanced(2), reduce=reduce)
+        diloco.step_count = 8 * reduce.replica
+        with diloco:
+            for _ in steps(model, optimizer, reduce.replica, 1, 30):
+                pass
+
+    with pytest.raises(Mismatch, match="fragment 1, round 1 is send 2 of replica 0, 1 of replica 1: they resumed from"):
+        local.run(2, loop)
