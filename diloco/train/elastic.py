@@ -20,7 +20,7 @@ from diloco.diloco import DiLoCo
 from diloco.errors import ConfigError, Mismatch
 from diloco.flags import choices, spelled, value_type
 from diloco.runs.config import TrainConfig, names
-from diloco.runs.schema import Event
+from diloco.runs.schema import Event, Step
 from diloco.runs.writer import Writer
 from diloco.train.data.batches import Batches
 from diloco.train.data.corpus import Corpus
@@ -149,9 +149,11 @@ class Elastic:
         warmup = min(100, self._config.sync_every)
         return lr if self._warm else lr * min((step - self._joined_at) / warmup, 1.0)
 
-    def after(self, step: int, writer: Writer, *, loss: float, tokens_per_second: float) -> None:
+    def after(self, step: int, writer: Writer, known: Step | None) -> None:
         """Publish how this member does, write what happened, see whether the run has ended."""
-        self.reduce.publish(step=step, loss=loss, tokens_per_second=tokens_per_second)
+        self.reduce.publish(step=step)
+        if known:
+            self.reduce.publish(loss=known.loss, tokens_per_second=known.tokens_per_second)
         for event in self.reduce.events():
             writer.write(Event(event.pop("event"), writer.seconds(), step, event))
         self._index, self.over = self._agree()

@@ -9,6 +9,7 @@ from typing import Protocol
 from diloco.diloco import DiLoCo
 from diloco.reduce import Reduce
 from diloco.runs.config import TrainConfig
+from diloco.runs.schema import Step
 from diloco.runs.writer import Writer
 from diloco.train.data.batches import Batches
 from diloco.train.data.corpus import Corpus
@@ -39,8 +40,8 @@ class Members(Protocol):
         """Inner learning rate of the step that comes next."""
         ...
 
-    def after(self, step: int, writer: Writer, *, loss: float, tokens_per_second: float) -> None:
-        """A step is done."""
+    def after(self, step: int, writer: Writer, known: Step | None) -> None:
+        """A step is done. `known`: the newest one whose loss is known."""
         ...
 
     def evaluated(self, loss: float) -> None:
@@ -72,7 +73,7 @@ class Fixed:
     def lr(self, step: int) -> float:
         return lr_at(self._config, step)
 
-    def after(self, step: int, writer: Writer, *, loss: float, tokens_per_second: float) -> None:
+    def after(self, step: int, writer: Writer, known: Step | None) -> None:
         self.over = step >= self._steps
 
     def evaluated(self, loss: float) -> None: ...

@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from diloco.runs.config import TrainConfig
 from diloco.runs.schema import Evaluation, Event, Step
 from diloco.train.model import bits_per_byte, held_out_loss, sample
+from diloco.train.readings import DELAY, Reading, Readings, start
 from diloco.train.setup import Prepared, prepare
 from diloco.train.stop import Stop
 from diloco.world import World
@@ -33,38 +35,47 @@ def train(config: TrainConfig, world: World, folder: Path) -> dict[str, Any]:
 def fit(run: Prepared) -> tuple[int, bool]:
     """Train until the run is over or somebody asks to stop; return the last step, and whether it was a stop."""
     config, members, stats = run.config, run.members, run.stats
-    step, stopped, rounds, said = run.start, False, stats.rounds, 0.0
+    step, stopped, rounds, said, readings = run.start, False, stats.rounds, 0.0, Readings(run.writer.write)
     with Stop(dist.distributed_c10d._get_default_store(), run.world.rank, run.world.size) as stop:
-        while not (members.over or stopped):
-            step, began = step + 1, time.perf_counter()
-            lr = members.lr(step)
-            loss, grad_norm = train_step(run, lr)
-            seconds = time.perf_counter() - began
-            speed = run.tokens_per_step / seconds
+        try:
+            while not (members.over or stopped):
+                step, began = step + 1, time.perf_counter()
+                lr = members.lr(step)
+                reading = train_step(run, lr)
+                catch_up = step % config.eval_every == 0 or step % config.save_every == 0
+                if catch_up:
+                    reading.wait()
+                readings.write(but=0 if catch_up else DELAY - 1)
+                seconds = time.perf_counter() - began
+                speed = run.tokens_per_step / seconds
 
-            run.writer.write(Step(
-                step, run.writer.seconds(), step * run.tokens_per_step, loss=loss, lr=lr, grad_norm=grad_norm,
-                step_seconds=seconds, tokens_per_second=speed, **_traffic(run, step),
-            ))  # fmt: skip
-            rounds = _write_rounds(run, rounds)
-            if run.world.rank == 0 and run.writer.seconds() > said + SAY_EVERY:
-                said = run.writer.seconds()
-                log.info("step %d/%d, loss %.3f, %.0f tokens/s, sent %.3g MB", step, config.steps, loss, speed,
-                         stats.bytes_sent / 1e6)  # fmt: skip
+                readings.add(reading, partial(
+                    Step, step, run.writer.seconds(), step * run.tokens_per_step, lr=lr, step_seconds=seconds,
+                    tokens_per_second=speed, **_traffic(run, step),
+                ))  # fmt: skip
+                if catch_up:
+                    readings.write()
+                rounds = _write_rounds(run, rounds)
+                if run.world.rank == 0 and readings.last and run.writer.seconds() > said + SAY_EVERY:
+                    said = run.writer.seconds()
+                    log.info("step %d/%d, loss %.3f, %.0f tokens/s, sent %.3g MB", step, config.steps,
+                             readings.last.loss, speed, stats.bytes_sent / 1e6)  # fmt: skip
 
-            members.after(step, run.writer, loss=loss, tokens_per_second=speed)
-            if members.over:
-                break
-            if step % config.eval_every == 0:
-                evaluate(run, step)  # on all replicas: one alone would keep the others waiting
-            stopped = stop.after(step, seconds)
-            if step % config.save_every == 0 and not stopped:
-                save(run, step)
+                members.after(step, run.writer, readings.last)
+                if members.over:
+                    break
+                if step % config.eval_every == 0:
+                    evaluate(run, step)  # on all replicas: one alone would keep the others waiting
+                stopped = stop.after(step, seconds)
+                if step % config.save_every == 0 and not stopped:
+                    save(run, step)
+        finally:
+            readings.write()
     return step, stopped
 
 
-def train_step(run: Prepared, lr: float) -> tuple[float, float]:
-    """One step of the optimizer on the next batch. Returns the loss and the norm of the gradient."""
+def train_step(run: Prepared, lr: float) -> Reading:
+    """One step of the optimizer on the next batch. Returns the loss and the norm of the gradient, to be read later."""
     config, device = run.config, run.device
     no_sync = run.model.no_sync if isinstance(run.model, DistributedDataParallel) else contextlib.nullcontext
     for group in run.optimizer.param_groups:
@@ -82,7 +93,7 @@ def train_step(run: Prepared, lr: float) -> tuple[float, float]:
         run.diloco.count(run.tokens_per_step)
     run.optimizer.step()
     run.optimizer.zero_grad()
-    return loss.item(), float(norm)
+    return start(loss, norm)
 
 
 def evaluate(run: Prepared, step: int, replica_loss: float | None = None) -> Evaluation:
