@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from diloco.flags import flag
+from diloco.speed import remeasured
 from diloco.world import World, cores, own_world
 
 EXTRAS = {
@@ -73,7 +74,7 @@ def look_here() -> list[Finding]:
     if count and name is not None and name.type == "cuda":
         found.append(Finding("nccl", "yes" if dist.is_nccl_available() else "no", dist.is_nccl_available(),
                              "only --shards needs NCCL; install a torch build with it"))  # fmt: skip
-    found += [_kernels(), _hostname(), _port()]
+    found += [_kernels(), _speed(), _hostname(), _port()]
     for extra, modules in EXTRAS.items():
         missing = [m for m in modules if importlib.util.find_spec(m) is None]
         text = f"no {', '.join(missing)}" if missing else "installed"
@@ -86,6 +87,13 @@ def _kernels() -> Finding:
 
     texts = {"reference": "in Python", "plain": "in C", "wide": "in C, with AVX2"}
     return Finding("codecs and outer step", texts[kernels.level], None if kernels.missing else True, kernels.missing)
+
+
+def _speed() -> Finding:
+    """Measured now; `diloco plan` uses it from now on."""
+    speed = remeasured()
+    return Finding("a round of 2 replicas", f"{speed.codec_ns('e3m0', 2):.1f} ns a value beside training, "
+                   f"{speed.hook:.1f} ns within it")  # fmt: skip
 
 
 def _hostname() -> Finding:

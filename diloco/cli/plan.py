@@ -9,10 +9,10 @@ from typing import Literal
 
 import numpy as np
 
-from diloco import laws
+from diloco import laws, speed
 from diloco.errors import ConfigError
 from diloco.flags import flag
-from diloco.formats import FORMATS
+from diloco.formats import FORMATS, format_named
 from diloco.plan import check, plot, quantity, table
 from diloco.plan.choose import Choice, Limits, Settings, choose
 from diloco.plan.costs import Conditions, Prices, Row, candidates, rows
@@ -47,7 +47,11 @@ class PlanConfig:
         "Who computes the mean. collective: the replicas among themselves. bucket: through a folder or object store.")
     speeds: tuple[float, ...] = _members((), "Speed of each replica; 1 takes --step-seconds a step.", why="all 1")
     jitter: float = _members(0.0, "Standard deviation of a step's time, as a share of it.")
-    codec_ns: float = _members(0.0, "Nanoseconds that encoding and decoding take for each value.")
+    codec_ns: float | None = _members(None, "Nanoseconds of the communication thread for each value of a round: "
+        "encode, decode, mean, outer step.", why="as measured on this machine")
+    hook_ns: float | None = _members(None, "Nanoseconds of the training thread for each value of a round, to take the "
+        "delta and write the result; 0 if they are copied beside training, as for an accelerator.",
+        why="as measured on this machine")
     memory: str | None = _members(None, "Memory of a replica's devices together, such as 80gb: the plan says whether "
         "weights and optimizer fit.", why="not checked")
     sync_every: int | None = _sync(None, "Steps between two syncs of the same fragment.", why="chosen")
@@ -146,10 +150,20 @@ def _group(config: PlanConfig) -> Group:
         raise ConfigError(f"speeds={config.speeds}: give {config.replicas} numbers above 0, one for each replica")
     if not 0 <= config.jitter < 1:
         raise ConfigError(f"jitter={config.jitter}: give a share from 0 to 1, such as 0.1")
-    if config.codec_ns < 0:
-        raise ConfigError(f"codec_ns={config.codec_ns}: give 0 or more nanoseconds a value")
-    round_trip = quantity.seconds(config.round_trip)
-    return Group(step_seconds, config.replicas, round_trip, config.codec_ns, config.speeds, config.jitter)
+    for name in ("codec_ns", "hook_ns"):
+        if (value := getattr(config, name)) is not None and value < 0:
+            raise ConfigError(f"{name}={value}: give 0 or more nanoseconds a value")
+    round_trip, (codec_ns, hook_ns) = quantity.seconds(config.round_trip), _nanoseconds(config)
+    return Group(step_seconds, config.replicas, round_trip, codec_ns, hook_ns, config.speeds, config.jitter)
+
+
+def _nanoseconds(config: PlanConfig) -> tuple[float, float]:
+    """What a value of a round costs the communication thread and the training thread."""
+    if config.codec_ns is not None and config.hook_ns is not None:
+        return config.codec_ns, config.hook_ns
+    machine, codec = speed.known(), format_named(config.codec or "e3m0").name
+    codec_ns = machine.codec_ns(codec, config.replicas) if config.codec_ns is None else config.codec_ns
+    return codec_ns, machine.hook if config.hook_ns is None else config.hook_ns
 
 
 def _link(config: PlanConfig) -> Link:
@@ -190,6 +204,7 @@ def _conditions(config: PlanConfig, model: Model, group: Group, link: Link, step
         quorum=config.quorum,
         grace=quantity.seconds(config.grace, "grace"),
         prices=prices if prices != Prices() else None,
+        measured_here=None in (config.codec_ns, config.hook_ns),
     )
 
 

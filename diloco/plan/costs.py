@@ -42,6 +42,8 @@ class Conditions:
     quorum: int | None = None
     grace: float = 0.0
     prices: Prices | None = None
+    measured_here: bool = False
+    """Whether the time of codec and hook is that of this machine."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -59,7 +59,9 @@ class Group:
     replicas: int = 2
     round_trip: float = 0.0
     codec_ns: float = 0.0
-    """Nanoseconds that the communication thread needs to encode and decode a value."""
+    """Nanoseconds that the communication thread needs for a value in a round: encode, decode, mean, outer step."""
+    hook_ns: float = 0.0
+    """Nanoseconds that the training thread needs for a value in a round: take the delta, write the result."""
     speeds: tuple[float, ...] = ()
     """Speed of each replica; 1 takes `step_seconds` a step. Empty: all 1."""
     jitter: float = 0.0
@@ -135,7 +137,9 @@ class _State:
     net: Array
     latest: Array
     lost: float
-    """Seconds that the round of a value takes from training."""
+    """Seconds that the round of a value takes from training while it is under way."""
+    hook: float
+    """Seconds that training stands still for a value before its round begins."""
     need: dict[int, list[tuple[int, Array]]] = field(default_factory=dict)
     """By step: (layer, when its message is there)."""
 
@@ -149,13 +153,15 @@ def _start(method: Method, group: Group, link: Link, times: Array) -> _State:
         if values not in costs:
             up, down = round_bytes(values, method.nbytes, group.replicas, method.reduce)
             busy = transfer_seconds(group.wire * up, group.wire * down, link, method.reduce)
-            if group.replicas > 1:
+            if group.replicas > 1 and method.by_fragment:
                 busy = busy + values * group.codec_ns * 1e-9
             costs[values] = (busy + latency, 0.0) if method.by_fragment else (busy, latency)
         return costs[values]
 
-    links, lost = len(cost(1.0)[0]), group.busy_ns * 1e-9 if group.replicas > 1 else 0.0
-    return _State(method, times, cost, np.zeros((len(times), links)), np.zeros(links), np.zeros(links), lost)
+    links, alone = len(cost(1.0)[0]), group.replicas == 1
+    lost = 0.0 if alone else group.busy_ns * 1e-9
+    hook = 0.0 if alone or not method.by_fragment else group.hook_ns * 1e-9
+    return _State(method, times, cost, np.zeros((len(times), links)), np.zeros(links), np.zeros(links), lost, hook)
 
 
 def _advance(state: _State, step: int) -> None:
@@ -174,6 +180,7 @@ def _advance(state: _State, step: int) -> None:
         if layer < above:
             clock = clock + (above - layer) * 2 * forward
             above = layer
+        clock = clock + values * state.hook
         busy, latency = state.cost(values)
         state.net = np.maximum(clock.max(axis=0), state.net) + busy
         ready = state.net + latency

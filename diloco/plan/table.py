@@ -99,6 +99,15 @@ def notes(conditions: Conditions, choice: Choice, memory: float | None) -> list[
         f"Loss against data-parallel is an estimate from {estimate.source}.{caution}",
         "Real links give 50 to 90 % of their nominal rate; give the rate that you measured.",
     ]
+    if group.replicas > 1:
+        source = "as given."
+        if conditions.measured_here:
+            source = ("as measured on this machine. Give those of the machines that will train, and --hook-ns 0 for "
+                      "accelerators, to which copies run beside training.")  # fmt: skip
+        out.append(
+            f"A value takes {group.codec_ns:.1f} ns of the communication thread in a round (--codec-ns) and "
+            f"{group.hook_ns:.1f} ns of the training thread (--hook-ns), {source}"
+        )
     asked = TRAINING_BYTES * parameters
     if memory is not None and asked <= memory:  # if they do not fit, the verdict says so
         out.append(f"Weights, gradients and optimizer ({size(asked)}, activations not counted) fit in {size(memory)}.")

@@ -10,7 +10,7 @@ from itertools import product
 
 import pytest
 
-from diloco import laws
+from diloco import laws, speed
 from diloco.cli.plan import PlanConfig, main
 from diloco.errors import ConfigError
 from diloco.plan.check import compare
@@ -22,7 +22,7 @@ from diloco.presets import PRESETS
 from diloco.runs.config import TrainConfig
 from diloco.train.defaults import resolve
 
-GIVEN = {"model": "1b", "step_seconds": "1", "link": ("100mbit",)}
+GIVEN = {"model": "1b", "step_seconds": "1", "link": ("100mbit",), "codec_ns": 0.0, "hook_ns": 0.0}
 
 CASES = [
     ("1b", Group(0.1), 1e9),
@@ -198,12 +198,36 @@ def test_plots_are_drawn(tmp_path, capsys, ending):
         assert "http" not in text  # self-contained
 
 
-def test_planning_needs_no_torch():
+def test_planning_on_a_machine_whose_speed_is_known_needs_no_torch_and_names_the_assumption(remembered):
     program = (
         "import sys; from diloco.cli.plan import PlanConfig, main;"
         "main(PlanConfig(model='1b', step_seconds='1', link=('1gbit',), json=True)); sys.exit('torch' in sys.modules)"
     )
-    assert subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=60).returncode == 0
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=60, text=True)
+    assert done.returncode == 0, done.stderr
+    notes = " ".join(json.loads(done.stdout)["notes"])
+    assert "takes 7.5 ns of the communication thread" in notes and "30.0 ns of the training thread" in notes
+    assert "as measured on this machine. Give those of the machines that will train" in notes
+
+
+@pytest.fixture
+def remembered(tmp_path, monkeypatch):
+    """A machine that encodes in 1.5 ns, decodes in 2, steps in 2 and copies in 30."""
+    figures = {"encode": {"e3m0": 1.5}, "decode": {"e3m0": 2.0}, "outer": 2.0, "hook": 30.0}
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (tmp_path / "diloco").mkdir()
+    (tmp_path / "diloco/speed.json").write_text(json.dumps({speed._key(): figures}))
+
+
+def test_the_recommendation_syncs_less_often_where_the_hook_is_slow(remembered, capsys):
+    def recommended(**given):
+        main(PlanConfig(model="1b", step_seconds="1", link=("10gbit",), json=True, **given))
+        return json.loads(capsys.readouterr().out)["recommended"]
+
+    slow, quick = recommended(), recommended(codec_ns=0.0, hook_ns=0.0)
+    assert quick["settings"]["sync_every"] == 30 and quick["utilization"] == pytest.approx(1.0, abs=0.01)
+    assert slow["settings"]["sync_every"] > 100
+    assert slow["utilization"] < 0.95  # 30 s a round of all fragments
 
 
 @pytest.mark.parametrize(
@@ -238,6 +262,8 @@ def test_planning_needs_no_torch():
         ({"replicas": 0}, "at least 1"),
         ({"speeds": (1.0,)}, "2 numbers above 0"),
         ({"jitter": -0.1}, "from 0 to 1"),
+        ({"codec_ns": -1.0}, "codec_ns=-1.0: give 0 or more"),
+        ({"hook_ns": -1.0}, "hook_ns=-1.0: give 0 or more"),
         ({"target": 95.0}, "up to 1"),
         ({"batch": 0}, "at least 1"),
         ({"tokens": "many"}, "write 25b"),

@@ -334,6 +334,10 @@ def test_round_trips_codec_time_and_slow_uplinks_cost_what_they_take():
     assert utilization(each, Group(1.0), link)[0] == pytest.approx(10 / 18)
     assert utilization(each, Group(1.0, round_trip=0.5), link)[0] == pytest.approx(10 / 18.75)
     assert utilization(each, Group(1.0, codec_ns=1000), link)[0] == pytest.approx(10 / 20)
+    assert utilization(each, Group(1.0, hook_ns=500), link)[0] == pytest.approx(10 / 19)
+    gradients = method.data_parallel([2e6], paper.bits4)  # its all-reduce has neither codec nor hook
+    slow = Group(1.0, codec_ns=1000, hook_ns=500)
+    assert utilization(gradients, slow, link)[0] == utilization(gradients, Group(1.0), link)[0]
     store = method.streaming([[(0, 2e6)]], 1, 10, 0, paper.bits4, by_fragment=True, reduce="bucket")
     assert utilization(store, Group(1.0), link)[0] == pytest.approx(10 / 19)
     assert utilization(store, Group(1.0, replicas=3), link)[0] == pytest.approx(10 / 20)

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 import torch
 
+from diloco.cache import default_cache
 from diloco.errors import ConfigError
 from diloco.train.data import corpus as corpora
-from diloco.train.data.corpus import default_cache, documents, prepare
+from diloco.train.data.corpus import documents, prepare
 from tests.support.processes import context
 
 LINES = [f"line {i}: {'abcdefghij'[i % 10] * (i % 37)} end" for i in range(2000)]

@@ -8,7 +8,6 @@ import hashlib
 import json
 import os
 import shutil
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from diloco.cache import default_cache
 from diloco.errors import ConfigError
 from diloco.runs.phase import Phase
 from diloco.train.data import documents
@@ -133,15 +133,6 @@ def prepare(
                 "another folder"
             ) from error
     return _open(folder, sources, tokenizer)
-
-
-def default_cache() -> Path:
-    """`diloco` in the user's cache folder on this platform."""
-    if sys.platform == "win32":
-        base = os.environ.get("LOCALAPPDATA", "~/AppData/Local")
-    else:
-        base = os.environ.get("XDG_CACHE_HOME") or ("~/Library/Caches" if sys.platform == "darwin" else "~/.cache")
-    return Path(base).expanduser() / "diloco"
 
 
 def _open(folder: Path, sources: Sources, tokenizer: str) -> Corpus:

@@ -1,0 +1,106 @@
+"""What a round costs this machine, in nanoseconds a value: measured in a fraction of a second, then remembered.
+
+The planner takes it for the machines that will train, unless it is told their figures.
+"""
+
+import json
+import os
+import platform
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from diloco import __version__
+from diloco.cache import default_cache
+
+VALUES = 1 << 19
+"""What the communication thread computes with, it has just received: this much is in the cache."""
+MODEL = 1 << 22
+"""What the hook copies is in memory."""
+TIMES = 5
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Nanoseconds a value, on one core."""
+
+    encode: Mapping[str, float]
+    """By codec."""
+    decode: Mapping[str, float]
+    """By codec, of one replica's delta."""
+    outer: float
+    hook: float
+    """Of the training thread: take the delta, write the result."""
+
+    def codec_ns(self, codec: str, replicas: int, gather: int = 3) -> float:
+        """What the communication thread computes in a round. Above `gather` replicas it encodes and decodes shares."""
+        encode, decode = self.encode[codec], self.decode[codec]
+        if replicas <= gather:
+            return encode + replicas * decode + self.outer
+        return encode * (1 + 1 / replicas) + 2 * decode + self.outer
+
+
+def known(folder: Path | None = None) -> Speed:
+    """This machine's figures: remembered, or measured now. `folder`: instead of the user's cache folder."""
+    file, key = (folder or default_cache()) / "speed.json", _key()
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        return Speed(**json.loads(file.read_text(encoding="utf-8"))[key])
+    return remeasured(folder)
+
+
+def remeasured(folder: Path | None = None) -> Speed:
+    """Measure, and remember it for the next time, where the cache can be written."""
+    file, speed = (folder or default_cache()) / "speed.json", _measure()
+    with suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps({_key(): asdict(speed)}), encoding="utf-8")
+    return speed
+
+
+def _key() -> str:
+    """Version, processor, and which code runs, without torch."""
+    processor = platform.processor()
+    with suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        processor = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), processor)
+    compiled = Path(__file__).with_name("_kernels.so").exists()
+    return f"{__version__}; {platform.machine()} {processor}; {os.environ.get('DILOCO_KERNELS') or compiled}"
+
+
+def _measure() -> Speed:
+    import torch  # here, so that a plan on a known machine starts quickly
+
+    from diloco.codec import codec_named, pack, weighted
+    from diloco.formats import FORMATS
+    from diloco.outer import Nesterov
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        x = torch.randn(VALUES)
+        encode, decode = {}, {}
+        for name in FORMATS:
+            codec = codec_named(name)
+            payload = pack(codec, x)
+            encode[name] = _best(lambda codec=codec: pack(codec, x), VALUES)
+            two = [payload, payload.clone()]
+            decode[name] = _best(lambda codec=codec, two=two: weighted(codec, two, [0.5, 0.5], VALUES), 2 * VALUES)
+        rule, anchor, state = Nesterov(), torch.zeros(VALUES), torch.zeros(VALUES)
+        outer = _best(lambda: rule.step(anchor, x, state), VALUES)
+        local, held, delta = torch.zeros(MODEL), torch.zeros(MODEL), torch.zeros(MODEL)
+        hook = _best(lambda: torch.sub(held, local, out=delta) is local.copy_(held), MODEL)
+    finally:
+        torch.set_num_threads(before)
+    return Speed(encode, decode, outer, hook)
+
+
+def _best(act: Callable[[], object], values: int) -> float:
+    """Nanoseconds a value in the quickest of several times: the others had to share the core."""
+    seconds = []
+    for _ in range(TIMES):
+        began = time.perf_counter()
+        act()
+        seconds.append(time.perf_counter() - began)
+    return min(seconds) / values * 1e9
