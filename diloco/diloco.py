@@ -16,17 +16,17 @@ from torch import Tensor, nn
 
 from diloco import mistakes
 from diloco.advance import Memory
-from diloco.codec import E3M0, Codec, Float32, check_sizes
+from diloco.codec import E3M0, Codec, check_sizes
 from diloco.errors import ConfigError, DiLoCoError, Mismatch, NotFinite
 from diloco.flat import WHOLE, ShardId, checksum, forget_not_finite, pinned, reshard, shard_id
-from diloco.fragment import Fragment, Fragmenter, Piece, Strided
+from diloco.fragment import Fragment, Fragmenter, Strided
 from diloco.hook import Optimizers, as_list, attach, evaluate
 from diloco.module import find_layers, frozen, trainable, trained_buffers, unwrap
-from diloco.outer import SGD, Nesterov, Outer, denormals
+from diloco.outer import Nesterov, Outer, denormals
 from diloco.reduce import Dropped, Jump, Reduce, Round
 from diloco.schedule import Schedule, check_overlap
 from diloco.stats import Stats
-from diloco.sync import FragmentSync
+from diloco.sync import FragmentSync, sync_of_buffers
 
 F = TypeVar("F", bound=Callable[..., None])
 
@@ -102,15 +102,7 @@ class DiLoCo:
         self._fragments = [
             FragmentSync(i, piece, parameters, outer, codec, memory, feedback) for i, piece in enumerate(pieces)
         ]
-        # Buffers stay local, and finish() averages those that training changes, exactly: a fragment without a slot.
-        buffers = trained_buffers(model)
-        rest = tuple(Piece(name, 0, len(b) if b.dim() else 1) for name, b in buffers.items())
-        self._buffers = [FragmentSync(len(pieces), rest, buffers, SGD(lr=1.0), Float32(), memory)] if rest else []
-        for fragment in self._buffers:
-            fragment.remedy = (
-                "This is a buffer. The parameters are synced and equal on all replicas; no buffer was averaged: repair "
-                "this one, and copy all buffers from one replica to the others."
-            )
+        self._buffers = sync_of_buffers(len(pieces), trained_buffers(model), memory)
         self.step_count = 0
         self.stats = Stats()
         self._work, self._tokens = 0.0, False

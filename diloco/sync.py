@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from diloco.advance import Memory, NextState
-from diloco.codec import Codec
+from diloco.codec import Codec, Float32
 from diloco.errors import Mismatch, NotFinite
 from diloco.flat import FlatView
-from diloco.fragment import Fragment
-from diloco.outer import Outer
+from diloco.fragment import Fragment, Piece
+from diloco.outer import SGD, Outer
 from diloco.reduce import Delta, Round, State
 from diloco.stats import RoundStats
 
@@ -232,6 +232,19 @@ class FragmentSync:
         if saved["flight"]:
             index, step, work, weight, values = torch.load(io.BytesIO(saved["flight"]), weights_only=True)
             self.in_flight = InFlight(index, step, work, weight, values, _already, time.time())
+
+
+def sync_of_buffers(number: int, buffers: dict[str, Tensor], memory: Memory) -> list[FragmentSync]:
+    """Buffers stay local, and finish() averages those that training changes, exactly: a fragment without a slot."""
+    if not buffers:
+        return []
+    pieces = tuple(Piece(name, 0, len(b) if b.dim() else 1) for name, b in buffers.items())
+    fragment = FragmentSync(number, pieces, buffers, SGD(lr=1.0), Float32(), memory)
+    fragment.remedy = (
+        "This is a buffer. The parameters are synced and equal on all replicas; no buffer was averaged: repair this "
+        "one, and copy all buffers from one replica to the others."
+    )
+    return [fragment]
 
 
 def _already() -> None:

@@ -5,10 +5,14 @@ torch.distributed, which would reuse names and keys after a group was destroyed.
 """
 
 import json
+import os
 import re
+import socket
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, ClassVar, Literal
@@ -18,7 +22,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from diloco.reduce.header import NBYTES, Header
-from diloco.reduce.peers import RollCall, own_name
+
+PATIENCE = 2.0
+"""Seconds in which the others can say that their exchange broke too. They learn of it at once."""
 
 
 class Broken(Exception):
@@ -35,6 +41,15 @@ class Place:
     name: str = ""  # the same on all of them, and another one for others at the same store
 
 
+def own_name() -> str:
+    """For the messages of other replicas.
+
+    >>> own_name()  # doctest: +SKIP
+    'process 4711 on gpu07'
+    """
+    return f"process {os.getpid()} on {socket.gethostname()}"
+
+
 def place_in(group: dist.ProcessGroup | None) -> Place:
     """In a group of the default world; alone without one."""
     if group is None:
@@ -42,6 +57,49 @@ def place_in(group: dist.ProcessGroup | None) -> Place:
     ranks = dist.get_process_group_ranks(group)
     store = dist.distributed_c10d._get_default_store()
     return Place(ranks.index(dist.get_rank()), len(ranks), store, ",".join(map(str, ranks)))
+
+
+class RollCall:
+    """Which replica does not answer, after an exchange has broken.
+
+    A broken connection has an address, but often one of a port that nobody knows, or that of another survivor that
+    gave up first. So each replica whose exchange breaks says so in the store through which all found each other: who
+    does not is gone, or was not in the exchange at all. Begins at once, on a thread of its own: the store may never
+    answer.
+    """
+
+    def __init__(self, store: dist.Store, replica: int, names: Sequence[str]) -> None:
+        self._store, self._replica, self._names = store, replica, names
+        self._missing = set(range(len(names))) - {replica}
+        self._asked = False
+        self._thread = threading.Thread(target=self._ask, name="roll call", daemon=True)
+        if len(names) > 2:
+            self._thread.start()
+
+    def result(self) -> str:
+        """Who is missing, in a sentence."""
+        if len(self._names) == 2:
+            return f"The other is {self._named(self._missing)}."
+        self._thread.join(PATIENCE + 1)
+        if not self._asked:
+            return "Which one is not known: the store that all could ask does not answer."
+        if not self._missing:
+            return "All replicas answer: only the connection between two processes broke."
+        return f"No answer from {self._named(self._missing)}."
+
+    def _named(self, replicas: set[int]) -> str:
+        return ", ".join(f"replica {m} ({self._names[m]})" for m in sorted(replicas))
+
+    def _ask(self) -> None:
+        deadline = time.monotonic() + PATIENCE
+        with suppress(RuntimeError):  # the store is gone
+            self._store.set(f"broken/{self._replica}", "")
+            while True:
+                self._missing -= {m for m in self._missing if self._store.check([f"broken/{m}"])}
+                self._asked = True
+                if not self._missing or time.monotonic() > deadline:
+                    return
+                time.sleep(0.02)
 
 
 class Groups:

@@ -3,26 +3,75 @@
 import contextlib
 import logging
 import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from diloco.runs.config import TrainConfig
 from diloco.runs.schema import Evaluation, Event, Step
 from diloco.train.model import bits_per_byte, held_out_loss, sample
-from diloco.train.readings import DELAY, Reading, Readings, start
 from diloco.train.setup import Prepared, prepare
 from diloco.train.stop import Stop
 from diloco.world import World
 
 SAY_EVERY = 10.0
 """Seconds between two lines of progress in the log."""
+DELAY = 2
+"""Steps that the host may be ahead of the device."""
 log = logging.getLogger("diloco")
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Values on their way to the host."""
+
+    values: Tensor
+    wait: Callable[[], object]
+
+
+def start_reading(*scalars: Tensor) -> Reading:
+    """Begin to copy scalars to the host. Returns at once."""
+    whole = [x.full_tensor() if isinstance(x, DTensor) else x for x in scalars]
+    values = torch.stack([x.detach().float() for x in whole])
+    if values.device.type == "cpu":
+        return Reading(values, lambda: None)
+    event = torch.Event(values.device, blocking=True)
+    host = values.to("cpu", non_blocking=True)  # torch pins it
+    event.record(torch.accelerator.current_stream(values.device))
+    return Reading(host, event.synchronize)
+
+
+class Readings:
+    """The steps whose loss and norm are not read yet. Reading them at once would make the host wait for the device
+    after every step, and then the device for the host."""
+
+    def __init__(self, write: Callable[[Step], None]) -> None:
+        self._write = write
+        self._pending: deque[tuple[Reading, Callable[..., Step]]] = deque()
+        self.last: Step | None = None
+        """The newest step that is known."""
+
+    def add(self, reading: Reading, step: Callable[..., Step]) -> None:
+        """`step` makes the record from its loss and grad_norm."""
+        self._pending.append((reading, step))
+
+    def write(self, but: int = 0) -> None:
+        """Write all steps in their order, but not the newest `but`."""
+        while len(self._pending) > but:
+            reading, step = self._pending.popleft()
+            reading.wait()
+            loss, grad_norm = reading.values.tolist()
+            self.last = step(loss=loss, grad_norm=grad_norm)
+            self._write(self.last)
 
 
 def train(config: TrainConfig, world: World, folder: Path) -> dict[str, Any]:
@@ -93,7 +142,7 @@ def train_step(run: Prepared, lr: float) -> Reading:
         run.diloco.count(run.tokens_per_step)
     run.optimizer.step()
     run.optimizer.zero_grad()
-    return start(loss, norm)
+    return start_reading(loss, norm)
 
 
 def evaluate(run: Prepared, step: int, replica_loss: float | None = None) -> Evaluation:

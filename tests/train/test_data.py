@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from diloco.cache import default_cache
 from diloco.errors import ConfigError
+from diloco.speed import default_cache
 from diloco.train.data import corpus as corpora
 from diloco.train.data.corpus import documents, prepare
 from tests.support.processes import context

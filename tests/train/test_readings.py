@@ -8,8 +8,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from diloco.runs.schema import Step
-from diloco.train.readings import Reading, Readings, start
-from diloco.train.run import train_step
+from diloco.train.run import Reading, Readings, start_reading, train_step
 
 REST = {"lr": 0.0, "step_seconds": 0.0, "tokens_per_second": 0.0, "bytes_sent": 0, "bytes_received": 0,
         "seconds_hidden": 0.0, "seconds_exposed": 0.0, "in_flight": 0}  # fmt: skip
@@ -31,7 +30,7 @@ def test_a_step_is_waited_for_only_when_it_is_written():
 
 def test_what_was_begun_to_be_read_does_not_change_with_its_source():
     loss, norm = torch.tensor(1.5), torch.tensor(2.5)
-    reading = start(loss, norm)
+    reading = start_reading(loss, norm)
     loss.zero_()
     assert reading.values.tolist() == [1.5, 2.5]
 

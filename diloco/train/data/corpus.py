@@ -20,9 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from diloco.cache import default_cache
 from diloco.errors import ConfigError
 from diloco.runs.phase import Phase
+from diloco.speed import default_cache
 from diloco.train.data import documents
 from diloco.train.data.batches import Batches
 from diloco.train.data.documents import Sources
