@@ -13,13 +13,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
 from diloco.bucket.members import check_name, register
 from diloco.bucket.protocol import FragmentProtocol
 from diloco.bucket.round_store import RoundStore
+from diloco.bucket.rounds import Merge
 from diloco.bucket.run import UNSHARDED, Run, backend_of_shard, contract_of, find_or_create, starting_state
 from diloco.bucket.session import Session
 from diloco.bucket.snapshots import Snapshots
@@ -51,6 +52,8 @@ class Bucket:
             times.
         rounds: index at which every fragment ends. Default: never.
         max_work: the most work (tokens, or steps) that counts for one delta.
+        merge: "mean", by work; or "trimmed": of each value the mean without the largest and the smallest quarter, all
+            members counting the same, so that one of four may lie. With fewer than four members it is the mean.
         note: JSON values that later members find with the run, if this member creates it.
         heartbeat: seconds between two signs of life. A member is dead after five without one (at least 10 s).
         poll: seconds between two looks at an open round. Default: the step time, from 0.2 to 5.
@@ -71,6 +74,7 @@ class Bucket:
         grace: float | None = None,
         rounds: int | None = None,
         max_work: float = float("inf"),
+        merge: Merge = "mean",
         note: Mapping[str, object] = MappingProxyType({}),
         heartbeat: float = 5.0,
         poll: float | None = None,
@@ -79,7 +83,10 @@ class Bucket:
         if pace not in ("decoupled", "strict") or quorum < 1 or (grace is not None and not 0 <= grace < float("inf")):
             raise ConfigError(f"pace={pace!r}, quorum={quorum}, grace={grace}: give the pace 'decoupled' or 'strict', "
                               "a quorum of at least 1, and a grace of 0 seconds or more")  # fmt: skip
+        if merge not in get_args(Merge):
+            raise ConfigError(f"merge={merge!r}: give {' or '.join(get_args(Merge))}")
         self.url, self.name = url, check_name(name)
+        self._merge: Merge = merge
         self._key, self._join_only, self._rounds, self._max_work = key, join_only, rounds, max_work
         self._note = dict(note)
         self._options = MemberOptions(pace, quorum, grace, heartbeat, poll)
@@ -121,7 +128,7 @@ class Bucket:
 
     def introducing(self, contract: Contract, states: Sequence[State], codecs: Sequence[Codec]) -> Task[None]:
         """Find or create the run, and become one of its members."""
-        agreed = contract_of(contract, self._rounds, self._max_work)
+        agreed = contract_of(contract, self._rounds, self._max_work, self._merge)
         proposal = Run(secrets.token_hex(8), agreed, (), self._note, created=True)
         self.run = yield from find_or_create(proposal, self._key, states, self._join_only)
         envelope = Envelope(self.run.id, self._key)
@@ -129,7 +136,7 @@ class Bucket:
         sync_every = contract.get("sync_every")
         assert isinstance(sync_every, int)
         timing = Timing(self._options, sync_every, self._clock)
-        self.session = session = Session(envelope, mine, timing, self._rounds, self._max_work)
+        self.session = session = Session(envelope, mine, timing, self._rounds, self._max_work, self._merge)
         self._protocols = []
         for f, (state, codec, initial) in enumerate(zip(states, codecs, self.run.snapshots, strict=True)):
             n = len(state.anchor)

@@ -331,7 +331,7 @@ class FragmentProtocol:
             self.session.event("lie", fragment=self.number, index=record.index, by=record.by)
             return True
         payloads = {digest: delta.payload for digest, delta in deltas.items()}
-        mean = mean_of(record, payloads, self._codec, self._n)
+        mean = yield Work(lambda: mean_of(record, payloads, self._codec, self._n, self.session.merge))
         state = yield Work(lambda: self._next(record.index, mean))
         if isinstance(self._mode, _Jumping):
             return False  # meanwhile the core found that it holds other bits

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -13,15 +13,18 @@ from torch import Tensor
 from diloco.bucket.store.envelope import DIGEST, Invalid, Opened, integer, number, text
 from diloco.codec import Codec, chunks
 from diloco.reduce import State
-from diloco.reduce.mean import Encoded
+from diloco.reduce.mean import Encoded, exact
 
-LIMIT, LIMIT_OF_FEW, FEW = 2.5, 10.0, 2
+LIMIT, LIMIT_OF_FEW, FEW = 2.0, 10.0, 2
 """How many times the usual norm, and the usual work, count of one delta; and with at most FEW members, where nothing
 tells the unusual from the usual."""
 FREE = 8
 """First rounds in which a member that is alone has no limit: nothing is usual yet."""
 MOST = 4096
 """Members of a round."""
+Merge = Literal["mean", "trimmed"]
+TRIMMED = 4
+"""The fewest members of which a trimmed mean is taken: of four, one may lie."""
 FINGERPRINTS = 1 << 63
 ROUNDS = "rounds/"
 _MEMBER, _HEX = "[a-z0-9][a-z0-9_-]{0,62}", "[0-9a-f]{64}"
@@ -139,7 +142,7 @@ class Record:
     @cached_property
     def shares(self) -> list[float]:
         """By work done, within the limit."""
-        most = self._limit * _lower_median([e.tokens for e in self.entries])
+        most = self._limit * _usual([e.tokens for e in self.entries])
         works = [min(e.tokens, most) for e in self.entries]
         total = sum(works)
         return [work / total if total else 0.0 for work in works]
@@ -149,7 +152,7 @@ class Record:
         """Factors that keep norms within the limit. With several members, what most of them have is usual at once."""
         usual, alone = self.previous.usual, len(self.entries) == 1
         if not (alone and self.index > FREE):
-            usual = max(usual, _lower_median([e.norm for e in self.entries]))
+            usual = max(usual, _usual([e.norm for e in self.entries]))
         return [clip_of(e.norm, self._limit * usual) for e in self.entries]
 
     @property
@@ -159,7 +162,7 @@ class Record:
     @property
     def link(self) -> Link:
         """What the next record has to follow. What was clipped counts as it was clipped."""
-        now = _lower_median([e.norm * clip for e, clip in zip(self.entries, self.clips, strict=True)])
+        now = _usual([e.norm * clip for e, clip in zip(self.entries, self.clips, strict=True)])
         before = self.previous.usual
         return Link(self.digest, before + (now - before) / 4 if before else now)
 
@@ -168,8 +171,10 @@ class Record:
         return {e.member: share for e, share in zip(self.entries, self.shares, strict=True)}
 
 
-def _lower_median(values: Sequence[float]) -> float:
-    return sorted(values)[(len(values) - 1) // 2]
+def _usual(values: Sequence[float]) -> float:
+    """The upper median of what is not zero; of two the smaller, because nothing tells which one is unusual."""
+    positive = sorted(value for value in values if value > 0)
+    return positive[len(positive) // 2 if len(positive) > FEW else 0] if positive else 0.0
 
 
 @dataclass(frozen=True)
@@ -257,7 +262,25 @@ def clip_of(norm: float, limit: float) -> float:
     return limit / norm if norm > limit > 0 else 1.0
 
 
-def mean_of(record: Record, payloads: Mapping[str, Tensor], codec: Codec, n: int) -> Encoded:
-    """Σ share · clip · decoded delta, in the order of the record."""
+def mean_of(record: Record, payloads: Mapping[str, Tensor], codec: Codec, n: int, merge: Merge = "mean") -> Encoded:
+    """Σ share · clip · decoded delta, in the order of the record; or the trimmed mean, if there are enough deltas."""
+    encoded = [payloads[e.digest] for e in record.entries]
+    if merge == "trimmed" and len(encoded) >= TRIMMED:
+        return exact(_trimmed(encoded, record.clips, codec, n))[0]
     factors = [share * clip for share, clip in zip(record.shares, record.clips, strict=True)]
-    return Encoded(0, n, codec, [payloads[e.digest] for e in record.entries], factors)
+    return Encoded(0, n, codec, encoded, factors)
+
+
+def _trimmed(payloads: Sequence[Tensor], clips: Sequence[float], codec: Codec, n: int) -> Tensor:
+    """For each value by itself, the mean without the largest and the smallest quarter of what the members say."""
+    out = torch.empty(n, dtype=torch.float32, device="cpu")
+    cut, kept = len(payloads) // 4, len(payloads) - 2 * (len(payloads) // 4)
+    for values, data in chunks(codec, n):
+        count = values.stop - values.start
+        said = torch.stack([codec.decode(p[data], count).mul_(clip) for p, clip in zip(payloads, clips, strict=True)])
+        ordered = said.add_(0.0).sort(dim=0).values  # adding zero makes -0 to 0: their order is not defined
+        total = ordered[cut]
+        for k in range(1, kept):
+            total = total + ordered[cut + k]
+        torch.mul(total, 1 / kept, out=out[values])
+    return out

@@ -127,9 +127,14 @@ def _previous(protocol: FragmentProtocol, state: State) -> Task[Link | None]:
     return None if following is not None and following.fingerprint != mine else link
 
 
-def contract_of(contract: Contract, rounds: int | None, max_work: float) -> dict[str, Any]:
+def contract_of(contract: Contract, rounds: int | None, max_work: float, merge: str) -> dict[str, Any]:
     """What members of a bucket must agree on, beyond what all replicas must."""
-    return {**contract, "rounds": rounds, "most tokens of a delta": max_work if max_work < float("inf") else None}
+    return {
+        **contract,
+        "rounds": rounds,
+        "merge": merge,
+        "most tokens of a delta": max_work if max_work < float("inf") else None,
+    }
 
 
 def find_run(url: str, key: bytes | None = None, *, create: bool = False) -> Run | None:

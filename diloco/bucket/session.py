@@ -8,6 +8,7 @@ from typing import Any
 
 from diloco.bucket.listing import Listing
 from diloco.bucket.members import STEPS, Member, Members, Roll, Superseded, write_member
+from diloco.bucket.rounds import Merge
 from diloco.bucket.store.envelope import HEADER, PREFIX, Envelope, Invalid
 from diloco.bucket.store.operations import Task, create
 from diloco.bucket.timing import MemberOptions, Timing
@@ -21,8 +22,11 @@ REJECTED = 10_000
 
 
 class Session:
-    def __init__(self, envelope: Envelope, mine: Member, timing: Timing, rounds: int | None, max_work: float) -> None:
+    def __init__(
+        self, envelope: Envelope, mine: Member, timing: Timing, rounds: int | None, max_work: float, merge: Merge
+    ) -> None:
         """`rounds`: the last index of every fragment. `max_work`: the most work that counts for one delta."""
+        self.merge: Merge = merge
         self.envelope, self.mine, self.timing, self.rounds, self.max_work = envelope, mine, timing, rounds, max_work
         self.clock = timing.clock
         self.members = Members(mine.name, timing.options.ttl)

@@ -312,14 +312,14 @@ def closed(*pairs, usual=0.0, index=1):
 def test_shares_follow_work_up_to_a_limit():
     assert closed((10.0, 1.0), (30.0, 1.0)).shares == [0.25, 0.75]
     assert closed((1.0, 1.0), (1e15, 1.0)).shares == [1 / 11, 10 / 11]
-    assert closed((2.0, 1.0), (2.0, 1.0), (2.0, 1.0), (64.0, 1.0)).shares == [2 / 11, 2 / 11, 2 / 11, 5 / 11]
+    assert closed((2.0, 1.0), (2.0, 1.0), (2.0, 1.0), (64.0, 1.0)).shares == [0.2, 0.2, 0.2, 0.4]
     assert closed((0.0, 1.0)).shares == [0.0]
     assert [e.tokens for e in entries_of([contribution("a", 10.0)], 8.0, mine="d")] == [8.0]
 
 
 def test_norms_count_up_to_a_limit_from_the_first_round_on():
     three = ((1.0, 1.0), (1.0, 1.2), (1.0, 1.1))
-    assert closed(*three, (1.0, 1000.0)).clips == [1.0, 1.0, 1.0, 2.5 * 1.1 / 1000.0]
+    assert closed(*three, (1.0, 1000.0)).clips == [1.0, 1.0, 1.0, 2.0 * 1.2 / 1000.0]
     assert closed((1.0, 1.0), (1.0, 1000.0)).clips == [1.0, 0.01]  # of two, the smaller one is the measure
     assert closed(*three, usual=10.0).clips == [1.0, 1.0, 1.0]
     assert closed((1.0, 1000.0), usual=1.0, index=8).clips == [1.0] and closed((1.0, 0.0)).clips == [1.0]
@@ -334,6 +334,7 @@ def test_what_is_usual_follows_from_the_records_alone_and_one_member_cannot_rais
         usual = closed((1.0, 1.0), (1.0, 1e6), usual=usual, index=20).link.usual
     assert usual == 1.0
     assert closed((1.0, 5.0), (1.0, 5.0), usual=1.0).link.usual == 2.0
+    assert closed((1.0, 0.0), (1.0, 0.0), (1.0, 4.0)).link.usual == 4.0  # who did nothing is no measure
 
 
 def test_a_record_that_says_of_a_delta_what_it_is_not_does_not_count():
