@@ -18,7 +18,11 @@ ROUNDS = 6000
 """Rounds of one replica on its timeline, at most. Those of the slowest sync periods are always shown."""
 SLOWEST = 3
 
-PER_STEP = {"lr": "Learning rate", "grad_norm": "Norm of the gradient, before clipping"}
+PER_STEP = {
+    "lr": "Learning rate",
+    "grad_norm": "Norm of the gradient, before clipping",
+    "tokens_per_second": "Tokens a second, of each replica",
+}
 """Fields of a step that have a chart of their own, with a curve for each replica, and the titles of these charts."""
 
 Curve = tuple[str, str, Callable[[int], float | None]]

@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
@@ -15,6 +16,19 @@ from diloco.report import terminal, units
 from diloco.report.comparison import compare, differences, in_bits
 from diloco.report.curves import PER_STEP, charts, compared, timeline
 from diloco.runs.reader import RecordedRun, read
+
+GLOSSARY = {
+    "anchors": "the weights that all replicas agree on; what is exported",
+    "replica": "one copy of the model, which trains on its own data; between syncs the copies differ",
+    "fragment": "a part of the model; parts are synced in turn",
+    "round": "one exchange of one fragment between the replicas",
+    "sent": "bytes that one replica sends to the others",
+    "burst": "bytes that are sent at once, in one round",
+    "hidden": "time of communication in which training went on",
+    "exposed": "time of communication in which training waited",
+    "utilisation": "the share of the time in which training did not wait",
+    "unigram model": "one that knows only how frequent each token is: what a model must beat",
+}
 
 
 def write(runs: Sequence[Path], out: Path) -> None:
@@ -35,12 +49,35 @@ def _one(run: RecordedRun) -> str:
         title=run.name,
         about=terminal.about(run),
         run=run,
-        figures=[row for row in terminal.rows(run) if row.name != "time"],  # which stands under the title
+        figures=_figures(run),
+        glossary=GLOSSARY,
+        origin=_origin(run),
         per_step=PER_STEP,
         settings=_settings(run.config),
         corpus=_corpus(run),
         data={"kind": "run", "charts": charts(run), "timeline": timeline(run)},
     )
+
+
+def _figures(run: RecordedRun) -> list[terminal.Figure]:
+    """The story first: how much less was sent, and how busy training was. The time stands under the title."""
+    rows = {row.name: row for row in terminal.rows(run)}
+    sent = rows.pop("sent per replica")
+    if run.factor is not None and run.method != "dp":
+        note = f"{sent.value} per replica; {sent.note.rpartition(', ')[0] or sent.note}"
+        sent = terminal.Figure("less traffic", units.factor(run.factor), note)
+    busy = rows.pop("utilisation")
+    return [sent, busy, *(row for row in rows.values() if row.name != "time")]
+
+
+def _origin(run: RecordedRun) -> list[tuple[str, str]]:
+    """When, where and with what it was begun, and how to do it again."""
+    events = run.replicas[0].events if run.replicas else ()
+    begun = next((event.details for event in events if event.event in ("start", "resume")), {})
+    facts = [(name, str(begun[name])) for name in ("host", "device", "torch", "diloco") if name in begun]
+    if isinstance(began := begun.get("time"), (int, float)):
+        facts.insert(0, ("begun", time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(began))))
+    return [*facts, ("again", f"diloco train {run.folder}/config.toml --name another")]
 
 
 def _several(runs: Sequence[RecordedRun], home: Path) -> str:

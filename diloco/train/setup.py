@@ -1,6 +1,8 @@
 """What one process of a run holds, made from the config and, on resume, from a checkpoint."""
 
 import logging
+import socket
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -14,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from diloco import __version__
 from diloco.codec import Float32, codec_named
 from diloco.diloco import DiLoCo
 from diloco.errors import ConfigError
@@ -136,7 +139,8 @@ def prepare(config: TrainConfig, world: World, folder: Path) -> Prepared:
         text = describe(rules, parameters, config, corpus.name, run.start)
         (folder / "derived.txt").write_text(text + "\n")
         log.info(text)
-    about = {"parameters": parameters}
+    about = {"parameters": parameters, "time": time.time(), "host": socket.gethostname(), "device": str(device),
+             "torch": torch.__version__, "diloco": __version__}  # fmt: skip
     run.writer.write(Event("resume" if run.start else "start", run.writer.seconds(), run.start, about))
     phase.say("training")
     return run

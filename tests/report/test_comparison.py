@@ -114,3 +114,16 @@ def test_the_report_of_a_run_that_failed_says_why(tmp_path):
     assert "failed: replica 1: ValueError: no luck" in shown(terminal.table(read(run)), 100)
     html.write([run], run / "report.html")
     assert "This run failed: replica 1: ValueError: no luck" in (run / "report.html").read_text()
+
+
+def test_the_page_tells_the_story_first_explains_its_words_and_says_where_it_comes_from(tmp_path):
+    run = make_run(tmp_path / "run", steps=60)
+    events = run / "replica-0/events.jsonl"
+    facts = {"event": "start", "seconds": 0, "step": 0, "time": 1794000000, "host": "lab-7", "device": "cpu"}
+    events.write_text("\n".join([json.dumps(facts), *events.read_text().splitlines()[1:]]) + "\n")
+    html.write([run], run / "report.html")
+    page = (run / "report.html").read_text()
+    assert re.findall(r"<dt>([^<]+)</dt><dd>", page)[:3] == ["less traffic", "utilisation", "loss of the anchors"]
+    assert 'title="anchors: the weights that all replicas agree on' in page and "What the words mean" in page
+    for part in ("lab-7", "2026-11-06 21:20 UTC", f"diloco train {run}/config.toml --name another"):
+        assert part in page, part

@@ -206,7 +206,8 @@ def test_every_field_of_a_step_that_is_listed_has_a_chart_with_a_curve_for_each_
         assert [(curve["label"], curve["kind"]) for curve in chart["curves"]] == [
             ("replica 0", "replica"), ("replica 1", "replica"),
         ]  # fmt: skip
-        assert chart["curves"][1]["values"] == [getattr(step, name) for step in run.replicas[1].steps], name
+        wanted = [getattr(step, name) for step in run.replicas[1].steps]
+        assert chart["curves"][1]["values"] == pytest.approx(wanted, rel=1e-6), name
 
 
 def test_the_report_needs_no_torch() -> None:

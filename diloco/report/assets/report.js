@@ -48,8 +48,8 @@ const axis = more => ({
 const height = () => Math.round(Math.min(340, Math.max(220, innerWidth * 0.4)));
 const whole = value => value == null ? "–" : value.toLocaleString("en-GB");
 const nats = value => value == null ? "–" : value.toFixed(4);
-// Where the cursor is; the last value while it is nowhere.
-const legend = format => (u, value, k, at) => format(at == null ? u.data[k].findLast(entry => entry != null) : value);
+// The last value up to the cursor; the last of all while it is nowhere.
+const legend = format => (u, value, k, at) => format(value ?? u.data[k].slice(0, at == null ? undefined : at + 1).findLast(entry => entry != null));
 const decade = tick => tick != null && Math.abs(Math.log10(tick) - Math.round(Math.log10(tick))) < 1e-9;
 const decades = { filter: (u, ticks) => ticks.map(tick => decade(tick) ? tick : null) };
 const logarithmic = more => {

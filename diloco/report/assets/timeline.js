@@ -57,11 +57,13 @@ const drawTimeline = () => {
       hits.push({ box: [x(at) - 5, x(at) + 5, y(0) - 8, y(0)], text: `${event} after step ${step}\nat ${seconds(at)}` });
     }
   };
+  // Every bar is at least a pixel wide: a wait of a few microseconds would look like one of a whole step.
+  const visible = exposed => exposed > 0 && x(exposed) - x(0) >= 0.5;
   const steps = (g, replica, y) => {
     for (const { start, end, exposed, step, count } of replica.steps) {
       const spot = clipped(g, "compute", start, end, y, LANE);
       if (!spot) continue;
-      if (exposed > 0) clipped(g, "exposed", end - exposed, end, y, LANE);
+      if (visible(exposed)) clipped(g, "exposed", end - exposed, end, y, LANE);
       if (spot[1] - spot[0] > 4) { g.fillStyle = color("page"); g.fillRect(spot[1] - 0.5, y, 1, LANE); }
       const name = count > 1 ? `steps ${step - count + 1} to ${step}` : `step ${step}`;
       hits.push({ box: [...spot, y, y + LANE], text: `${name}: ${seconds(end - start)}` + (exposed > 0 ? `\nwaited ${seconds(exposed)}` : "") });
@@ -72,7 +74,7 @@ const drawTimeline = () => {
     const there = sent + round.flight_seconds;
     if (applied > there) clipped(g, "flight", there, applied, y + LANE / 2 - 0.5, 1);
     const spot = round.counted ? clipped(g, "flight", sent, there, y + 1, LANE - 2) : hollow(g, sent, there, y + 1, LANE - 2);
-    if (exposed > 0) clipped(g, "exposed", Math.max(sent, there - exposed), there, y + 1, LANE - 2);
+    if (visible(exposed)) clipped(g, "exposed", Math.max(sent, there - exposed), there, y + 1, LANE - 2);
     if (x(applied) >= left) { g.fillStyle = color("ink"); const thick = spot && spot[1] - spot[0] < 5 ? 1 : 2; g.fillRect(Math.round(x(applied)) - thick / 2, y, thick, LANE); }
     if (spot) hits.push({ box: [spot[0] - 3, Math.max(spot[1], x(applied)) + 3, y, y + LANE], text: described(round) });
   };
