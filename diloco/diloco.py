@@ -18,7 +18,7 @@ from diloco import mistakes
 from diloco.advance import Memory
 from diloco.codec import E3M0, Codec, check_sizes
 from diloco.errors import ConfigError, DiLoCoError, Mismatch, NotFinite
-from diloco.flat import WHOLE, ShardId, checksum, forget_not_finite, pinned, reshard, shard_id
+from diloco.flat import ShardId, checksum, forget_not_finite, pinned, reshard, shard_id
 from diloco.fragment import Fragment, Fragmenter, Strided
 from diloco.hook import Optimizers, as_list, attach, evaluate
 from diloco.module import find_layers, frozen, trainable, trained_buffers, unwrap
@@ -122,7 +122,8 @@ class DiLoCo:
             for fragment in self._fragments:
                 self._apply(fragment)
         finally:  # also after a lost peer: what is sent now is saved, and sent again when all resume
-            due = [fragment for fragment in self._fragments if self._is_due(fragment)]
+            now, slot = self.step_count, self.schedule.sends_at
+            due = [f for f in self._fragments if self.reduce.due(f.number, now - f.sent_step, slot(f.number, now))]
             if due:
                 self._check_trained()
             for fragment in due:
@@ -130,10 +131,6 @@ class DiLoCo:
         if self.overlap == 0:
             for fragment in self._fragments:
                 self._apply(fragment)
-
-    def _is_due(self, fragment: FragmentSync) -> bool:
-        slot = self.schedule.sends_at(fragment.number, self.step_count)
-        return self.reduce.due(fragment.number, self.step_count - fragment.sent_step, slot)
 
     def _check_trained(self) -> None:
         reshard(self._model)  # FSDP2 may show gathered parameters in the place of its own
@@ -292,16 +289,18 @@ class DiLoCo:
         """
         mistakes.has_end(self)
         parts = {str(fragment.number): fragment.state_dict() for fragment in self._all_fragments()}
-        # One entry per shard: torch.distributed.checkpoint takes equal names on several ranks for equal values.
-        counts = {"step": self.step_count, "work": self._work, "tokens": self._tokens}
-        return {str(self._shard): {**counts, "parts": parts, "replica": getattr(self.reduce, "replica", None)}}
+        # One entry per shard: torch.distributed.checkpoint takes equal names on several ranks for equal values. It does
+        # not load a state with a name that the saved one lacks, so the replica has no name of its own.
+        tokens = self._tokens, getattr(self.reduce, "replica", None)
+        return {str(self._shard): {"step": self.step_count, "work": self._work, "tokens": tokens, "parts": parts}}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a saved state: on every replica, before the next step. Load model and optimizer too."""
         mistakes.check_state(state_dict, str(self._shard))
         saved, fragments = state_dict[str(self._shard)], self._all_fragments()
-        mistakes.check_replica(saved.get("replica"), getattr(self.reduce, "replica", None))
+        tokens, replica = saved["tokens"] if isinstance(saved["tokens"], (tuple, list)) else (saved["tokens"], None)
+        mistakes.check_replica(replica, getattr(self.reduce, "replica", None))
         parts = saved["parts"]
         if len(parts) != len(fragments):
             raise Mismatch(
@@ -311,7 +310,7 @@ class DiLoCo:
         self._check_open()
         for fragment in fragments:
             fragment.load_state_dict(parts[str(fragment.number)])
-        self.step_count, self._work, self._tokens = saved["step"], saved["work"], saved["tokens"]
+        self.step_count, self._work, self._tokens = saved["step"], saved["work"], tokens
         self._life = _Life.APART
 
     def __repr__(self) -> str:
@@ -381,11 +380,5 @@ class DiLoCo:
 def _default_reduce(shard: ShardId) -> Reduce:
     from diloco.reduce.collective import Collective
 
-    if shard != WHOLE:
-        raise ConfigError(
-            "the parameters are sharded, so only ranks that hold the same shard may talk: make a mesh with a dimension "
-            'for the replicas, mesh = init_device_mesh(device, (replicas, shards), mesh_dim_names=("replica", '
-            '"shard")), shard over mesh["shard"], and pass reduce=Collective(mesh.get_group("replica"), '
-            'shards=mesh.get_group("shard"))'
-        )
+    mistakes.check_whole(shard)
     return Collective()

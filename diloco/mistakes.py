@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from diloco.errors import ConfigError, DiLoCoError, Mismatch
+from diloco.flat import WHOLE, ShardId
 from diloco.fragment import Fragment, Sequential, Strided
 from diloco.module import trainable
 
@@ -76,6 +77,16 @@ def check_trained(model: nn.Module, known: Sequence[Tensor], optimizers: Sequenc
         raise ConfigError(f"the optimizer trains a parameter of shape {strange[0]} that the model does not have, so it "
                           "is never synced: give DiLoCo a module that holds all of them, and make the optimizer from "
                           "its parameters, not from copies")  # fmt: skip
+
+
+def check_whole(shard: ShardId) -> None:
+    if shard != WHOLE:
+        raise ConfigError(
+            "the parameters are sharded, so only ranks that hold the same shard may talk: make a mesh with a dimension "
+            'for the replicas, mesh = init_device_mesh(device, (replicas, shards), mesh_dim_names=("replica", '
+            '"shard")), shard over mesh["shard"], and pass reduce=Collective(mesh.get_group("replica"), '
+            'shards=mesh.get_group("shard"))'
+        )
 
 
 def check_ranks(parameters: Sequence[Tensor], reduce: object) -> None:
