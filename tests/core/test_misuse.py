@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from diloco import Balanced, ConfigError, DiLoCo, Mismatch, NotFinite
+from diloco import Balanced, ConfigError, DiLoCo, DiLoCoError, Mismatch, NotFinite
 from diloco.module import find_layers
 from diloco.outer import Nesterov, denormals
 from diloco.reduce import local
@@ -178,3 +178,25 @@ def test_replicas_in_one_process_that_resume_out_of_step_are_refused_as_by_the_c
 
     with pytest.raises(Mismatch, match="fragment 1, round 1 is send 2 of replica 0, 1 of replica 1: they resumed from"):
         local.run(2, loop)
+
+
+@pytest.mark.parametrize("act", [
+    lambda diloco, optimizer: diloco.finish(),
+    lambda diloco, optimizer: diloco.anchors().__enter__(),
+    lambda diloco, optimizer: optimizer.step(),
+])  # fmt: skip
+def test_nothing_that_needs_the_local_values_is_done_inside_anchors_and_they_come_back(act):
+    def loop(reduce):
+        model = Tiny()
+        optimizer = adamw(model)
+        with DiLoCo(model, optimizer, sync_every=4, reduce=reduce) as diloco:
+            for _ in steps(model, optimizer, reduce.replica, 1, 2):
+                pass
+            before = flat(model)
+            with diloco.anchors(), pytest.raises(DiLoCoError, match=r"inside anchors\(\) the model holds the anchors"):
+                act(diloco, optimizer)
+            assert torch.equal(flat(model), before)
+        return flat(model)
+
+    one, two = local.run(2, loop)
+    assert torch.equal(one, two)
