@@ -6,16 +6,17 @@ Nothing trains meanwhile. `ratio` is the time over the ideal one, in which both 
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from benchmarks import processes
 from benchmarks.record import Record
 from diloco.plan.traffic import TCP
-from diloco.reduce.groups import Groups
+from diloco.reduce.groups import Groups, Place, Transfer, place_in
 from studies.netlab.relay import far_apart
 from tests.support.netns import DEVICE, Network, Rate, network
 
@@ -45,15 +46,24 @@ def _run(net: Network) -> Record:
     return {kind: [max(pair) for pair in zip(*(r[kind] for r in reports), strict=True)] for kind in reports[0]}
 
 
+def _swap(groups: Groups, pieces: Sequence[Tensor]) -> None:
+    """As in a round: one piece on each stream."""
+    transfer = Transfer(groups, [[torch.empty_like(piece) for _ in range(2)] for piece in pieces], 0)
+    for piece in pieces:
+        transfer.send([piece, piece])
+    for _ in pieces:
+        transfer.wait()
+
+
 def main() -> None:
     dist.init_process_group("gloo")
-    mine, rank = torch.zeros(NBYTES, dtype=torch.uint8), dist.get_rank()
+    mine = torch.zeros(NBYTES, dtype=torch.uint8)
     out = torch.empty(2 * NBYTES, dtype=torch.uint8)
     kinds: dict[str, Callable[[], object]] = {"all_gather": lambda: dist.all_gather_single(out, mine)}
     for streams in (1, STREAMS):
-        groups = Groups([0, 1], 120.0)
-        groups.open(streams, [rank], [rank])
-        kinds[f"swap_{streams}"] = partial(groups.all_to_all, [mine] * 2, [NBYTES] * 2)
+        groups = Groups(place_in(dist.group.WORLD), 120.0)
+        groups.open(streams, Place(), Place())
+        kinds[f"swap_{streams}"] = partial(_swap, groups, mine.tensor_split(streams))
     found: dict[str, list[float]] = {kind: [] for kind in kinds}
     for repetition in range(REPETITIONS + 1):
         for kind, move in kinds.items():
