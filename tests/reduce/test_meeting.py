@@ -1,7 +1,9 @@
 """Replicas that meet without a process group that holds them all: processes of one launcher, and jobs of their own."""
 
 import os
+import re
 import socket
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +22,8 @@ from tests.support.processes import run
 from tests.support.s3 import free_port
 
 SETTINGS = {"sync_every": 4, "overlap": 1}
+PAGE = (Path(__file__).parents[2] / "docs/frameworks.md").read_text()
+(SHOWN,) = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 
 
 def _be_replica(folder):
@@ -53,7 +57,9 @@ def _job(rank, folder, port):
     dist.init_process_group("gloo", store=dist.FileStore(str(folder / f"job-{job}"), 2), rank=rank % 2, world_size=2)
     whole = Tiny()
     wrapped, optimizer = DistributedDataParallel(whole), adamw(whole)
-    reduce = Collective(at=f"127.0.0.1:{port}", replica=job, replicas=2, timeout=60, ddp_ranks=dist.group.WORLD)
+    names = {"Collective": Collective, "torch": torch}
+    exec(SHOWN.replace("first-host:29400", f"127.0.0.1:{port}").replace("replica=0", f"replica={job}"), names)
+    reduce = names["reduce"]
     with DiLoCo(wrapped, optimizer, codec=Float32(), reduce=reduce, **SETTINGS) as diloco:
         for step in range(1, 8):
             loss_of(wrapped, rank, step).backward()
