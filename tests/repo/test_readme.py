@@ -96,11 +96,13 @@ def folder(tmp_path_factory):
 def test_the_commands_run_in_their_order(folder):
     """Those that need no torch by the program that is installed, the others forked."""
     shown = [shlex.split(command) for command in COMMANDS if command.startswith("diloco")]
-    assert [words[1] for words in shown] == ["train", "report", "export", "compare", "doctor", "plan"]
+    assert [words[1] for words in shown] == [
+        "train", "report", "ls", "sample", "export", "compare", "doctor", "plan",
+    ]  # fmt: skip
     more = {"train": FEWER, "compare": [*FEWER, "--seeds", "1", "--methods", "streaming"]}  # the rest is test_compare's
     for program, verb, *words in shown:
         words = [verb, *words, *more.get(verb, [])]
-        if verb in ("report", "plan"):
+        if verb in ("report", "ls", "plan"):
             code, out, err = run_program(folder, *words, tool=_installed(program))
         else:
             code, out, err = commands.run(folder, *words)
