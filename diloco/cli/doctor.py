@@ -9,6 +9,7 @@ import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from diloco.errors import ConfigError
 from diloco.flags import flag
 from diloco.speed import remeasured
 from diloco.world import World, cores, own_world
@@ -49,6 +50,8 @@ class Finding:
 
 
 def main(config: DoctorConfig) -> int:
+    if not 0 < config.megabytes < 1e6:
+        raise ConfigError(f"megabytes={config.megabytes:g}: give a size above 0")
     world = own_world(1, None)
     findings = look_here() + (measure(world, config.megabytes) if world and world.size > 1 else [])
     if world is None or world.rank == 0:

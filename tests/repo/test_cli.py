@@ -260,3 +260,8 @@ def test_doctor_lists_what_is_here_and_measures_the_link_under_torchrun(tmp_path
     link = next(f for f in json.loads(pair[0][1]) if f["what"] == "replica 0 ↔ 1")
     assert "round trip" in link["value"] and "Mbit/s each way" in link["value"]
     assert pair[1][1] == ""
+
+
+def test_the_doctor_refuses_a_message_without_a_size(tmp_path):
+    code, out, err = run_here(tmp_path, "doctor", "--megabytes", "-1")
+    assert (code, out) == (2, "") and "megabytes=-1: give a size above 0" in err
