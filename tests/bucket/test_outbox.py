@@ -31,6 +31,23 @@ def test_a_round_tells_the_bytes_of_its_own_delta_and_the_seconds_since_it_was_t
         assert (round.index, round.sent, round.seconds) == (closed, sum(own), 2.5) and len(own) == 1
 
 
+def test_a_round_tells_the_bytes_of_the_others_deltas_alone():
+    world = World(1)
+    a, b = Player(world, "a"), Player(world, "b")
+    for player in (a, b, a, b):
+        player.turn()
+    for _ in range(20):
+        for player in (a, b):
+            player.step()
+            player.turn()
+        world.now += 0.5
+    together = [round for round in rounds(a) if {"a", "b"} <= round.members.keys()]
+    assert len(together) > 2
+    for round in together:
+        theirs = [len(data) for name, data in world.objects.items() if name.startswith(folder(0, round.index) + "d-b-")]
+        assert round.received in theirs
+
+
 def test_the_unit_is_agreed_on_once_a_fragment(monkeypatch):
     world = World()
     puts, attempt = Counter(), world.attempt

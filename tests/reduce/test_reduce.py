@@ -23,16 +23,17 @@ def deltas(n, replicas):
     return [torch.randn(n, generator=torch.Generator().manual_seed(100 * m + n)) for m in range(replicas)]
 
 
-def _all_rounds(reduce, codec, sizes, replica, replicas, weights):
+def _all_rounds(reduce, codec, sizes, replica, replicas, weights, feedback=False):
     """Start a round for every size at once, take them in another order."""
     reduce.join({}, [State(0, torch.zeros(n), torch.zeros(0)) for n in sizes], [codec] * len(sizes))
     for f, n in enumerate(sizes):
         value = deltas(n, replicas)[replica]
-        reduce.send(f, 1, lambda value=value: Delta(value, weights[replica], True, 0))
+        reduce.send(f, 1, lambda value=value: Delta(value, weights[replica], True, 0, feedback=feedback))
     taken = {f: reduce.take(f, 1) for f in reversed(range(len(sizes)))}
     assert reduce.take(0, 1) is None
     reduce.leave()
-    return [(taken[f].mean, taken[f].members, taken[f].sent) for f in range(len(sizes))]
+    own = [taken[f].own() if feedback else taken[f].own for f in range(len(sizes))]
+    return [(taken[f].mean, taken[f].members, taken[f].sent, own[f]) for f in range(len(sizes))]
 
 
 def _collective(rank, replicas, codec, weights, options):
@@ -45,7 +46,8 @@ def _as_sent(codec, delta):
 
 def _check(results, codec, replicas, weights, mean_codec=None):
     for f, n in enumerate(SIZES):
-        values, members, sent = results[0][f]
+        values, members, sent, own = results[0][f]
+        assert own is None  # nobody asked
         for other in results[1:]:
             assert torch.equal(other[f][0], values)
         assert members == {str(m): weights[m] for m in range(replicas)}
@@ -99,20 +101,23 @@ def _inner(rank, weights):
     across = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     within = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     reduce = Collective(across[rank % 2], ddp_ranks=within[rank // 2])
-    return _all_rounds(reduce, E3M0(), [140_001, 3, 0], rank // 2, 2, weights)
+    return _all_rounds(reduce, E3M0(), [140_001, 3, 0], rank // 2, 2, weights, feedback=True)
 
 
 def test_ranks_inside_a_replica_share_the_traffic_and_all_get_the_whole_mean():
     weights = [1.0, 2.0]
     results = run(4, _inner, weights)
     whole = E3M0().nbytes(140_001)
-    for result in results:
+    for rank, result in enumerate(results):
         # Each rank encodes its half, so blocks begin in other places: equal up to what the codec does at the seam.
         halves = [mean(E3M0(), [pack(E3M0(), d[part]) for d in deltas(140_001, 2)], weights, part.stop - part.start)
                   for part in parts(140_001, 2)]  # fmt: skip
         assert torch.equal(result[0][0], torch.cat(halves))
         assert torch.equal(result[1][0], results[0][1][0])
         assert result[0][2] <= 0.51 * whole
+        delta = deltas(140_001, 2)[rank // 2]  # what each half became on the wire, on both ranks
+        own = [_as_sent(E3M0(), delta[part]) for part in parts(140_001, 2)]
+        assert torch.equal(result[0][3], torch.cat(own))
 
 
 @given(st.lists(st.floats(0, 1e6), min_size=1, max_size=9))
