@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco import E3M0, BFloat16, Collective, Diverged, Float8, Float32, Int8, Mismatch
-from diloco.codec import pack, unpack
+from diloco.codec import CHUNK, pack, unpack
 from diloco.reduce import Delta, State, local
-from diloco.reduce.header import NBYTES, Header, Kind, check_round
-from diloco.reduce.mean import mean, parts, reference_mean, shares
+from diloco.reduce.header import NBYTES, Header, Kind, check_round, settling
+from diloco.reduce.mean import PIECE, PIECES, mean, parts, pieces, reference_mean, shares
 from tests.support.processes import run
 
 CODECS = [Float32(), BFloat16(), Int8(), Float8(), E3M0()]
@@ -82,6 +82,15 @@ def test_replicas_in_one_process_get_the_same_mean(codec, replicas):
     assert _check(results, codec, replicas, weights)
 
 
+@pytest.mark.parametrize("replicas", [4, 5])
+def test_in_one_process_too_the_mean_of_parts_is_that_of_an_independent_reckoning(replicas):
+    weights = [1.0, 3.0, 2.0, 0.0, 5.0][:replicas]
+    results = local.run(
+        replicas, lambda r: _all_rounds(r, E3M0(), SIZES, r.replica, replicas, weights), mean_codec=Float32()
+    )
+    assert _check(results, E3M0(), replicas, weights, Float32())
+
+
 @pytest.mark.parametrize("replicas", [2, 4])
 def test_parallel_streams_give_the_same_bits(replicas):
     weights = [1.0] * replicas
@@ -133,6 +142,20 @@ def test_parts_cover_everything_once_and_the_first_is_the_largest(n, replicas):
     assert len(cuts) == replicas
     assert [i for cut in cuts for i in range(cut.start, cut.stop)] == list(range(n))
     assert all(cut.stop - cut.start <= cuts[0].stop - cuts[0].start for cut in cuts)
+    assert cuts[0].stop == -(-n // replicas)
+
+
+@given(st.integers(0, 100 * CHUNK), st.integers(0, 100 * CHUNK), st.sampled_from([E3M0(), Float32()]))
+def test_a_payload_travels_in_a_few_pieces_of_whole_chunks_as_many_as_the_longest_has(n, more, codec):
+    travelling = pieces(codec, n, n + more)
+    assert len(travelling) == len(pieces(codec, n + more, n + more)) <= PIECES
+    values, data = 0, 0
+    for of_values, of_bytes in travelling:
+        assert (of_values.start, of_bytes.start) == (values, data)
+        values, data = of_values.stop, of_bytes.stop
+        assert data - of_bytes.start == codec.nbytes(values - of_values.start)
+        assert values == n or (values % CHUNK == 0 and values - of_values.start >= PIECE)
+    assert (values, data) == (n, codec.nbytes(n))
 
 
 headers = st.builds(
@@ -218,5 +241,22 @@ def test_each_field_of_a_header_that_must_be_equal_is_compared(field, value, err
     check_round([header, replace(header, weight=3.0, fault=1)])  # these may differ
     other = replace(header, **{field: value})
     assert Header.unpack(other.pack()) == other
-    with pytest.raises(error):
+    with pytest.raises(error, match=r"replica 2 |replicas 0 and 2 "):
         check_round([header, header, other])
+
+
+def test_the_error_of_other_bits_names_the_round_after_which_they_differ():
+    header = Header(Kind.ROUND, fragment=3, index=5)
+    with pytest.raises(Diverged, match="at round 4 of fragment 3"):
+        check_round([header, replace(header, fingerprint=1)])
+
+
+def test_a_header_of_another_protocol_is_refused():
+    data = Header(Kind.ROUND).pack()
+    with pytest.raises(Mismatch, match="a replica speaks protocol 9, this one 1: install the same version"):
+        Header.unpack(bytes([9]) + data[1:])
+
+
+def test_one_replica_that_has_finished_its_steps_is_enough_to_settle():
+    rounds = [Header(Kind.ROUND)] * 2
+    assert settling([*rounds, Header(Kind.SETTLE)]) and not settling(rounds)
