@@ -49,6 +49,7 @@ bench: .venv/ready  ## measured figures: benchmarks/results/*.json and the table
 	$(BIN)/python -m benchmarks.codec
 	$(BIN)/python -m benchmarks.overhead
 	$(BIN)/python -m benchmarks.reduce
+	$(BIN)/python -m benchmarks.accelerator
 	$(BIN)/python -m benchmarks.trainer
 	$(BIN)/python -m benchmarks.table
 

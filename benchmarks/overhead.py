@@ -56,10 +56,10 @@ def main() -> None:
     print(*(f"{group}.{key}: {value}" for group in values for key, value in values[group].items()), sep="\n")
     cpu = values["speed"]["cpu_ns"]
     targets = [
-        Target("steps per second with DiLoCo over without, median", values["speed"]["ratio"], at_least=0.98),
+        Target("steps per second with DiLoCo over without, median", values["speed"]["ratio"], at_least=0.99),
         Target("ms a step without DiLoCo", values["speed"]["step_ms"], at_least=200),
         Target(
-            "CPU of hook and communication thread, ns a parameter and round", cpu["hook"] + cpu["thread"], at_most=15
+            "CPU of hook and communication thread, ns a parameter and round", cpu["hook"] + cpu["thread"], at_most=3
         ),
         Target("memory during rounds, MB", memory["rounds_mb"], at_most=memory["rounds_allowed_mb"]),
     ]
@@ -87,7 +87,7 @@ def speed(reports: list[Record]) -> Record:
         "interval": [resampled[125], resampled[-126]],  # 95 %
         "ratios": ratios,
         "step_ms": 1000 * statistics.median(t for r in reports for t in r["without"]) / SYNC_EVERY,
-        "exposed_ms_per_round": statistics.mean(report["exposed_ms_per_round"] for report in reports),
+        "waited_ms_per_round": statistics.mean(report["waited_ms_per_round"] for report in reports),
         "cpu_ns": {**cpu, "sum": cpu["hook"] + cpu["thread"] + cpu["gloo"]},
         "parameters": reports[0]["parameters"],
         "batch": reports[0]["batch"],
@@ -98,7 +98,7 @@ def worse(reports: list[Record]) -> Record:
     """The larger of the two processes' figures, and what is allowed with one fragment in flight and with all."""
     largest = {key: max(report[key] for report in reports) for key in reports[0]}
     allowed = {
-        name: largest["parameters"] * (8 + 12 / of) / 1e6 + 32 for name, of in (("rounds", FRAGMENTS), ("finish", 1))
+        name: largest["parameters"] * (8 + 20 / of) / 1e6 + 32 for name, of in (("rounds", FRAGMENTS), ("finish", 1))
     }
     return {**largest, **{f"{name}_allowed_mb": value for name, value in allowed.items()}}
 
@@ -140,7 +140,7 @@ def measure_speed(arguments: argparse.Namespace) -> Record:
     for _ in range(SYNC_EVERY + OVERLAP):
         step(batch)
         diloco.step()
-    exposed = diloco.stats.seconds_exposed
+    waited = diloco.stats.seconds_waited
     times: dict[str, list[float]] = {"with": [], "without": []}
     cpu = {"hook": 0.0, "thread": 0.0, "gloo": 0.0}
     for block in range(2 * arguments.pairs):
@@ -161,7 +161,7 @@ def measure_speed(arguments: argparse.Namespace) -> Record:
     return {
         **times,
         "cpu_ns": {name: 1e9 * seconds / arguments.pairs / parameters for name, seconds in cpu.items()},
-        "exposed_ms_per_round": 1000 * (diloco.stats.seconds_exposed - exposed) / rounds,
+        "waited_ms_per_round": 1000 * (diloco.stats.seconds_waited - waited) / rounds,
         "parameters": parameters,
         "batch": batch,
     }
