@@ -250,7 +250,7 @@ class Collective:
         self, groups: Groups, codec: Codec, payloads: list[Tensor], n: int, factors: list[float]
     ) -> Iterator[Encoded]:
         """Each replica gets all deltas, its own as the others see it, and averages them."""
-        mine, cut = payloads[0], pieces(codec, n, n)
+        mine, cut = payloads[0], pieces(codec, n, n, self._streams)
         all_ = [mine if m == self.replica else torch.empty_like(mine) for m in range(self.replicas)]
         transfer = Transfer(groups, [[payload[data] for payload in all_] for _, data in cut], phase=0)
         for _, data in cut:
@@ -265,8 +265,8 @@ class Collective:
         """Each replica averages one part and sends it to all: unlike in a ring, partial sums are never quantised."""
         mean_codec, everyone = self._mean_codec or codec, range(self.replicas)
         counts = [cut.stop - cut.start for cut in cuts(n, self.replicas)]
-        deltas = [pieces(codec, count, counts[0]) for count in counts]
-        averages = [pieces(mean_codec, count, counts[0]) for count in counts]
+        deltas = [pieces(codec, count, counts[0], self._streams) for count in counts]
+        averages = [pieces(mean_codec, count, counts[0], self._streams) for count in counts]
         mine = deltas[self.replica]
         received = [torch.empty_like(payloads[self.replica]) for _ in everyone]
         received[self.replica] = payloads[self.replica]

@@ -82,11 +82,13 @@ def decode_cuts(codec: Codec, payloads: Sequence[Tensor], n: int, replicas: int)
     return out
 
 
-def pieces(codec: Codec, n: int, longest: int) -> list[tuple[slice, slice]]:
+def pieces(codec: Codec, n: int, longest: int, streams: int) -> list[tuple[slice, slice]]:
     """(values, bytes) of the pieces in which a payload of n values travels, each of whole chunks, so that it can be
-    decoded by itself. `longest`: of all payloads that travel together, which have equally many pieces; the last ones of
-    shorter payloads are empty."""
+    decoded by itself: at least one for each stream, if there are enough chunks. `longest`: of all payloads that travel
+    together, which have equally many pieces; the last ones of shorter payloads are empty."""
     size = max(PIECE, -(-longest // (PIECES * CHUNK)) * CHUNK)
+    if streams > 1:
+        size = min(size, max(-(-longest // (streams * CHUNK)), 1) * CHUNK)
     ends = [min(k * size, n) for k in range(-(-longest // size) + 1)]
     marks = [codec.nbytes(end) if end else 0 for end in ends]
     return [(slice(*ends[k : k + 2]), slice(*marks[k : k + 2])) for k in range(len(ends) - 1)]

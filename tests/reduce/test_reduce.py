@@ -147,8 +147,8 @@ def test_parts_cover_everything_once_and_the_first_is_the_largest(n, replicas):
 
 @given(st.integers(0, 100 * CHUNK), st.integers(0, 100 * CHUNK), st.sampled_from([E3M0(), Float32()]))
 def test_a_payload_travels_in_a_few_pieces_of_whole_chunks_as_many_as_the_longest_has(n, more, codec):
-    travelling = pieces(codec, n, n + more)
-    assert len(travelling) == len(pieces(codec, n + more, n + more)) <= PIECES
+    travelling = pieces(codec, n, n + more, 1)
+    assert len(travelling) == len(pieces(codec, n + more, n + more, 1)) <= PIECES
     values, data = 0, 0
     for of_values, of_bytes in travelling:
         assert (of_values.start, of_bytes.start) == (values, data)
@@ -260,3 +260,21 @@ def test_a_header_of_another_protocol_is_refused():
 def test_one_replica_that_has_finished_its_steps_is_enough_to_settle():
     rounds = [Header(Kind.ROUND)] * 2
     assert settling([*rounds, Header(Kind.SETTLE)]) and not settling(rounds)
+
+
+@pytest.mark.parametrize("streams", [1, 4])
+@pytest.mark.parametrize("n", [0, 1, CHUNK + 1, 9 * CHUNK + 5, 100 * CHUNK - 1])
+def test_pieces_of_a_payload_follow_each_other_and_are_decoded_by_themselves(n, streams):
+    longest = 100 * CHUNK
+    cut = pieces(E3M0(), n, longest, streams)
+    assert len(cut) == len(pieces(E3M0(), longest, longest, streams)) <= 16
+    for i, end in ((0, n), (1, E3M0().nbytes(n))):
+        stops = [0, *(piece[i].stop for piece in cut)]
+        assert [piece[i].start for piece in cut] == stops[:-1] and stops[-1] == end
+    assert all(values.start % CHUNK == 0 or values.start == n for values, _ in cut)
+    assert all(E3M0().nbytes(v.stop - v.start) == data.stop - data.start for v, data in cut if v.stop > v.start)
+
+
+def test_every_stream_has_a_piece_if_there_are_enough_chunks():
+    assert [len(pieces(E3M0(), n, n, 4)) for n in (CHUNK, 2 * CHUNK, 4 * CHUNK, 16 * CHUNK)] == [1, 2, 4, 4]
+    assert [len(pieces(E3M0(), n, n, 1)) for n in (CHUNK, 4 * CHUNK, 16 * CHUNK, 640 * CHUNK)] == [1, 1, 4, 16]
