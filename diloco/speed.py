@@ -20,7 +20,7 @@ from diloco import __version__
 VALUES = 1 << 19
 """What the communication thread computes with, it has just received: this much is in the cache."""
 MODEL = 1 << 22
-"""What the hook copies is in memory."""
+"""What the hook copies, and the state, is in memory."""
 TIMES = 5
 
 
@@ -87,9 +87,12 @@ def _key() -> str:
 def _measure() -> Speed:
     import torch  # here, so that a plan on a known machine starts quickly
 
+    from diloco.advance import Memory, NextState
     from diloco.codec import codec_named, pack, weighted
     from diloco.formats import FORMATS
     from diloco.outer import Nesterov
+    from diloco.reduce import State
+    from diloco.reduce.mean import Encoded
 
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -102,8 +105,17 @@ def _measure() -> Speed:
             encode[name] = _best(lambda codec=codec: pack(codec, x), VALUES)
             two = [payload, payload.clone()]
             decode[name] = _best(lambda codec=codec, two=two: weighted(codec, two, [0.5, 0.5], VALUES), 2 * VALUES)
-        rule, anchor, state = Nesterov(), torch.zeros(VALUES), torch.zeros(VALUES)
-        outer = _best(lambda: rule.step(anchor, x, state), VALUES)
+        memory, state = Memory(), State(0, torch.zeros(MODEL), torch.zeros(MODEL))
+        mean = Encoded(0, MODEL, codec_named("e3m0"), [pack(codec_named("e3m0"), torch.randn(MODEL))] * 2, [0.5, 0.5])
+
+        def advance() -> None:
+            next = NextState(state, Nesterov(), memory)
+            next.add(mean)
+            made = next.state(1)
+            memory.anchors.give(made.anchor, lambda: None)
+            memory.outers.give(made.outer, lambda: None)
+
+        outer = max(_best(advance, MODEL) - 2 * decode["e3m0"], 0.0)
         local, held, delta = torch.zeros(MODEL), torch.zeros(MODEL), torch.zeros(MODEL)
         hook = _best(lambda: torch.sub(held, local, out=delta) is local.copy_(held), MODEL)
     finally:
