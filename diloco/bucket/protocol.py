@@ -11,9 +11,11 @@ The way of a delta into the store, six changes of object:
 """
 
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from math import inf
+
+from torch import Tensor
 
 from diloco.bucket.outbox import Abandoned, Delivered, Outbox, Spoiled
 from diloco.bucket.round_store import RoundStore
@@ -21,6 +23,7 @@ from diloco.bucket.rounds import (
     Contribution,
     Followed,
     Link,
+    OpenRound,
     Record,
     delta_name,
     entries_of,
@@ -38,7 +41,7 @@ from diloco.bucket.store.operations import Task, Work
 from diloco.codec import Codec
 from diloco.errors import Diverged
 from diloco.reduce import Delta, Dropped, Jump, Round, State
-from diloco.reduce.mean import Encoded
+from diloco.reduce.mean import Encoded, exact
 
 BEHIND = 8
 """Rounds by which a member may be behind and still keep its local work. If it is further behind, it starts from the
@@ -47,22 +50,6 @@ MISSED = 8
 """Own deltas in a row that no record names: no longer an accident, and worth an event."""
 AHEAD = 2
 """Rounds that are kept ready for the core: the deltas of each."""
-
-
-@dataclass
-class _OpenRound:
-    """What is known about the round after the frontier."""
-
-    deltas: dict[str, Contribution] = field(default_factory=dict)  # by name
-    unusable: set[str] = field(default_factory=set)
-    lies: set[str] = field(default_factory=set)  # digests of records that say of deltas what they are not
-    checked: bool = False  # that the rounds before were not closed otherwise
-    first_seen: float | None = None  # when the first delta was
-    open_at: float = -inf  # when it was last seen to be open
-
-    def saw(self, name: str, delta: Contribution, now: float) -> None:
-        self.deltas[name] = delta
-        self.first_seen = now if self.first_seen is None else self.first_seen
 
 
 @dataclass(frozen=True)
@@ -97,7 +84,7 @@ class FragmentProtocol:
         self.caught_up = False  # the round after the frontier was seen to be open
         self.answer_call = False  # in strict pace: members would wait for each other crosswise
         self._given_up = False  # the last round
-        self._round = _OpenRound()
+        self._round = OpenRound()
         self._mode: _Following | _Jumping = _Following()
         self._ready: deque[Followed | Jump | Dropped] = deque()
         self._differs: int | None = None  # other bits were found; forgotten once the record of this index agrees
@@ -331,8 +318,7 @@ class FragmentProtocol:
             self.session.event("lie", fragment=self.number, index=record.index, by=record.by)
             return True
         payloads = {digest: delta.payload for digest, delta in deltas.items()}
-        mean = yield Work(lambda: mean_of(record, payloads, self._codec, self._n, self.session.merge))
-        state = yield Work(lambda: self._next(record.index, mean))
+        mean, state = yield Work(lambda: self._next(record, payloads))
         if isinstance(self._mode, _Jumping):
             return False  # meanwhile the core found that it holds other bits
         received = sum(delta.nbytes for delta in deltas.values() if delta.member != self.session.me)
@@ -344,15 +330,16 @@ class FragmentProtocol:
             yield from self._look_far()
         return True
 
-    def _next(self, index: int, mean: Encoded) -> State | None:
-        """The state after a round. If no delta of this member was taken for the round, the core makes it."""
-        if (next := self.outbox.next(index)) is None:
-            return None
+    def _next(self, record: Record, payloads: Mapping[str, Tensor]) -> tuple[Encoded, State | None]:
+        """The mean, and the state after the round: the core makes it if no delta of this member was taken for it."""
+        mean = mean_of(record, payloads, self._codec, self._n, self.session.merge)
+        if (next := self.outbox.next(record.index)) is None:
+            return exact(mean.values())[0], None
         next.add(mean)
-        return next.state(index)
+        return mean, next.state(record.index)
 
     def _advance(self, frontier: int, link: Link) -> None:
-        self.frontier, self.previous, self._round = frontier, link, _OpenRound()
+        self.frontier, self.previous, self._round = frontier, link, OpenRound()
         self._links = {index: each for index, each in self._links.items() if index > frontier - 2 * BEHIND}
         self._links[frontier] = link
 

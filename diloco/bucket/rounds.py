@@ -3,8 +3,9 @@
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from math import inf
 from typing import Any, Literal
 
 import torch
@@ -189,6 +190,22 @@ class Followed:
 
 class Branched(Invalid):
     """A record that is as it should be, but follows another one than that known here."""
+
+
+@dataclass
+class OpenRound:
+    """What is known about the round after the frontier."""
+
+    deltas: dict[str, Contribution] = field(default_factory=dict)  # by name
+    unusable: set[str] = field(default_factory=set)
+    lies: set[str] = field(default_factory=set)  # digests of records that say of deltas what they are not
+    checked: bool = False  # that the rounds before were not closed otherwise
+    first_seen: float | None = None  # when the first delta was
+    open_at: float = -inf  # when it was last seen to be open
+
+    def saw(self, name: str, delta: Contribution, now: float) -> None:
+        self.deltas[name] = delta
+        self.first_seen = now if self.first_seen is None else self.first_seen
 
 
 def read_record(found: Opened, fragment: int, index: int, previous: Link | None) -> Record:

@@ -42,11 +42,7 @@ class Place:
 
 
 def own_name() -> str:
-    """For the messages of other replicas.
-
-    >>> own_name()  # doctest: +SKIP
-    'process 4711 on gpu07'
-    """
+    """For the messages of other replicas, as in: process 4711 on gpu07."""
     return f"process {os.getpid()} on {socket.gethostname()}"
 
 

@@ -23,7 +23,8 @@ EVALUATION = Evaluation(3, 1.75, 96, 2.25, 3.25, 2.375)
 ROUND = Round(4.0, 12, 1, 2, 10, 3.0, 0.75, 0.25, 500, 400, 3, True)
 EVENT = Event("save", 2.0, 6, {"reason": "asked", "rounds": 8})
 STATS = RoundStats(fragment=1, index=2, sent_step=10, applied_step=12, sent_at=1003.0, bytes_sent=500,
-                   bytes_received=400, seconds=0.75, seconds_exposed=0.25, members=3, counted=True)  # fmt: skip
+                   bytes_received=400, seconds=0.75, seconds_exposed=0.25, seconds_waited=0.125,
+                   members=3, counted=True)  # fmt: skip
 
 
 class Clock:

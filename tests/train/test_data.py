@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from diloco.errors import ConfigError
+from diloco.runs.phase import Phase
 from diloco.speed import default_cache
 from diloco.train.data import corpus as corpora
 from diloco.train.data.corpus import documents, prepare
@@ -231,7 +232,7 @@ def test_who_comes_second_leaves_the_first_ones_files_alone(tmp_path, book):
     corpus = prepare([str(book)], "bytes", tmp_path / "cache")
     before = corpus.train.stat().st_ino
     (tmp_path / "late").mkdir()
-    corpora._write(tmp_path / "late", documents.find([str(book)]), "bytes")
+    corpora._write(tmp_path / "late", documents.find([str(book)]), "bytes", Phase(None))
     corpora._publish(tmp_path / "late", corpus.train.parent)
     assert corpus.train.stat().st_ino == before
 
