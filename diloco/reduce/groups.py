@@ -184,10 +184,10 @@ class Groups:
         """Start to send or to receive a piece. The streams take turns."""
         return self._started(lambda: getattr(self._payload[piece % len(self._payload)], kind)([tensor], peer, tag))
 
-    def post_end(self, piece: int) -> Any:
-        """A byte to and from each peer, behind a piece."""
+    def post_ends(self) -> list[Any]:
+        """A byte to and from each peer on every stream, behind all that was posted."""
         end = [torch.zeros(self._replicas, dtype=torch.uint8) for _ in range(2)]
-        return self._started(lambda: self._payload[piece % len(self._payload)].alltoall_base(*end, [], []))
+        return [self._started(lambda g=group: g.alltoall_base(*end, [], [])) for group in self._payload]
 
     def _started(self, start: Callable[[], Any]) -> Any:
         try:
@@ -227,8 +227,11 @@ class Transfer:
     Straight to each peer, every receive posted before any send: gloo announces a receive on the connection that carries
     the data. Behind megabytes that we send, the peer sees it late, and the link works in one direction at a time.
     gloo's own all_gather and all_to_all often do that (50 to 75 % of a 100 Mbit/s link in two rounds of three; in this
-    order 99 % in all rounds). Sends and receives cannot be asked whether they are done. A byte to each peer behind
-    every piece can, and it follows the piece on the same connection.
+    order 99 % in all rounds).
+
+    Sends and receives cannot be asked whether they are done. So a byte follows every piece on the same connection: when
+    it has changed in memory, the piece is there. A last exchange, which can be asked, ends with the transfer, or when a
+    peer is lost.
 
     Args:
         theirs: the memory for what comes, as theirs[piece][replica].
@@ -239,28 +242,38 @@ class Transfer:
         self._groups, self._phase = groups, phase
         self._sends: list[Any] = []
         self._ends: list[Any] = []
-        self._received = 0
-        self._receives = [
-            [groups.post("recv", k, theirs[k][m], m, 2 * k + phase) for m in groups.peers if len(theirs[k][m])]
-            for k in range(len(theirs))
-        ]
+        self._sent = self._received = 0
+        self._marks = torch.zeros(len(theirs), len(groups.peers), dtype=torch.uint8)
+        self._seen = self._marks.numpy()
+        self._receives = [self._post("recv", k, pieces, self._marks[k]) for k, pieces in enumerate(theirs)]
+
+    def _post(self, kind: Literal["send", "recv"], k: int, pieces: Sequence[Tensor], marks: Tensor) -> list[Any]:
+        """One piece from or to each peer, and the byte behind it."""
+        tag, out = 4 * k + 2 * self._phase, []
+        for i, m in enumerate(self._groups.peers):
+            out += [self._groups.post(kind, k, pieces[m], m, tag)] if len(pieces[m]) else []
+            out.append(self._groups.post(kind, k, marks[i : i + 1], m, tag + 1))
+        return out
 
     def send(self, ours: Sequence[Tensor]) -> None:
         """The next piece, one for each replica."""
-        groups, k = self._groups, len(self._ends)
-        for m in groups.peers:
-            if len(ours[m]):
-                self._sends.append(groups.post("send", k, ours[m], m, 2 * k + self._phase))
-                groups.sent += len(ours[m])
-        self._ends.append(groups.post_end(k))
+        k = self._sent
+        self._sent += 1
+        self._sends += self._post("send", k, ours, torch.ones_like(self._marks[k]))
+        self._groups.sent += sum(len(ours[m]) for m in self._groups.peers)
+        if self._sent == len(self._receives):
+            self._ends = self._groups.post_ends()
 
     def wait(self) -> None:
         """Until the next piece from every peer is here; with the last one, until all was sent too."""
-        k = self._received
+        k, began = self._received, time.perf_counter()
         self._received += 1
+        while not self._seen[k].all() and not any(end.is_completed() for end in self._ends):
+            time.sleep(min(max((time.perf_counter() - began) / 10, 2e-4), 0.02))
         last = self._received == len(self._receives)
-        self._groups.wait([self._ends[k]])
         self._groups.wait([*self._receives[k], *(self._sends if last else [])], poll=False)
+        if last:
+            self._groups.wait(self._ends)
 
 
 def _explain(message: str, timeout: float) -> str:
