@@ -41,11 +41,11 @@ GBITS = (0.3, 1.0, 2.5)
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="what a round costs a replica that trains on an accelerator")
-    parser.add_argument("--periods", type=int, default=3, help="measured, of sync_every steps each")
+    parser.add_argument("--steps", type=int, default=90, help="measured at least, in whole periods of sync_every")
     parser.add_argument("--settings", default="", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.settings:
-        print(json.dumps(worker(Settings(**json.loads(arguments.settings)), arguments.periods)), flush=True)
+        print(json.dumps(worker(Settings(**json.loads(arguments.settings)), arguments.steps)), flush=True)
         os._exit(0)
     if reason := impossible():
         print(f"benchmarks.accelerator is skipped: {reason}")
@@ -57,9 +57,9 @@ def main() -> None:
             for name, settings in (("given", GIVEN), ("recommended", recommended(gbit))):
                 if name == "recommended" and settings == GIVEN:
                     continue
-                found = values[f"{gbit:g} {name}"] = row(run(net, settings, arguments.periods), settings, gbit)
+                found = values[f"{gbit:g} {name}"] = row(run(net, settings, arguments.steps), settings, gbit)
                 print(f"{gbit:g} Gbit/s, {name}: " + ", ".join(f"{k} {v}" for k, v in found.items()))
-    settings = {"parameters": LAYERS * WIDTH**2, "step_seconds": STEP_SECONDS, "periods": arguments.periods}
+    settings = {"parameters": LAYERS * WIDTH**2, "step_seconds": STEP_SECONDS, "steps": arguments.steps}
     write(RESULTS / "accelerator.json", settings, values, targets(values))
 
 
@@ -103,14 +103,14 @@ def row(reports: list[Record], settings: Settings, gbit: float) -> Record:
     }
 
 
-def run(net: Network, settings: Settings, periods: int) -> list[Record]:
+def run(net: Network, settings: Settings, least: int) -> list[Record]:
     environment = {"MASTER_ADDR": net.address(0), "MASTER_PORT": "29500", "GLOO_SOCKET_IFNAME": DEVICE}
     environment["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # addresses in a namespace have no names: a warning
-    arguments = [f"--settings={json.dumps(vars(settings))}", f"--periods={periods}"]
+    arguments = [f"--settings={json.dumps(vars(settings))}", f"--steps={least}"]
     return processes.run("benchmarks.accelerator", arguments, 2, environment, net.command, seconds=900)
 
 
-def worker(settings: Settings, periods: int) -> Record:
+def worker(settings: Settings, least: int) -> Record:
     processes.pin()
     dist.init_process_group("gloo")
     torch.manual_seed(0)
@@ -126,7 +126,8 @@ def worker(settings: Settings, periods: int) -> Record:
     diloco.join()
     for _ in range(settings.sync_every + settings.overlap):  # every fragment has been sent and applied once
         step(diloco)
-    steps, waited, hooks = periods * settings.sync_every, diloco.stats.seconds_waited, []
+    steps = -(-least // settings.sync_every) * settings.sync_every
+    waited, hooks = diloco.stats.seconds_waited, []
     dist.barrier()
     began = time.perf_counter()
     for _ in range(steps):

@@ -170,9 +170,9 @@ NETLAB = STUDIES / "netlab/results.json"
 BUCKET = STUDIES / "bucket/results.json"
 CHAOS = STUDIES / "bucket/chaos.json"
 _BUCKET_SINCE = """\
-Since these figures were measured, the code of the bucket was divided into other files and classes. The objects in the
-store and the bits of the anchors are the same. Codecs, mean and outer step run in C now. The figures were not measured
-again.
+Since these figures were measured, the bucket's protocol has changed: records carry what each delta counts, one listing
+serves all fragments, and snapshots are put by weight. Codecs, mean and outer step run in C, in the background. The
+figures were not measured again.
 
 """
 
@@ -189,9 +189,9 @@ SECTIONS: tuple[tuple[Path, str, Callable[[Record], str]], ...] = (
 
 SINCE = {
     NETLAB: """\
-Since these figures were measured, the code of the collective reducer was divided into a communication thread and its
-process groups, and codecs, mean and outer step run in C. What is sent has the same bits. The figures were not measured
-again.
+Since these figures were measured, payloads travel in pieces that are decoded as they arrive, the communication thread
+makes the next anchors, and codecs, mean and outer step run in C. What is sent has the same bits. The figures were not
+measured again.
 
 """,
     BUCKET: _BUCKET_SINCE,
