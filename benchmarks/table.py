@@ -188,6 +188,10 @@ SECTIONS: tuple[tuple[Path, str, Callable[[Record], str]], ...] = (
 )
 
 SINCE = {
+    RESULTS / "trainer.json": """\
+Since this figure was measured, the trainer reads loss and gradient norm two steps later. It was not measured again.
+
+""",
     NETLAB: """\
 Since these figures were measured, payloads travel in pieces that are decoded as they arrive, the communication thread
 makes the next anchors, and codecs, mean and outer step run in C. What is sent has the same bits. The figures were not
