@@ -49,12 +49,12 @@ def trained(merge, factor=1.0, work=1.0):
     members = [Trainer(world, k, *((factor, work) if k == 3 else ()), merge=merge) for k in range(4)]
     for member in (*members, *members):
         member.turn()
-    for _ in range(240):
+    for _ in range(120):
         for member in members:
             member.step()
             member.turn()
         world.now += 0.1
-    assert world.closed(0) > 20
+    assert world.closed(0) > 10
     anchor = members[0].diloco._fragments[0].state.anchor
     return ((anchor - OPTIMA[:3]) ** 2).sum(1).mean().item()
 
