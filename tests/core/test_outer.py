@@ -61,7 +61,8 @@ def test_state_is_fp32_on_the_host_and_starts_at_zero():
 
 
 @pytest.mark.parametrize("make", [lambda: Nesterov(lr=0), lambda: Nesterov(momentum=1.0), lambda: SGD(lr=-1.0),
-                                  lambda: Nesterov(lr=float("nan"))])  # fmt: skip
+                                  lambda: Nesterov(lr=float("nan")), lambda: Nesterov(lr=float("inf")),
+                                  lambda: SGD(lr=float("inf")), lambda: Nesterov(momentum=-0.1)])  # fmt: skip
 def test_impossible_rules_are_refused_with_what_is_allowed(make):
     with pytest.raises(ConfigError, match=r"give a (positive )?number.*(the paper|published runs)"):
         make()

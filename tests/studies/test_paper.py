@@ -1,12 +1,22 @@
 """The paper's tables, recomputed by the planner's simulator."""
 
 import json
+from functools import cache
 
 import pytest
 
+from studies.paper import tables
 from studies.paper.__main__ import as_json, as_text
 
-pytestmark = pytest.mark.slow  # 6 s of simulation each; tests/plan has the tables one by one
+pytestmark = pytest.mark.slow  # seconds of simulation; tests/plan has the tables one by one
+
+
+@pytest.fixture(scope="module", autouse=True)
+def simulated_once():
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("table_4", "other_tables"):
+            patch.setattr(tables, name, cache(getattr(tables, name)))
+        yield
 
 
 def test_the_papers_tables_are_printed():
