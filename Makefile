@@ -19,7 +19,7 @@ test: .venv/ready  ## all tests, in random order
 test-frameworks: .venv/ready  ## docs/frameworks.md with the real frameworks, in an environment of their own
 	.ci/frameworks
 
-test-fast: .venv/ready  ## tests that start no process: a minute and a half
+test-fast: .venv/ready  ## tests that start no process: about a minute
 	$(PYTEST) -m 'not slow'
 
 lint: .venv/ready  ## formatting, lint, types, directions of imports
