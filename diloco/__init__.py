@@ -10,6 +10,9 @@ if TYPE_CHECKING:
     from diloco.codec import Float8 as Float8
     from diloco.codec import Float32 as Float32
     from diloco.codec import Int8 as Int8
+    from diloco.codec import ThreeBit as ThreeBit
+    from diloco.codec import TopK as TopK
+    from diloco.codec import TwoBit as TwoBit
     from diloco.diloco import DiLoCo as DiLoCo
     from diloco.errors import ConfigError as ConfigError
     from diloco.errors import DiLoCoError as DiLoCoError
@@ -29,7 +32,7 @@ if TYPE_CHECKING:
 
 _HOME = {
     "bucket": ("Bucket",),
-    "codec": ("E3M0", "BFloat16", "Float8", "Float32", "Int8"),
+    "codec": ("E3M0", "BFloat16", "Float8", "Float32", "Int8", "ThreeBit", "TopK", "TwoBit"),
     "diloco": ("DiLoCo",),
     "errors": ("ConfigError", "DiLoCoError", "Diverged", "Mismatch", "NotFinite", "PeerLost"),
     "fragment": ("Balanced", "Named", "Sequential", "Strided"),

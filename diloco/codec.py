@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from diloco import kernels
+from diloco import kernels, levels, topk
 from diloco.errors import ConfigError
 from diloco.formats import BLOCK, FORMATS, blocks, format_named
 
@@ -110,6 +110,19 @@ class _Shipped:
 
     def nbytes(self, n: int) -> int:
         return FORMATS[self.name].nbytes(n)
+
+    @property
+    def feedback(self) -> float:
+        return FORMATS[self.name].feedback
+
+    @property
+    def gather(self) -> bool:
+        return FORMATS[self.name].gather
+
+    @property
+    def mean_codec(self) -> "Codec | None":
+        mean = FORMATS[self.name].mean
+        return codec_named(mean) if mean else None
 
 
 def codec_named(name: str) -> Codec:
@@ -226,6 +239,52 @@ class E3M0(_Shipped, name="e3m0"):
         pairs = torch.index_select(_E3M0_PAIRS, 0, payload[count:].to(torch.int32))
         values = _blocks(pairs.view(torch.float32))
         return values.mul_(scale.unsqueeze(1)).view(-1)[:n]
+
+
+@dataclass(frozen=True)
+class ThreeBit(_Shipped, name="threebit"):
+    """One of 8 levels, the best for its block of 256: 3.06 bits a value (levels.py).
+
+    Relative error on Gaussian values 0.184 (E3M0: 0.194), on Laplace values 0.227 (0.195). On deltas of a model of
+    0.34M parameters, sync_every 30: 0.188 in the first rounds, 0.216 at round 6, 0.198 at round 12 (0.188, 0.195,
+    0.196). A single value that is far larger than the others of its block loses more than half of itself; E3M0 keeps it.
+    """
+
+    def encode(self, x: Tensor) -> Tensor:
+        return torch.from_numpy(levels.encode(x.numpy(), 3))
+
+    def decode(self, payload: Tensor, n: int) -> Tensor:
+        return torch.from_numpy(levels.decode(payload.numpy(), n, 3))
+
+
+@dataclass(frozen=True)
+class TwoBit(_Shipped, name="twobit"):
+    """One of 4 levels, the best for its block of 256: 2.06 bits a value (levels.py). Meant for error feedback.
+
+    Relative error on Gaussian values 0.341, on Laplace values 0.415, on the deltas of `ThreeBit` 0.336, 0.395, 0.363;
+    in blocks of 1,024 it is 3 to 6 % more. With feedback 0.9 the sum of 14 rounds arrives with an error of 0.05.
+    """
+
+    def encode(self, x: Tensor) -> Tensor:
+        return torch.from_numpy(levels.encode(x.numpy(), 2))
+
+    def decode(self, payload: Tensor, n: int) -> Tensor:
+        return torch.from_numpy(levels.decode(payload.numpy(), n, 2))
+
+
+@dataclass(frozen=True)
+class TopK(_Shipped, name="topk"):
+    """The 64 largest of 4,096 values, with 2 bits each, and their places: 0.227 bits a value (topk.py). Meant for error
+    feedback and for plain outer SGD: what is sent late acts like momentum already.
+
+    Relative error on Gaussian values 0.938, on Laplace values 0.888, on the deltas of `ThreeBit` 0.922, 0.880, 0.910.
+    """
+
+    def encode(self, x: Tensor) -> Tensor:
+        return torch.from_numpy(topk.encode(x.numpy()))
+
+    def decode(self, payload: Tensor, n: int) -> Tensor:
+        return torch.from_numpy(topk.decode(payload.numpy(), n))
 
 
 def _blocks(x: Tensor) -> Tensor:

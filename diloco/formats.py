@@ -8,8 +8,22 @@ BLOCK = 256
 """Values that share one scale. E3M0: 4.03 bits a value."""
 
 
+PLACES, KEPT = 4096, 64
+"""Of this many values so many are sent by a sparse format, each with a place of 12 bits and a code of 2."""
+
+
 def blocks(n: int) -> int:
     return -(-n // BLOCK)
+
+
+def kept(n: int) -> int:
+    """Values that are sent of a chunk of n, at most PLACES: also of a short one the same share."""
+    return -(-n * KEPT // PLACES)
+
+
+def sparse_nbytes(n: int) -> int:
+    """Of a chunk of n values: two magnitudes, places, codes."""
+    return 4 + -(-3 * kept(n) // 2) + -(-kept(n) // 4)
 
 
 @dataclass(frozen=True)
@@ -19,11 +33,26 @@ class Format:
     name: str
     bits: int
     scale: int = 0
+    feedback: float = 0.0
+    """The error feedback that it is meant for (`DiLoCo(feedback=)`)."""
+    mean: str | None = None
+    """The format of averaged shares, which are encoded again and without feedback; None: the same."""
+    gather: bool = False
+    """Whether any number of replicas gathers all deltas: no format for their mean would be as small."""
 
     def nbytes(self, n: int) -> int:
         """Exactly the bytes of n values. The planner also asks for fractions of a value."""
         values = n * (self.bits // 8) if self.bits % 8 == 0 else -(-n * self.bits // 8)
         return values + self.scale * blocks(n)
+
+
+@dataclass(frozen=True)
+class Sparse(Format):
+    """`bits` and a place for each of the values that are sent."""
+
+    def nbytes(self, n: int) -> int:
+        whole, rest = divmod(n, PLACES)
+        return whole * sparse_nbytes(PLACES) + (sparse_nbytes(rest) if rest else 0)
 
 
 FORMATS: dict[str, Format] = {
@@ -34,6 +63,9 @@ FORMATS: dict[str, Format] = {
         Format("int8", bits=8, scale=4),  # fp32
         Format("bfloat16", bits=16),
         Format("float32", bits=32),
+        Format("threebit", bits=3, scale=2, mean="e3m0"),  # bfloat16
+        Format("twobit", bits=2, scale=2, feedback=0.9, mean="e3m0"),  # the same
+        Sparse("topk", bits=2, feedback=0.95, gather=True),
     )
 }
 

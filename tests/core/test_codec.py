@@ -1,4 +1,4 @@
-"""Codec contracts, the same for all, and what is particular to E3M0."""
+"""Codec contracts, the same for all, and what is particular to E3M0 and to the codecs below 4 bits."""
 
 import numpy as np
 import pytest
@@ -7,18 +7,24 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from diloco import E3M0, BFloat16, ConfigError, Float8, Float32, Int8, codec
+from diloco import E3M0, BFloat16, ConfigError, Float8, Float32, Int8, ThreeBit, TopK, TwoBit, codec
 from diloco.codec import codec_named
 from diloco.formats import FORMATS
+from diloco.levels import MAGNITUDES
 
-ALL = [Float32(), BFloat16(), Int8(), Float8(), E3M0()]
+FINE = [Float32(), BFloat16(), Int8(), Float8(), E3M0()]
+COARSE = [ThreeBit(), TwoBit(), TopK()]
+ALL = FINE + COARSE
 # Largest error of a value, relative to it and to the largest of its block. Int8 has 127 equal steps; e4m3 has 3 bits
 # of mantissa and a smallest step, 2^-9 where the largest value is 124 or more; E3M0 drops what is below 3/4 of the
-# smallest code, 2^-6 of a scale that may be 4/3 of the largest value.
+# smallest code, 2^-6 of a scale that may be 4/3 of the largest value. The coarse ones bound the mean error only, and a
+# value by the largest: of a block, for top-k of a chunk.
 ERROR = {"Float32": (0, 0), "BFloat16": (2**-8, 0), "Int8": (0, 0.502 / 127), "Float8": (2**-4, 2**-10 / 124),
-         "E3M0": (1 / 3, 2**-6)}  # fmt: skip
+         "E3M0": (1 / 3, 2**-6), "ThreeBit": (0, 1.004), "TwoBit": (0, 1.004), "TopK": (0, 1.004)}  # fmt: skip
 every = pytest.mark.parametrize("c", ALL, ids=lambda c: type(c).__name__)
-lengths = st.sampled_from([0, 1, 2, 3, 255, 256, 257, 511, 512, 513, codec.CHUNK, codec.CHUNK + 1])
+fine = pytest.mark.parametrize("c", FINE, ids=lambda c: type(c).__name__)
+coarse = pytest.mark.parametrize("c", COARSE, ids=lambda c: type(c).__name__)
+lengths = st.sampled_from([0, 1, 2, 3, 255, 256, 257, 511, 512, 513, 4095, 4096, 4097, codec.CHUNK, codec.CHUNK + 1])
 finite = hnp.arrays("float32", st.integers(0, 700), elements=st.floats(-(2.0**100), 2.0**100, width=32))
 
 
@@ -37,13 +43,14 @@ def test_the_error_is_bounded(c, x):
     x = torch.from_numpy(x)
     back = codec.unpack(c, codec.pack(c, x), len(x))
     relative, of_largest = ERROR[type(c).__name__]
-    for part, decoded in zip(x.double().split(256), back.double().split(256), strict=True) if len(x) else ():
+    block = 4096 if c == TopK() else 256
+    for part, decoded in zip(x.double().split(block), back.double().split(block), strict=True) if len(x) else ():
         # 2^-118: the smallest scales are sent as zero
         bound = relative * part.abs() + of_largest * part.abs().amax() + (2.0**-118 if relative else 2.0**-112)
         assert ((part - decoded).abs() <= bound * (c != Float32())).all()
 
 
-@every
+@pytest.mark.parametrize("c", [*FINE, TopK()], ids=lambda c: type(c).__name__)
 @given(x=finite)
 @example(x=np.float32([1.2280365e30, 4.3521334e25]))  # the largest value goes up to a power of two
 def test_encoding_what_was_decoded_changes_nothing(c, x):
@@ -55,11 +62,23 @@ def test_encoding_what_was_decoded_changes_nothing(c, x):
 
 @every
 @given(x=finite)
-def test_signs_are_kept_and_zero_stays_zero(c, x):
+def test_signs_are_kept(c, x):
     x = torch.from_numpy(x)
     back = codec.unpack(c, codec.pack(c, x), len(x))
     assert (back * x.sign() >= 0).all()
-    assert (back[x == 0] == 0).all()
+
+
+@fine
+@given(x=finite)
+def test_zero_stays_zero(c, x):
+    x = torch.from_numpy(x)
+    assert (codec.unpack(c, codec.pack(c, x), len(x))[x == 0] == 0).all()
+
+
+@every
+@given(n=lengths)
+def test_nothing_stays_nothing(c, n):
+    assert not codec.unpack(c, codec.pack(c, torch.zeros(n)), n).any()
 
 
 @every
@@ -120,10 +139,69 @@ def test_e3m0_on_gaussian_data_has_the_stated_error():
 
 
 def test_each_format_has_one_codec_which_its_name_gives():
-    assert [codec_named(name) for name in FORMATS] == [E3M0(), Float8(), Int8(), BFloat16(), Float32()]
-    assert [FORMATS[name].nbytes(257) for name in FORMATS] == [129 + 2, 257 + 2, 257 + 8, 514, 1028]
-    with pytest.raises(ConfigError, match="codec='fp4': give one of e3m0, float8, int8, bfloat16, float32"):
+    rows = [E3M0(), Float8(), Int8(), BFloat16(), Float32(), ThreeBit(), TwoBit(), TopK()]
+    assert [codec_named(name) for name in FORMATS] == rows
+    sizes = [129 + 2, 257 + 2, 257 + 8, 514, 1028, 97 + 4, 65 + 4, 4 + 8 + 2]
+    assert [FORMATS[name].nbytes(257) for name in FORMATS] == sizes
+    with pytest.raises(ConfigError, match="codec='fp4': give one of e3m0, float8, int8, bfloat16, float32, threebit"):
         codec_named("fp4")
+
+
+def error(c, x):
+    return float((codec.unpack(c, codec.pack(c, x), len(x)) - x).norm() / x.norm())
+
+
+@pytest.mark.parametrize(("c", "bits", "gaussian", "laplace"), [
+    (ThreeBit(), 3.0625, 0.184, 0.227), (TwoBit(), 2.0625, 0.341, 0.415), (TopK(), 0.2265625, 0.938, 0.888),
+])  # fmt: skip
+def test_a_coarse_codec_has_the_stated_size_and_error(c, bits, gaussian, laplace):
+    generator, n = torch.Generator().manual_seed(0), 1 << 19
+    assert c.nbytes(n) * 8 / n == bits
+    assert error(c, torch.randn(n, generator=generator)) == pytest.approx(gaussian, abs=0.002)
+    signs = torch.rand(n, generator=generator).sub_(0.5).sign_()
+    assert error(c, torch.empty(n).exponential_(generator=generator) * signs) == pytest.approx(laplace, abs=0.002)
+
+
+@pytest.mark.parametrize(("c", "bits"), [(ThreeBit(), 3), (TwoBit(), 2)])
+@given(data=st.data())
+def test_a_block_has_a_few_levels_of_one_of_two_tables(c, bits, data):
+    n = data.draw(st.sampled_from([1, 5, 255, 256, 700]))
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**32)))
+    x = torch.randn(n, generator=generator) ** data.draw(st.sampled_from([1, 3])) * 2.0 ** data.draw(
+        st.integers(-90, 90)
+    )
+    for block in codec.unpack(c, codec.pack(c, x), n).split(256):
+        ratios = block.abs() / block.abs().max()
+        fits = [np.isclose(ratios[:, None], t / m, rtol=1e-5).any(1).all() for t in MAGNITUDES[bits] for m in t]
+        assert any(fits)
+
+
+def test_a_block_with_long_tails_takes_the_other_table():
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(512, generator=generator)
+    x[256:] = x[256:] ** 3
+    heads = codec.pack(TwoBit(), x)[:4].numpy().view(np.uint16)
+    assert (heads >> 15).tolist() == [0, 1]
+
+
+@given(x=finite)
+def test_top_k_sends_the_largest_values_and_of_equal_ones_the_first(x):
+    x = torch.from_numpy(np.round(np.clip(x, -8, 8)))  # many are equal
+    k = -(-len(x) // 64)
+    back = codec.unpack(TopK(), codec.pack(TopK(), x), len(x))
+    first = torch.sort(x.abs(), descending=True, stable=True).indices[:k]
+    assert set(back.nonzero().flatten().tolist()) <= set(first.tolist())
+    large = x[first] != 0
+    if large.all():  # a zero may get the smaller magnitude
+        assert set(back.nonzero().flatten().tolist()) == set(first.tolist())
+
+
+def test_top_k_keeps_the_sum_of_the_magnitudes_that_it_sends():
+    x = torch.randn(4096, generator=torch.Generator().manual_seed(3))
+    back = TopK().decode(TopK().encode(x), 4096)
+    sent = back != 0
+    assert sent.sum() == 64 and len(back.abs().unique()) == 3
+    assert back.abs().sum() == pytest.approx(float(x[sent].abs().sum()), rel=2**-8)
 
 
 class OneScale:
