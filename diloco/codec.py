@@ -14,7 +14,7 @@ from torch import Tensor
 
 from diloco import kernels, levels, topk
 from diloco.errors import ConfigError
-from diloco.formats import BLOCK, FORMATS, blocks, format_named
+from diloco.formats import BLOCK, FORMATS, Sparse, blocks, format_named
 
 CHUNK = 1 << 17
 """Values encoded at once; a multiple of every codec's block, so that the sizes of chunks add up exactly."""
@@ -98,6 +98,16 @@ def native_name(codec: Codec) -> str | None:
     return codec.name if isinstance(codec, _Shipped) and kernels.decodes(codec.name) else None
 
 
+def feedback_of(codec: Codec) -> float:
+    """The error feedback that a codec is meant for, if it says so."""
+    return getattr(codec, "feedback", 0.0)
+
+
+def is_sparse(codec: Codec) -> bool:
+    """Whether a codec says that it sends few of the values, the others as zeros."""
+    return getattr(codec, "sparse", False)
+
+
 class _Shipped:
     """A codec with a row in `FORMATS`, where the planner counts its bytes too."""
 
@@ -116,8 +126,8 @@ class _Shipped:
         return FORMATS[self.name].feedback
 
     @property
-    def gather(self) -> bool:
-        return FORMATS[self.name].gather
+    def sparse(self) -> bool:
+        return isinstance(FORMATS[self.name], Sparse)
 
     @property
     def mean_codec(self) -> "Codec | None":
@@ -247,7 +257,7 @@ class ThreeBit(_Shipped, name="threebit"):
 
     Relative error on Gaussian values 0.184 (E3M0: 0.194), on Laplace values 0.227 (0.195). On deltas of a model of
     0.34M parameters, sync_every 30: 0.188 in the first rounds, 0.216 at round 6, 0.198 at round 12 (0.188, 0.195,
-    0.196). A single value that is far larger than the others of its block loses more than half of itself; E3M0 keeps it.
+    0.196). A value that is far larger than all others of its block loses more than half of itself; E3M0 keeps it.
     """
 
     def encode(self, x: Tensor) -> Tensor:

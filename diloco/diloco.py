@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from diloco import mistakes
 from diloco.advance import Memory
-from diloco.codec import E3M0, Codec, check_sizes
+from diloco.codec import E3M0, Codec, check_sizes, feedback_of
 from diloco.errors import ConfigError, DiLoCoError, Mismatch, NotFinite
 from diloco.flat import ShardId, checksum, forget_not_finite, pinned, reshard, shard_id
 from diloco.fragment import Fragment, Fragmenter, Strided
@@ -61,7 +61,8 @@ class DiLoCo:
             and finish() does not use it.
         codec: numbers on the wire.
         outer: what the mean delta does to the anchor.
-        feedback: share of what the codec lost of the last delta that goes into the next one; 0: off.
+        feedback: share of what the codec lost of the last delta that goes into the next one; 0: off. None: what the
+            codec is meant for: 0.9 for `TwoBit`, 0.95 for `TopK`, 0 for the others.
         reduce: who computes the mean; by default `Collective()` over all ranks.
     """
 
@@ -76,16 +77,18 @@ class DiLoCo:
         keep_local: float = 0.0,
         codec: Codec = E3M0(),  # noqa: B008
         outer: Outer = Nesterov(),  # noqa: B008
-        feedback: float = 0.0,
+        feedback: float | None = None,
         reduce: Reduce | None = None,
     ) -> None:
         mistakes.check_arguments(model, sync_every, overlap, fragments, codec, outer, reduce)
         check_overlap(overlap, sync_every)
         if not 0 <= keep_local <= 1:
             raise ConfigError(f"keep_local={keep_local}: give a number from 0 (take the anchor) to 1 (never take it)")
+        feedback = feedback_of(codec) if feedback is None else feedback
         if not 0 <= feedback <= 1:
             raise ConfigError(f"feedback={feedback}: give a number from 0 (off) to 1 (all that the codec lost)")
         check_sizes(codec)
+        mistakes.hint_momentum(codec, outer)
         self._optimizers = as_list(optimizer)  # refuses what is none, before anything is done
         self._model = model = unwrap(model)
         reshard(model)  # after a forward without a backward FSDP2 shows gathered parameters, which it frees later
@@ -315,10 +318,11 @@ class DiLoCo:
 
     def __repr__(self) -> str:
         first, count = self._fragments[0], sum(p.numel() for p in self._trained)
+        feedback = f"feedback={first.feedback:g}, " if first.feedback else ""
         return (
             f"DiLoCo({count:,} parameters in {len(self._fragments)} fragments, sync_every={self.schedule.sync_every}, "
             f"overlap={self.overlap}, keep_local={self.keep_local:g}, codec={first.codec}, outer={first.outer}, "
-            f"reduce={type(self.reduce).__name__}, step {self.step_count}, {self.stats.rounds} rounds)"
+            f"{feedback}reduce={type(self.reduce).__name__}, step {self.step_count}, {self.stats.rounds} rounds)"
         )
 
     @property

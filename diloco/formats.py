@@ -37,13 +37,15 @@ class Format:
     """The error feedback that it is meant for (`DiLoCo(feedback=)`)."""
     mean: str | None = None
     """The format of averaged shares, which are encoded again and without feedback; None: the same."""
-    gather: bool = False
-    """Whether any number of replicas gathers all deltas: no format for their mean would be as small."""
 
     def nbytes(self, n: int) -> int:
         """Exactly the bytes of n values. The planner also asks for fractions of a value."""
         values = n * (self.bits // 8) if self.bits % 8 == 0 else -(-n * self.bits // 8)
         return values + self.scale * blocks(n)
+
+    def __call__(self, n: int) -> int:
+        """What the planner takes for any kind of traffic: a function from values to bytes."""
+        return self.nbytes(n)
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ FORMATS: dict[str, Format] = {
         Format("float32", bits=32),
         Format("threebit", bits=3, scale=2, mean="e3m0"),  # bfloat16
         Format("twobit", bits=2, scale=2, feedback=0.9, mean="e3m0"),  # the same
-        Sparse("topk", bits=2, feedback=0.95, gather=True),
+        Sparse("topk", bits=2, feedback=0.95),
     )
 }
 

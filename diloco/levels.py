@@ -17,8 +17,8 @@ from diloco.formats import BLOCK, blocks
 Array = NDArray[Any]
 
 MAGNITUDES: dict[int, Array] = {
-    2: np.float32([[0.5675, 1.8930], [0.5936, 2.5936]]),
-    3: np.float32([[0.3072, 0.9475, 1.6843, 2.6970], [0.3301, 1.1780, 2.3653, 4.3653]]),
+    2: np.array([[0.5675, 1.8930], [0.5936, 2.5936]], np.float32),
+    3: np.array([[0.3072, 0.9475, 1.6843, 2.6970], [0.3301, 1.1780, 2.3653, 4.3653]], np.float32),
 }
 """By bits: for Gaussian and for Laplace values with mean magnitude 1."""
 TAILS = np.float32(1.75)

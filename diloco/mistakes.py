@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from diloco.codec import Codec, is_sparse
 from diloco.errors import ConfigError, DiLoCoError, Mismatch
 from diloco.flat import WHOLE, ShardId
 from diloco.fragment import Fragment, Sequential, Strided
@@ -140,6 +141,14 @@ def hint_one_fragment(fragments: object, pieces: Sequence[Fragment]) -> None:
     if isinstance(fragments, (Strided, Sequential)) and len(pieces) == 1:
         warnings.warn(f"{fragments} makes one fragment of this model, so all of it is sent at once: "
                       "fragments=Balanced(4) streams it in four parts", stacklevel=3)  # fmt: skip
+
+
+def hint_momentum(codec: Codec, outer: object) -> None:
+    """Say that a sparse codec and outer momentum do the same twice."""
+    if is_sparse(codec) and getattr(outer, "momentum", 0.0) > 0:
+        warnings.warn(f"{codec} with {outer}: what a sparse codec sends late acts like momentum already, and outer "
+                      "momentum on top of it was found to cost loss (SparseLoCo, arXiv 2508.15706): take plain SGD, "
+                      "outer=SGD(lr=1.0), in the trainer --outer sgd", stacklevel=3)  # fmt: skip
 
 
 def claim(model: nn.Module, reduce: object, diloco: object) -> None:

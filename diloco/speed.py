@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from diloco import __version__
+from diloco.formats import FORMATS, Sparse
 
 VALUES = 1 << 19
 """What the communication thread computes with, it has just received: this much is in the cache."""
@@ -47,10 +48,11 @@ class Speed:
 
     def codec_ns(self, codec: str, replicas: int, gather: int = 3) -> float:
         """What the communication thread computes in a round. Above `gather` replicas it encodes and decodes shares."""
-        encode, decode = self.encode[codec], self.decode[codec]
-        if replicas <= gather:
+        encode, decode, row = self.encode[codec], self.decode[codec], FORMATS[codec]
+        if replicas <= gather or isinstance(row, Sparse):
             return encode + replicas * decode + self.outer
-        return encode * (1 + 1 / replicas) + 2 * decode + self.outer
+        mean = row.mean or codec
+        return encode + self.encode[mean] / replicas + decode + self.decode[mean] + self.outer
 
     def __str__(self) -> str:
         """For two replicas and the usual codec."""
@@ -61,7 +63,9 @@ def known(folder: Path | None = None) -> Speed:
     """This machine's figures: remembered, or measured now. `folder`: instead of the user's cache folder."""
     file, key = (folder or default_cache()) / "speed.json", _key()
     with suppress(OSError, ValueError, KeyError, TypeError):
-        return Speed(**json.loads(file.read_text(encoding="utf-8"))[key])
+        found = Speed(**json.loads(file.read_text(encoding="utf-8"))[key])
+        if found.encode.keys() >= FORMATS.keys():
+            return found
     return remeasured(folder)
 
 
@@ -89,7 +93,6 @@ def _measure() -> Speed:
 
     from diloco.advance import Memory, NextState
     from diloco.codec import codec_named, pack, weighted
-    from diloco.formats import FORMATS
     from diloco.outer import Nesterov
     from diloco.reduce import State
     from diloco.reduce.mean import Encoded

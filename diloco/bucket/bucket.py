@@ -29,7 +29,7 @@ from diloco.bucket.store.envelope import Envelope
 from diloco.bucket.store.operations import Task, Write, together
 from diloco.bucket.store.store import Closed, Store
 from diloco.bucket.timing import MemberOptions, Pace, Timing
-from diloco.codec import Codec
+from diloco.codec import Codec, is_sparse
 from diloco.errors import ConfigError, DiLoCoError
 from diloco.reduce import Contract, Delta, Dropped, Jump, Round, State
 
@@ -128,6 +128,10 @@ class Bucket:
 
     def introducing(self, contract: Contract, states: Sequence[State], codecs: Sequence[Codec]) -> Task[None]:
         """Find or create the run, and become one of its members."""
+        if self._merge == "trimmed" and any(map(is_sparse, codecs)):
+            raise ConfigError("merge='trimmed' with a sparse codec: most members say nothing of a value, so what the "
+                              "others say would be cut away as unusual; give merge='mean' or another codec"
+            )  # fmt: skip
         agreed = contract_of(contract, self._rounds, self._max_work, self._merge)
         proposal = Run(secrets.token_hex(8), agreed, (), self._note, created=True)
         self.run = yield from find_or_create(proposal, self._key, states, self._join_only)

@@ -6,7 +6,7 @@ sync_every up to 300.
 """
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from diloco import laws
 from diloco.errors import ConfigError
@@ -26,6 +26,8 @@ FRAGMENTS = ("strided:3", "strided:2", "strided:1", "strided:4", "strided:6",
 LEAST_ROUNDS = 50
 """The fewest rounds of a fragment in a run: the outer momentum needs some to settle."""
 TOLERANCE = 0.01
+SUFFICES = 0.9
+"""Below this utilisation, say what the smallest codec would give. It was not tried with streaming in published runs."""
 
 
 @dataclass(frozen=True)
@@ -124,6 +126,9 @@ def choose(model: Model, group: Group, link: Link, limits: Limits, *, reduce: Re
         "codec": f"4 bits a value, a quarter of bfloat16, without visible loss in {laws.STREAMING}",
         "outer_lr": f"best for {nearest} replicas in {laws.SCALING_LAWS}; it depends on replicas, not on model size",
     }
+    if limits.codec is None and share(chosen) < SUFFICES:
+        sparse = share(replace(chosen, codec="topk"))
+        reasons["codec"] += f"; {percent(sparse, digits=1)} busy with --codec topk, 0.23 bits and error feedback"
     given = {name: "given" for name in asdict(chosen) if getattr(limits, name) is not None}
     return Choice(chosen, share(chosen), best, lr, reasons | given)
 

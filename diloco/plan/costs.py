@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 
 from diloco import laws
+from diloco.formats import FORMATS
 from diloco.plan import methods
 from diloco.plan.choose import Settings, method_of
 from diloco.plan.model import Model, count_values
@@ -108,7 +109,9 @@ def _streaming(conditions: Conditions, settings: Settings, name: str) -> Candida
     sizes = [count_values(fragment) for fragment in model.fragments(settings.fragments)]
     in_flight = max(Schedule(settings.sync_every, len(sizes)).in_flight(settings.overlap), 1)
     encoded = CODECS[settings.codec](max(sizes)) / max(sizes)
-    memory = _memory(model.parameters, max(sizes), in_flight, encoded)
+    residual = 4 * model.parameters if FORMATS[settings.codec].feedback else 0.0
+    device, host = _memory(model.parameters, max(sizes), in_flight, encoded)
+    memory = device, host + residual
     gap = laws.loss_gap(model.parameters, conditions.group.replicas, settings.sync_every, settings.overlap)
     text = f"sync_every {settings.sync_every}, {settings.fragments}, overlap {settings.overlap}, {settings.codec}"
     return Candidate(name, text, method_of(settings, model, conditions.reduce), memory, gap)

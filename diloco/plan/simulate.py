@@ -146,7 +146,7 @@ class _State:
 
 def _start(method: Method, group: Group, link: Link, times: Array) -> _State:
     costs: dict[float, tuple[Array, float]] = {}
-    latency = group.round_trip * round_trips(group.replicas, method.reduce)
+    latency = group.round_trip * round_trips(group.replicas, method.reduce, method.nbytes)
 
     def cost(values: float) -> tuple[Array, float]:
         """Seconds that a message occupies the link, and seconds that it takes to arrive after that."""

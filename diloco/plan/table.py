@@ -6,9 +6,11 @@ import textwrap
 from dataclasses import asdict
 
 from diloco import laws
+from diloco.formats import FORMATS, Sparse
 from diloco.plan.choose import Choice
 from diloco.plan.costs import Conditions, Row
 from diloco.plan.plot import rate_text
+from diloco.plan.traffic import break_even
 from diloco.presets import PRESETS
 from diloco.report.units import duration, percent, size
 
@@ -108,6 +110,11 @@ def notes(conditions: Conditions, choice: Choice, memory: float | None) -> list[
             f"A value takes {group.codec_ns:.1f} ns of the communication thread in a round (--codec-ns) and "
             f"{group.hook_ns:.1f} ns of the training thread (--hook-ns), {source}"
         )
+    if isinstance(FORMATS[settings.codec], Sparse) and conditions.reduce == "collective":
+        most = break_even(settings.codec)
+        if group.replicas > most:
+            out.append(f"With {group.replicas} replicas e3m0 sends fewer bytes than {settings.codec}: every replica "
+                       f"gathers all sparse deltas, which pays with up to {most}.")  # fmt: skip
     asked = TRAINING_BYTES * parameters
     if memory is not None and asked <= memory:  # if they do not fit, the verdict says so
         out.append(f"Weights, gradients and optimizer ({size(asked)}, activations not counted) fit in {size(memory)}.")
@@ -126,7 +133,9 @@ def recipe(choice: Choice, replicas: int, model: str | None = None, extra: dict[
         ("keep_local", 0.0, "the default: the agreed value replaces the local one"),
         ("codec", settings.codec, reasons["codec"]),
     ]
-    if model not in PRESETS or PRESETS[model].parameters >= laws.FITTED[0]:  # otherwise the trainer knows better
+    if isinstance(FORMATS[settings.codec], Sparse):
+        entries.append(("outer", "sgd", "what a sparse codec sends late acts like momentum already"))
+    elif model not in PRESETS or PRESETS[model].parameters >= laws.FITTED[0]:  # otherwise the trainer knows better
         entries.append(("outer_lr", choice.outer_lr, reasons["outer_lr"]))
     if model is not None:
         entries.insert(0, ("model", model, "given"))

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from diloco.formats import FORMATS
+from diloco.formats import FORMATS, Format, Sparse
 
 Array = NDArray[np.float64]
 Bytes = Callable[[Any], float]
@@ -16,10 +16,11 @@ Bytes = Callable[[Any], float]
 Reduce = Literal["collective", "bucket", "ring"]
 """Who computes the mean: this library's two, and the ring all-reduce of data-parallel."""
 
-CODECS: dict[str, Bytes] = {name: row.nbytes for name, row in FORMATS.items()}
+CODECS: dict[str, Bytes] = dict(FORMATS)
 
 GATHER = 3
-"""Up to this many replicas, each gets all deltas; with more, each averages a part (reduce/mean.py)."""
+"""Up to this many replicas, each gets all deltas; with more, each averages a part, unless deltas are sparse
+(reduce/mean.py)."""
 TCP = 1.06
 """Bytes on an Ethernet for each byte of payload: frames of 1,514 bytes carry 1,448, plus acknowledgements."""
 FILLED = 0.94
@@ -51,6 +52,22 @@ class Link:
         return Link(rates * (self.up / self.rate), rates * (self.down / self.rate))
 
 
+def gathers(nbytes: Bytes, replicas: int) -> bool:
+    return replicas <= GATHER or isinstance(nbytes, Sparse)
+
+
+def break_even(codec: str, other: str = "e3m0", n: int = 1 << 24) -> int:
+    """The most replicas with which a round takes fewer bytes than with the other codec.
+
+    >>> break_even("topk"), break_even("topk", "twobit")
+    (35, 26)
+    """
+    replicas = 2
+    while round_bytes(n, CODECS[codec], replicas + 1) < round_bytes(n, CODECS[other], replicas + 1) and replicas < 999:
+        replicas += 1
+    return replicas
+
+
 def round_bytes(n: float, nbytes: Bytes, replicas: int, reduce: Reduce = "collective") -> tuple[float, float]:
     """Bytes that a replica sends and receives in a round of n values.
 
@@ -64,14 +81,16 @@ def round_bytes(n: float, nbytes: Bytes, replicas: int, reduce: Reduce = "collec
         return nbytes(n), others * nbytes(n)
     if reduce == "ring":
         both = 2 * others / replicas * nbytes(n)
-    elif replicas <= GATHER:
+    elif gathers(nbytes, replicas):
         both = others * nbytes(n)
     else:
-        both = 2 * others * nbytes(math.ceil(n / replicas))
+        part = math.ceil(n / replicas)
+        mean = nbytes.mean if isinstance(nbytes, Format) else None
+        both = others * (nbytes(part) + (CODECS[mean] if mean else nbytes)(part))
     return both, both
 
 
-def round_trips(replicas: int, reduce: Reduce = "collective") -> float:
+def round_trips(replicas: int, reduce: Reduce = "collective", nbytes: Bytes = FORMATS["e3m0"]) -> float:
     """Round trips of a round: headers go round a ring, half a trip a hop; a swap of payloads is announced, then sent.
 
     >>> round_trips(2), round_trips(8), round_trips(8, "ring")
@@ -84,7 +103,7 @@ def round_trips(replicas: int, reduce: Reduce = "collective") -> float:
     around = (replicas - 1) / 2
     if reduce == "ring":
         return 2 * around
-    return around + (1 if replicas <= GATHER else 2)
+    return around + (1 if gathers(nbytes, replicas) else 2)
 
 
 def least_rate(bits: float, sync_every: float, step_seconds: float) -> float:

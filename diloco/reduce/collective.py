@@ -23,13 +23,13 @@ from diloco.reduce.contract import compare, sources
 from diloco.reduce.groups import Broken, Groups, Place, Transfer, place_in
 from diloco.reduce.header import NBYTES, Header, Kind, check_round, settling
 from diloco.reduce.mean import (
-    GATHER,
     Encoded,
-    cuts,
+    codec_of_mean,
     decode,
     decode_cuts,
     encode_cuts,
     exact,
+    gathers,
     parts,
     pieces,
     shares,
@@ -83,7 +83,8 @@ class Collective:
         replicas: with `at`, how many there are.
         streams: TCP connections to use at once; a single one does not fill a long link.
         timeout: seconds that an exchange may take, including the wait for slower replicas; then a peer counts as lost.
-        mean_codec: the codec of the averaged shares (4 or more replicas); by default that of the deltas.
+        mean_codec: the codec of the averaged shares (4 or more replicas); by default that of the deltas, or what
+            it names: E3M0 for fewer bits. Sparse deltas are not averaged in shares.
     """
 
     _made: ClassVar[Counter[tuple[int, ...]]] = Counter()
@@ -224,7 +225,7 @@ class Collective:
         members = {str(m): weight for m, weight in enumerate(weights)}
         if faults or not any(weights):  # nothing will be applied, so do not send
             return Round(index, (), members, faults=faults)
-        average = self._mean_by_gather if self.replicas <= GATHER else self._mean_by_parts
+        average = self._mean_by_gather if gathers(codec, self.replicas) else self._mean_by_parts
         arriving = average(groups, codec, payloads, share.stop - share.start, shares(weights))
         if self._ddp_ranks.size > 1:
             arriving = exact(groups.gather_ddp(decode(list(arriving)), n))
@@ -263,8 +264,8 @@ class Collective:
         self, groups: Groups, codec: Codec, payloads: list[Tensor], n: int, factors: list[float]
     ) -> Iterator[Encoded]:
         """Each replica averages one part and sends it to all: unlike in a ring, partial sums are never quantised."""
-        mean_codec, everyone = self._mean_codec or codec, range(self.replicas)
-        counts = [cut.stop - cut.start for cut in cuts(n, self.replicas)]
+        mean_codec, everyone = codec_of_mean(codec, self._mean_codec), range(self.replicas)
+        counts = [part.stop - part.start for part in parts(n, self.replicas)]
         deltas = [pieces(codec, count, counts[0], self._streams) for count in counts]
         averages = [pieces(mean_codec, count, counts[0], self._streams) for count in counts]
         mine = deltas[self.replica]
@@ -280,7 +281,7 @@ class Collective:
             mean = weighted(codec, [each[data] for each in received], factors, values.stop - values.start)
             averaged[self.replica][place] = pack(mean_codec, mean)
             back.send([averaged[self.replica][place]] * self.replicas)
-        first = [cut.start for cut in cuts(n, self.replicas)]
+        first = [part.start for part in parts(n, self.replicas)]
         for k in range(len(mine)):
             back.wait()
             for m in everyone:

@@ -18,7 +18,7 @@ from diloco.errors import ConfigError, DiLoCoError, Mismatch, PeerLost
 from diloco.reduce import Contract, Delta, Dropped, Round, State
 from diloco.reduce.contract import compare, sources
 from diloco.reduce.header import Header, Kind, check_round
-from diloco.reduce.mean import GATHER, decode_cuts, encode_cuts, mean_of_encoded
+from diloco.reduce.mean import codec_of_mean, decode_cuts, encode_cuts, gathers, mean_of_encoded
 
 T = TypeVar("T")
 
@@ -242,7 +242,8 @@ def _outcome(
         return Round(index, (), members, faults=named), []
     replicas, n = len(deltas), len(deltas[0].values)
     encoded = [encode_cuts(codec, d.values, replicas)[0] for d in deltas]
-    mean = mean_of_encoded(codec, mean_codec or codec, encoded, [d.weight for d in deltas], n)
-    legs = replicas - 1 if replicas <= GATHER else 2 * (replicas - 1) / replicas
-    nbytes = round(legs * codec.nbytes(n))
+    mean_codec = codec_of_mean(codec, mean_codec)
+    mean = mean_of_encoded(codec, mean_codec, encoded, [d.weight for d in deltas], n)
+    whole = codec.nbytes(n) if gathers(codec, replicas) else (codec.nbytes(n) + mean_codec.nbytes(n)) / replicas
+    nbytes = round((replicas - 1) * whole)
     return Round(index, mean, members, sent=nbytes, received=nbytes), encoded

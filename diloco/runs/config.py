@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 
 from diloco.errors import ConfigError
 from diloco.flags import Meaning, Scope, flag, meaning, spelled
-from diloco.formats import FORMATS, format_named
+from diloco.formats import FORMATS, Sparse, format_named
 from diloco.fragment import fragmenter
 from diloco.outer import OUTERS, outer_named
 from diloco.schedule import check_overlap
@@ -76,10 +76,10 @@ class TrainConfig:
     codec: str = _sync("e3m0", "Format of the deltas on the wire.", why="4 bits a value, without visible loss",
         methods=STREAMING, choices=FORMATS)
     mean_codec: str | None = _sync(None, "Format of the averaged shares, which 4 or more replicas exchange.",
-        why="as --codec", methods=STREAMING, choices=FORMATS)
-    feedback: float = _sync(0.0,
+        why="as --codec, or e3m0 if that is less", methods=STREAMING, choices=FORMATS)
+    feedback: float | None = _sync(None,
         "Error feedback: share of what the codec lost of a delta that goes into the next one. 0 is off, 1 is all.",
-        methods=SYNCED)
+        why="by the codec: 0.9 for twobit, 0.95 for topk, else 0", methods=SYNCED)
     outer: str = _sync("nesterov",
         "Outer rule: nesterov, sgd, or with values as in nesterov:0.6,0.9 (lr, momentum) and sgd:1 (lr).",
         why="as in the paper", methods=SYNCED)
@@ -138,8 +138,9 @@ class TrainConfig:
         _at_least(0, "warmup", self.warmup)
         check_overlap(self.overlap, self.sync_every)
         for name in ("keep_local", "feedback"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ConfigError(f"{name}={getattr(self, name)}: give a number from 0 to 1")
+            value = getattr(self, name)
+            if value is not None and not 0 <= value <= 1:
+                raise ConfigError(f"{name}={value}: give a number from 0 to 1")
         for name in ("lr", "clip", "timeout", "outer_lr", "grace"):
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
@@ -164,6 +165,9 @@ class TrainConfig:
                                   "leave it out")  # fmt: skip
         if self.bucket is not None and self.method not in SYNCED:
             raise ConfigError(f"method={self.method} with a bucket: give streaming or diloco")
+        if isinstance(FORMATS[self.codec], Sparse) and self.mean_codec is not None:
+            raise ConfigError(f"mean_codec={self.mean_codec} with codec={self.codec}: leave it out, any number of "
+                              "replicas gathers sparse deltas, and no averages are exchanged")  # fmt: skip
         if self.bucket is not None and self.mean_codec is not None:
             raise ConfigError(f"mean_codec={self.mean_codec} with a bucket: leave it out, no averages are exchanged")
 

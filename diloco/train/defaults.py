@@ -8,6 +8,7 @@ import math
 from dataclasses import dataclass, replace
 
 from diloco import laws
+from diloco.formats import FORMATS
 from diloco.runs.config import TrainConfig, outer_rule, outer_settings
 
 LARGEST_LR = 8e-3
@@ -62,6 +63,11 @@ def resolve(
         outer = _outer(config, parameters, replicas, steps // config.sync_every)
         read = outer_settings(config.outer)
         rules += [rule for rule in outer if rule.name in read and getattr(config, rule.name) is None]
+    wanted = FORMATS[config.codec].feedback if config.method == "streaming" else 0.0
+    if wanted:
+        take("feedback", wanted, f"{config.codec} loses much of a delta: it goes into the next one")
+    elif config.feedback is None:
+        config = replace(config, feedback=0.0)
     filled = {rule.name: type_of(rule) for rule in rules if rule.name not in ("tokens", "tokenizer")}
     return replace(config, replicas=replicas, tokens=None, **filled), rules
 

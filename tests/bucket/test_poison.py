@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from diloco import SGD, Float32
+from diloco import SGD, Float32, TopK
 from diloco.bucket import Bucket
 from diloco.bucket.rounds import Entry, Link, Record, mean_of
 from diloco.errors import ConfigError
+from diloco.reduce import State
 from tests.support.players import SETTINGS, Player, World
 
 N = 16
@@ -83,3 +84,9 @@ def test_a_trimmed_mean_leaves_the_extremes_of_each_value_out():
 def test_the_merge_is_a_setting_of_the_run():
     with pytest.raises(ConfigError, match="give mean or trimmed"):
         Bucket("memory://merge", "a", merge="median")
+
+
+def test_a_trimmed_mean_of_sparse_deltas_is_refused(tmp_path):
+    reduce = Bucket(str(tmp_path), "a", merge="trimmed")
+    with pytest.raises(ConfigError, match="merge='trimmed' with a sparse codec"):
+        reduce.join({"sync_every": 4}, [State(0, torch.zeros(4), torch.zeros(0))], [TopK()])

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from diloco import E3M0, SGD, Balanced, Collective, ConfigError, DiLoCo
+from diloco import E3M0, SGD, Balanced, Collective, ConfigError, DiLoCo, ThreeBit, TopK, TwoBit
 from diloco.bucket import Bucket
 from diloco.codec import pack, unpack
 from diloco.reduce import Dropped, Jump, Round, State, local
@@ -68,6 +68,14 @@ def test_a_round_without_work_or_without_the_own_delta_keeps_no_wrong_residual()
     assert [(step(), residual_of(diloco))[1] for _ in range(14)] == [0.0] * 5 + [-0.5] * 8 + [0.0]
 
 
+def test_a_codec_that_is_meant_for_feedback_has_it_unless_told_otherwise():
+    def feedback(**settings):
+        return start(Script(), **settings)[0]._fragments[0].feedback
+
+    assert [feedback(codec=c, outer=SGD()) for c in (E3M0(), ThreeBit(), TwoBit(), TopK())] == [0, 0, 0.9, 0.95]
+    assert feedback(codec=TwoBit(), feedback=0.0) == 0 and feedback(codec=E3M0(), feedback=0.5) == 0.5
+
+
 def test_without_feedback_there_is_no_residual_and_nobody_is_asked():
     script = Script()
     diloco, step = start(script)
@@ -122,29 +130,30 @@ def play(replica, reduce, count=14, saved=None, **settings):
     return {"residuals": residuals, "last": last, "anchors": anchors(diloco), "sent": recorded.sent, "state": state}
 
 
-def lost(values, replicas):
-    cuts = parts(len(values), replicas) if replicas > 3 else [slice(0, len(values))]
-    decoded = [unpack(E3M0(), pack(E3M0(), values[cut]), cut.stop - cut.start) for cut in cuts]
+def lost(values, replicas, codec):
+    cuts = parts(len(values), replicas) if replicas > 3 and codec != TopK() else [slice(0, len(values))]
+    decoded = [unpack(codec, pack(codec, values[cut]), cut.stop - cut.start) for cut in cuts]
     return 0.75 * (values - torch.cat(decoded))
 
 
-def check(results, replicas):
+def check(results, replicas, codec=SETTINGS["codec"]):
     for result in results:
         assert torch.equal(result["anchors"], results[0]["anchors"])
         for residual, values in zip(result["residuals"], result["last"], strict=True):
             assert residual.any()
-            assert torch.equal(residual, lost(values, replicas))
+            assert torch.equal(residual, lost(values, replicas, codec))
 
 
-def _collective(rank):
-    return play(rank, Collective())
+def _collective(rank, settings):
+    return play(rank, Collective(), **settings)
 
 
-@pytest.mark.parametrize("replicas", [2, 4])
-def test_the_residual_is_exact_and_local_and_collective_have_the_same(replicas):
-    here = local.run(replicas, lambda reduce: play(reduce.replica, reduce))
-    check(here, replicas)
-    for one, other in zip(here, run(replicas, _collective), strict=True):
+@pytest.mark.parametrize(("replicas", "codec"), [(2, E3M0()), (4, E3M0()), (4, TwoBit()), (4, TopK())])
+def test_the_residual_is_exact_and_local_and_collective_have_the_same(replicas, codec):
+    settings = {"codec": codec, "outer": SGD(0.7)}
+    here = local.run(replicas, lambda reduce: play(reduce.replica, reduce, **settings))
+    check(here, replicas, codec)
+    for one, other in zip(here, run(replicas, _collective, settings), strict=True):
         assert torch.equal(one["anchors"], other["anchors"])
         for a, b in zip(one["residuals"], other["residuals"], strict=True):
             assert torch.equal(a, b)

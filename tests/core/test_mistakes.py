@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from diloco import Balanced, ConfigError, DiLoCo, Mismatch, run_replicas
+from diloco import SGD, Balanced, ConfigError, DiLoCo, Mismatch, Nesterov, TopK, run_replicas
 from tests.support.models import Tiny, adamw, steps
 
 
@@ -139,6 +139,16 @@ def test_repr_and_fragments_say_what_is_synced():
     )
     assert len(fragments) == 3
     assert fragments[0][0].name == "embedding.weight"
+
+
+def test_a_sparse_codec_with_outer_momentum_is_told_of_plain_sgd():
+    def loop(reduce, outer):
+        return repr(DiLoCo(Tiny(), codec=TopK(), outer=outer, fragments=Balanced(3), reduce=reduce))
+
+    with pytest.warns(UserWarning, match=r"TopK\(\) with Nesterov\(lr=0.4, momentum=0.9\).*outer=SGD\(lr=1.0\)"):
+        _alone(lambda reduce: loop(reduce, Nesterov()))
+    text = _alone(lambda reduce: loop(reduce, SGD()))  # a warning is an error in tests
+    assert "codec=TopK(), outer=SGD(lr=1.0), feedback=0.95, reduce=Local" in text
 
 
 ENDS = """

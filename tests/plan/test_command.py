@@ -171,6 +171,32 @@ def test_a_bucket_has_a_price(capsys):
     assert row["price_per_day"] == pytest.approx(2 * periods * (read + 20 * (2 * 0.005 + 2 * 0.0004) / 1000), rel=1e-4)
 
 
+def test_a_plan_with_top_k_has_plain_sgd_and_says_from_how_many_replicas_on_e3m0_sends_less(tmp_path, capsys):
+    path = tmp_path / "recipe.toml"
+    for replicas, said in ((35, False), (36, True)):
+        main(PlanConfig(**GIVEN, codec="topk", replicas=replicas, write=path))
+        note = f"With {replicas} replicas e3m0 sends fewer bytes than topk"
+        assert (note in " ".join(capsys.readouterr().out.split())) == said
+    config = TrainConfig(**tomllib.loads(path.read_text()))
+    assert (config.codec, config.outer, config.outer_lr) == ("topk", "sgd", None)
+
+
+def test_a_link_that_does_not_suffice_is_told_what_top_k_would_give(capsys):
+    for link, told in (("1mbit", True), ("1gbit", False)):
+        main(PlanConfig(**GIVEN | {"link": (link,)}, json=True))
+        reason = json.loads(capsys.readouterr().out)["recommended"]["reasons"]["codec"]
+        assert ("busy with --codec topk" in reason) == told
+
+
+def test_the_residual_of_a_codec_with_feedback_is_in_the_memory(capsys):
+    host = {}
+    for codec in ("threebit", "twobit"):
+        main(PlanConfig(**GIVEN, codec=codec, sync_every=100, overlap=1, fragments="strided:3", json=True))
+        host[codec] = json.loads(capsys.readouterr().out)["methods"][-1]["host_bytes"]
+    parameters = model_of_preset("1b").parameters
+    assert host["twobit"] - host["threebit"] == pytest.approx(4 * parameters, rel=0.05)
+
+
 def test_the_recipe_is_one_that_train_accepts(tmp_path, capsys):
     path = tmp_path / "recipe.toml"
     main(PlanConfig(**GIVEN, write=path, tokens="1b", json=True))
@@ -213,7 +239,8 @@ def test_planning_on_a_machine_whose_speed_is_known_needs_no_torch_and_names_the
 @pytest.fixture
 def remembered(tmp_path, monkeypatch):
     """A machine that encodes in 1.5 ns, decodes in 2, steps in 2 and copies in 30."""
-    figures = {"encode": {"e3m0": 1.5}, "decode": {"e3m0": 2.0}, "outer": 2.0, "hook": 30.0}
+    encode, decode = dict.fromkeys(CODECS, 1.5), dict.fromkeys(CODECS, 2.0)
+    figures = {"encode": encode, "decode": decode, "outer": 2.0, "hook": 30.0}
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     (tmp_path / "diloco").mkdir()
     (tmp_path / "diloco/speed.json").write_text(json.dumps({speed._key(): figures}))

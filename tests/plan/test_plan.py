@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco.codec import E3M0, BFloat16, Float8, Float32, Int8
+from diloco.codec import codec_named
 from diloco.errors import ConfigError
 from diloco.fragment import Balanced, Sequential, Strided
 from diloco.plan import methods as method
@@ -15,7 +15,7 @@ from diloco.plan import simulate as simulation
 from diloco.plan.costs import goodput_quorum, goodput_waiting
 from diloco.plan.model import count_values, model_of_layers, model_of_preset
 from diloco.plan.simulate import Group, Method, required_rates, simulate, utilization
-from diloco.plan.traffic import CODECS, GATHER, Link, least_rate, round_bytes
+from diloco.plan.traffic import CODECS, GATHER, Link, break_even, least_rate, round_bytes, round_trips
 from diloco.presets import PRESETS
 from diloco.reduce import mean
 from studies.paper import tables as paper
@@ -291,12 +291,25 @@ def test_a_prediction_takes_milliseconds(monkeypatch):
 @patient
 def test_traffic_is_that_of_the_reducer(n, replicas, codec):
     assert GATHER == mean.GATHER
-    real = {"e3m0": E3M0(), "float8": Float8(), "int8": Int8(), "bfloat16": BFloat16(), "float32": Float32()}[codec]
+    real = codec_named(codec)
     up, down = round_bytes(n, CODECS[codec], replicas)
     assert up == down
-    part = real.nbytes(n) if replicas <= 3 else 2 * real.nbytes(-(-n // replicas))
+    size, second = -(-n // replicas), mean.codec_of_mean(real, None)
+    part = real.nbytes(n) if mean.gathers(real, replicas) else real.nbytes(size) + second.nbytes(size)
     assert up == (replicas - 1) * part
     assert round_bytes(n, CODECS[codec], replicas, "bucket") == (real.nbytes(n), (replicas - 1) * real.nbytes(n))
+
+
+def test_top_k_takes_fewer_bytes_than_e3m0_up_to_the_break_even():
+    most = break_even("topk")
+    assert most == 35
+    n, topk, e3m0 = 10**8, CODECS["topk"], CODECS["e3m0"]
+    assert round_bytes(n, topk, most) < round_bytes(n, e3m0, most)
+    assert round_bytes(n, topk, most + 1) > round_bytes(n, e3m0, most + 1)
+
+
+def test_sparse_deltas_take_the_round_trips_of_a_gathering():
+    assert round_trips(8, nbytes=CODECS["topk"]) == round_trips(8, nbytes=CODECS["e3m0"]) - 1
 
 
 @pytest.mark.parametrize("text", ["strided:3", "sequential:2", "strided:1", "balanced:7"])

@@ -46,3 +46,17 @@ def test_a_round_encodes_once_and_decodes_what_it_receives():
     assert SOME.codec_ns("e3m0", GATHER) == 1 + GATHER * 0.5 + 2
     # Above that: its own delta and its share of the mean; a share of each delta, and all shares of the mean.
     assert SOME.codec_ns("e3m0", 4) == 1 + 1 / 4 + 4 / 4 * 0.5 + 0.5 + 2
+
+
+def test_the_mean_has_its_own_codec_and_sparse_deltas_are_all_decoded():
+    both = Speed({"e3m0": 1.0, "twobit": 8.0, "topk": 6.0}, {"e3m0": 0.5, "twobit": 3.0, "topk": 0.25}, 2.0, 3.0)
+    assert both.codec_ns("twobit", 4) == 8 + 1 / 4 + 3 + 0.5 + 2
+    assert both.codec_ns("topk", 8) == 6 + 8 * 0.25 + 2
+
+
+def test_figures_that_lack_a_codec_are_measured_again(tmp_path, monkeypatch):
+    whole = Speed(dict.fromkeys(FORMATS, 1.0), dict.fromkeys(FORMATS, 1.0), 2.0, 3.0)
+    monkeypatch.setattr(speed, "_measure", lambda: SOME)
+    speed.remeasured(tmp_path)
+    monkeypatch.setattr(speed, "_measure", lambda: whole)
+    assert speed.known(tmp_path) == whole

@@ -8,14 +8,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco import E3M0, BFloat16, Collective, Diverged, Float8, Float32, Int8, Mismatch
+from diloco import E3M0, BFloat16, Collective, Diverged, Float8, Float32, Int8, Mismatch, ThreeBit, TopK, TwoBit
 from diloco.codec import CHUNK, pack, unpack
 from diloco.reduce import Delta, State, local
 from diloco.reduce.header import NBYTES, Header, Kind, check_round, settling
-from diloco.reduce.mean import PIECE, PIECES, mean, parts, pieces, reference_mean, shares
+from diloco.reduce.mean import PIECE, PIECES, codec_of_mean, gathers, mean, parts, pieces, reference_mean, shares
 from tests.support.processes import run
 
-CODECS = [Float32(), BFloat16(), Int8(), Float8(), E3M0()]
+CODECS = [Float32(), BFloat16(), Int8(), Float8(), E3M0(), ThreeBit(), TwoBit(), TopK()]
 SIZES = [1, 2, 3, 5, 0, 255, 256, 257, 1023, 140_001]
 
 
@@ -51,19 +51,21 @@ def _check(results, codec, replicas, weights, mean_codec=None):
         for other in results[1:]:
             assert torch.equal(other[f][0], values)
         assert members == {str(m): weights[m] for m in range(replicas)}
-        expected = reference_mean(codec, mean_codec or codec, deltas(n, replicas), weights)
+        second = {ThreeBit(): E3M0(), TwoBit(): E3M0()}.get(codec, codec) if mean_codec is None else mean_codec
+        expected = reference_mean(codec, second, deltas(n, replicas), weights)
         assert torch.equal(values, expected)
         # An independent reckoning, up to rounding: the sum in double precision.
-        cuts = parts(n, replicas if replicas > 3 else 1)
+        gathered = replicas <= 3 or codec == TopK()
+        cuts = parts(n, 1 if gathered else replicas)
         decoded = torch.stack(
             [torch.cat([_as_sent(codec, d[cut]) for cut in cuts]) for d in deltas(n, replicas)]
         ).double()
         exact = (decoded * torch.tensor(weights).double()[:, None]).sum(0) / sum(weights)
-        if replicas <= 3 or mean_codec == Float32():
+        if gathered or mean_codec == Float32():
             torch.testing.assert_close(values.double(), exact, rtol=1e-5, atol=1e-6)
-        bound = 2 * (replicas - 1) / replicas * codec.nbytes(n)
-        if replicas != 3 and n > 100_000 and mean_codec is None:
-            assert sent <= 1.01 * bound
+        whole = codec.nbytes(n) if gathered else (codec.nbytes(n) + second.nbytes(n)) / replicas
+        if n > 100_000 and mean_codec is None:
+            assert sent <= 1.01 * (replicas - 1) * whole + 300
     return True
 
 
@@ -89,6 +91,13 @@ def test_in_one_process_too_the_mean_of_parts_is_that_of_an_independent_reckonin
         replicas, lambda r: _all_rounds(r, E3M0(), SIZES, r.replica, replicas, weights), mean_codec=Float32()
     )
     assert _check(results, E3M0(), replicas, weights, Float32())
+
+
+def test_any_number_of_replicas_gathers_sparse_deltas_and_coarse_means_are_sent_finer():
+    assert [gathers(E3M0(), m) for m in (2, 3, 4)] == [gathers(TwoBit(), m) for m in (2, 3, 4)] == [True, True, False]
+    assert gathers(TopK(), 100)
+    assert [codec_of_mean(c, None) for c in (E3M0(), TwoBit(), ThreeBit())] == [E3M0()] * 3
+    assert codec_of_mean(TwoBit(), Float32()) == Float32()
 
 
 @pytest.mark.parametrize("replicas", [2, 4])

@@ -94,7 +94,7 @@ def test_the_examples_in_the_help_are_valid(verb, monkeypatch):
         (["--steps", "--json"], "--steps: give a value"),
         (["--method", "streming"], "--method streming: give streaming, diloco, dp or local; did you mean streaming?"),
         (["--json=yes"], "--json yes: give true or false"),
-        (["--codec", "int3"], "give e3m0, float8, int8, bfloat16 or float32"),
+        (["--codec", "int3"], "give e3m0, float8, int8, bfloat16, float32, threebit, twobit or topk"),
         (["--track", "wandb", "logbook"], "--track logbook: give tensorboard, wandb or trackio"),
         (["more"], "'more' is not the value of a flag: flags begin with --"),
         (["--steps", "5", "demo.toml"], "'demo.toml' is not the value of a flag: a recipe comes first"),
@@ -155,6 +155,16 @@ def test_the_outer_rule_is_chosen_by_a_flag():
     assert resolve(TrainConfig(outer="sgd:0.5"), 35_000_000, 2)[0].outer_lr == 0.5
     again, _ = resolve(replace(short, steps=None, weight_decay=None), 35_000_000, 2)  # as when it is resumed
     assert (again.outer, again.outer_lr) == ("nesterov", 0.3)
+
+
+def test_the_feedback_is_what_the_codec_is_meant_for_unless_it_is_given():
+    found = {}
+    for codec in ("e3m0", "twobit", "topk"):
+        config, rules = resolve(TrainConfig(codec=codec), 35_000_000, 2)
+        found[codec] = config.feedback, any(rule.name == "feedback" for rule in rules)
+    assert found == {"e3m0": (0.0, False), "twobit": (0.9, True), "topk": (0.95, True)}
+    assert resolve(TrainConfig(codec="twobit", feedback=0.0), 35_000_000, 2)[0].feedback == 0
+    assert resolve(TrainConfig(codec="twobit", method="diloco"), 35_000_000, 2)[0].feedback == 0  # it sends fp32
 
 
 @pytest.mark.parametrize("given", [
