@@ -42,8 +42,8 @@ def pack(codec: Codec, x: Tensor) -> Tensor:
 def pack_checked(codec: Codec, x: Tensor) -> tuple[Tensor, bool]:
     """The payload, and whether all values are finite; if not, the payload means nothing."""
     payload = torch.empty(codec.nbytes(len(x)), dtype=torch.uint8, device="cpu")
-    if isinstance(codec, E3M0) and kernels.level != "reference":
-        return payload, kernels.encode_e3m0(x, payload)
+    if isinstance(codec, _Shipped) and kernels.encodes(codec.name):
+        return payload, kernels.encode(codec.name, x, payload)
     for values, data in chunks(codec, len(x)):
         payload[data] = codec.encode(x[values])
     # A sum, at a quarter of the cost, is enough to know that all are finite; a sum of large values may overflow.

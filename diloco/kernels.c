@@ -18,7 +18,7 @@
 #define INLINE static inline __attribute__((always_inline))
 
 enum { BLOCK = 256, CHUNK = 1 << 17, PIECE = 2048 };
-enum { FLOAT32, BFLOAT16, INT8, E3M0 };
+enum { FLOAT32, BFLOAT16, INT8, E3M0, THREEBIT, TWOBIT, TOPK };
 enum { MEAN, SGD, NESTEROV };
 
 /* The payloads of a round, and what becomes of their mean. Mirrored in kernels.py. */
@@ -113,6 +113,284 @@ INLINE void e3m0_decode(const uint8_t *payload, int64_t count, int64_t from, int
     }
 }
 
+/* ---- 2 and 3 bits: levels of a block (levels.py describes it) ---- */
+
+static const float MAGNITUDES[2][2][4] = {
+    {{0.5675f, 1.8930f}, {0.5936f, 2.5936f}},
+    {{0.3072f, 0.9475f, 1.6843f, 2.6970f}, {0.3301f, 1.1780f, 2.3653f, 4.3653f}},
+};
+static const float SMALLEST = 0x1p-100f;
+enum { LARGEST = 0x76800000, NOT_FINITE = 0x7F800000 }; /* the bits of 2^110 and of infinity */
+
+/* The sum: the second half is added to the first, and so on. Overwrites x. */
+INLINE float folded(float *x, int n)
+{
+    for (int half = n / 2; half; half /= 2)
+        for (int i = 0; i < half; i++)
+            x[i] = x[i] + x[i + half];
+    return x[0];
+}
+
+INLINE uint16_t to_bfloat16(float x)
+{
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    return (uint16_t)((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16);
+}
+
+INLINE float from_bfloat16(uint16_t upper)
+{
+    float x;
+    uint32_t bits = (uint32_t)upper << 16;
+    memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
+/* The magnitudes of x, at most 2^110, with zeros up to `width`; returns the bits of the largest before that. */
+INLINE uint32_t magnitudes(const float *x, int count, int width, float *out, uint32_t *words)
+{
+    uint32_t most = 0;
+    memcpy(words, x, sizeof(float) * (size_t)count);
+    memset(words + count, 0, sizeof(float) * (size_t)(width - count));
+    for (int i = 0; i < width; i++) {
+        uint32_t bits = words[i] & 0x7FFFFFFF;
+        most = bits > most ? bits : most;
+        bits = bits < LARGEST ? bits : LARGEST;
+        memcpy(out + i, &bits, sizeof bits);
+    }
+    return most;
+}
+
+/* 8 codes in `bits` bytes */
+INLINE void pack_codes(const uint8_t *code, int count, int bits, uint8_t *out)
+{
+    for (int i = 0; i < count; i += 8) {
+        uint32_t word = 0;
+        for (int j = 0; j < 8; j++)
+            word |= (uint32_t)code[i + j] << (bits * j);
+        memcpy(out + i / 8 * bits, &word, (size_t)bits);
+    }
+}
+
+/* Returns the head: scale and table. */
+INLINE uint16_t levels_block(const float *x, int count, int bits, uint8_t *codes, uint32_t *largest)
+{
+    float value[BLOCK], unit[BLOCK], level[BLOCK], product[BLOCK], border[3] = {0};
+    uint32_t words[BLOCK];
+    uint8_t code[BLOCK];
+    int borders = (1 << (bits - 1)) - 1;
+    uint32_t most = magnitudes(x, count, BLOCK, value, words);
+    *largest = most > *largest ? most : *largest;
+    memcpy(product, value, sizeof product);
+    float mean = folded(product, BLOCK) / (float)count, size = mean > SMALLEST ? mean : SMALLEST, scale = 1;
+    for (int i = 0; i < BLOCK; i++) {
+        unit[i] = value[i] / size;
+        product[i] = unit[i] * unit[i];
+    }
+    int tails = folded(product, BLOCK) / (float)count > 1.75f;
+    const float *table = MAGNITUDES[bits - 2][tails];
+    for (int j = 0; j < borders; j++)
+        border[j] = (table[j + 1] + table[j]) / 2;
+    for (int step = 0; step < 2; step++) {
+        float b0 = border[0] * scale, b1 = border[1] * scale, b2 = border[2] * scale, square[BLOCK];
+        for (int i = 0; i < BLOCK; i++) {
+            float l = unit[i] >= b0 ? table[1] : table[0];
+            if (bits == 3) {
+                l = unit[i] >= b1 ? table[2] : l;
+                l = unit[i] >= b2 ? table[3] : l;
+            }
+            level[i] = l;
+        }
+        for (int i = count; i < BLOCK; i++)
+            level[i] = 0;
+        for (int i = 0; i < BLOCK; i++) {
+            product[i] = unit[i] * level[i];
+            square[i] = level[i] * level[i];
+        }
+        scale = folded(product, BLOCK) / folded(square, BLOCK);
+    }
+    uint16_t head = to_bfloat16(mean < SMALLEST ? 0 : scale * size);
+    scale = from_bfloat16(head);
+    float b0 = border[0] * scale, b1 = border[1] * scale, b2 = border[2] * scale;
+    for (int i = 0; i < BLOCK; i++) {
+        uint32_t place = value[i] >= b0;
+        if (bits == 3)
+            place += (uint32_t)(value[i] >= b1) + (uint32_t)(value[i] >= b2);
+        code[i] = (uint8_t)(place | words[i] >> 31 << (bits - 1));
+    }
+    memset(code + count, 0, (size_t)(BLOCK - count));
+    pack_codes(code, BLOCK, bits, codes);
+    return (uint16_t)(head | tails << 15);
+}
+
+/* Returns whether all values are finite. */
+INLINE int levels_encode(const float *x, int64_t n, int bits, uint8_t *out)
+{
+    uint32_t largest = 0;
+    for (int64_t at = 0; at < n; at += CHUNK) {
+        int64_t count = least(CHUNK, n - at), heads = blocks(count);
+        uint8_t *codes = out + 2 * heads;
+        for (int64_t b = 0; b < heads; b++) {
+            int size = (int)least(BLOCK, count - b * BLOCK);
+            uint8_t block[BLOCK * 3 / 8];
+            uint16_t head = levels_block(x + at + b * BLOCK, size, bits, block, &largest);
+            memcpy(out + 2 * b, &head, sizeof head);
+            memcpy(codes + b * (BLOCK * bits / 8), block, (size_t)(size * bits + 7) / 8);
+        }
+        out = codes + (count * bits + 7) / 8;
+    }
+    return largest < NOT_FINITE;
+}
+
+/* The values of a block's codes, by code. */
+INLINE void levels_table(uint16_t head, int bits, float *table)
+{
+    int half = 1 << (bits - 1);
+    float scale = from_bfloat16(head & 0x7FFF);
+    for (int i = 0; i < half; i++) {
+        float value = MAGNITUDES[bits - 2][head >> 15][i] * scale;
+        table[i] = value;
+        table[half + i] = -value;
+    }
+}
+
+INLINE void levels_decode(const uint8_t *payload, int64_t count, int bits, int64_t from, int64_t n, float *out)
+{
+    const uint8_t *codes = payload + 2 * blocks(count);
+    for (int64_t at = from; at < from + n; at += BLOCK) {
+        float table[8];
+        uint16_t head;
+        memcpy(&head, payload + 2 * (at / BLOCK), sizeof head);
+        levels_table(head, bits, table);
+        int64_t size = least(BLOCK, from + n - at);
+        for (int64_t i = 0; i < size; i += 8) {
+            uint32_t word = 0;
+            int64_t some = least(8, size - i);
+            memcpy(&word, codes + (at + i) * bits / 8, (size_t)(some * bits + 7) / 8);
+            for (int64_t j = 0; j < some; j++)
+                out[at - from + i + j] = table[word >> (bits * j) & ((1u << bits) - 1)];
+        }
+    }
+}
+
+/* ---- the largest values of each chunk of PLACES (topk.py describes it) ---- */
+
+enum { PLACES = 4096, KEPT = 64 };
+
+INLINE int kept(int64_t n) { return (int)((n * KEPT + PLACES - 1) / PLACES); }
+INLINE int64_t sparse_bytes(int64_t n) { return n ? 4 + (3 * kept(n) + 1) / 2 + (kept(n) + 3) / 4 : 0; }
+INLINE int64_t topk_bytes(int64_t n) { return n / PLACES * sparse_bytes(PLACES) + sparse_bytes(n % PLACES); }
+
+/* Finds where the k largest end: all above `prefix` in the bits from `shift` on, and the first `need` equal to it. */
+INLINE void find_largest(const uint32_t *key, int n, int k, int *shift, uint32_t *prefix, int *need)
+{
+    static const int shifts[4] = {31, 19, 9, 0};
+    *prefix = 0, *need = k;
+    for (int step = 1; step < 4; step++) {
+        uint16_t counts[1 << 12] = {0};
+        int bits = shifts[step - 1] - shifts[step], at = (1 << bits) - 1;
+        *shift = shifts[step];
+        for (int i = 0; i < n; i++)
+            if (key[i] >> shifts[step - 1] == *prefix)
+                counts[key[i] >> *shift & ((1u << bits) - 1)]++;
+        while (counts[at] < *need)
+            *need -= counts[at--];
+        *prefix = *prefix << bits | (uint32_t)at;
+        if (counts[at] == *need)
+            return;
+    }
+}
+
+/* The means of the smaller and of the larger ones. */
+INLINE void two_means(const float *value, int k, float *mean)
+{
+    float sum[KEPT];
+    memcpy(sum, value, sizeof sum);
+    float border = folded(sum, KEPT) / (float)k;
+    for (int step = 0; step < 3; step++) {
+        for (int side = 0; side < 2; side++) {
+            int size = 0;
+            for (int i = 0; i < KEPT; i++) {
+                int mine = i < k && (value[i] >= border) == side;
+                sum[i] = mine ? value[i] : 0;
+                size += mine;
+            }
+            mean[side] = folded(sum, KEPT) / (float)(size ? size : 1);
+        }
+        border = (mean[0] + mean[1]) / 2;
+    }
+    for (int side = 0; side < 2; side++)
+        mean[side] = mean[side] < SMALLEST ? 0 : mean[side];
+}
+
+INLINE void topk_row(const float *x, int n, uint8_t *out, uint32_t *largest)
+{
+    uint32_t key[PLACES], words[KEPT], prefix;
+    uint16_t place[KEPT + 1] = {0}, heads[2];
+    uint8_t code[KEPT] = {0}, codes[KEPT / 4];
+    float chosen[KEPT] = {0}, value[KEPT], mean[2];
+    int k = kept(n), found = 0, shift, need;
+    memcpy(key, x, sizeof(float) * (size_t)n);
+    for (int i = 0; i < n; i++) {
+        key[i] &= 0x7FFFFFFF;
+        *largest = key[i] > *largest ? key[i] : *largest;
+    }
+    find_largest(key, n, k, &shift, &prefix, &need);
+    for (int i = 0; i < n && found < k; i++) {
+        uint32_t part = key[i] >> shift;
+        if (part < prefix || (part == prefix && need-- <= 0))
+            continue;
+        chosen[found] = x[i];
+        place[found++] = (uint16_t)i;
+    }
+    magnitudes(chosen, k, KEPT, value, words);
+    two_means(value, k, mean);
+    for (int side = 0; side < 2; side++)
+        heads[side] = to_bfloat16(mean[side]);
+    float border = (from_bfloat16(heads[0]) + from_bfloat16(heads[1])) / 2;
+    for (int i = 0; i < k; i++)
+        code[i] = (uint8_t)((value[i] >= border) | words[i] >> 31 << 1);
+    memcpy(out, heads, sizeof heads);
+    out += sizeof heads;
+    for (int i = 0; i < k; i += 2) {
+        uint32_t pair = (uint32_t)place[i] | (uint32_t)place[i + 1] << 12;
+        memcpy(out, &pair, i + 1 < k ? 3 : 2);
+        out += i + 1 < k ? 3 : 2;
+    }
+    pack_codes(code, KEPT, 2, codes);
+    memcpy(out, codes, (size_t)(k + 3) / 4);
+}
+
+/* Returns whether all values are finite. */
+INLINE int topk_encode(const float *x, int64_t n, uint8_t *out)
+{
+    uint32_t largest = 0;
+    for (int64_t at = 0; at < n; at += PLACES) {
+        topk_row(x + at, (int)least(PLACES, n - at), out, &largest);
+        out += sparse_bytes(PLACES);
+    }
+    return largest < NOT_FINITE;
+}
+
+INLINE void topk_decode(const uint8_t *payload, int64_t count, int64_t from, int64_t n, float *out)
+{
+    int64_t begin = from / PLACES * PLACES;
+    const uint8_t *row = payload + begin / PLACES * sparse_bytes(PLACES), *places = row + 4;
+    int k = kept(least(PLACES, count - begin));
+    const uint8_t *codes = places + (3 * k + 1) / 2;
+    uint16_t heads[2];
+    memcpy(heads, row, sizeof heads);
+    float low = from_bfloat16(heads[0]), high = from_bfloat16(heads[1]), value[4] = {low, high, -low, -high};
+    memset(out, 0, sizeof(float) * (size_t)n);
+    for (int i = 0; i < k; i++) { /* of a place that is given twice the last value counts */
+        uint16_t two;
+        memcpy(&two, places + i * 3 / 2, sizeof two);
+        int64_t at = begin - from + (i % 2 ? two >> 4 : two & 0xFFF);
+        if (at >= 0 && at < n)
+            out[at] = value[codes[i / 4] >> (2 * (i % 4)) & 3];
+    }
+}
+
 /* ---- the other codecs, decoding only: encoding them is as fast as memory in torch ---- */
 
 INLINE void float32_decode(const uint8_t *payload, int64_t from, int64_t n, float *out)
@@ -148,6 +426,9 @@ INLINE int64_t chunk_bytes(int codec, int64_t n)
     case FLOAT32: return 4 * n;
     case BFLOAT16: return 2 * n;
     case INT8: return n + 4 * blocks(n);
+    case THREEBIT: return (3 * n + 7) / 8 + 2 * blocks(n);
+    case TWOBIT: return (n + 3) / 4 + 2 * blocks(n);
+    case TOPK: return topk_bytes(n);
     default: return (n + 1) / 2 + blocks(n);
     }
 }
@@ -160,6 +441,9 @@ INLINE void decode(int codec, const uint8_t *chunk, int64_t count, int64_t from,
     case FLOAT32: float32_decode(chunk, from, n, out); break;
     case BFLOAT16: bfloat16_decode(chunk, from, n, out); break;
     case INT8: int8_decode(chunk, count, from, n, out); break;
+    case THREEBIT: levels_decode(chunk, count, 3, from, n, out); break;
+    case TWOBIT: levels_decode(chunk, count, 2, from, n, out); break;
+    case TOPK: topk_decode(chunk, count, from, n, out); break;
     default: e3m0_decode(chunk, count, from, n, out);
     }
 }
@@ -202,9 +486,42 @@ WIDE static void add_e3m0_blocks(const uint8_t *scales, const uint8_t *codes, in
     }
 }
 
+/* The same for full blocks of levels: a block has 4 or 8 signed values, in a table of one vector. */
+WIDE static inline void add_level_blocks(const uint8_t *heads, const uint8_t *codes, int bits, int64_t n, float factor,
+                                         int first, float *total)
+{
+    const __m256i shifts = _mm256_mullo_epi32(_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), _mm256_set1_epi32(bits));
+    for (int64_t at = 0; at < n; at += BLOCK) {
+        float values[8];
+        uint16_t head;
+        memcpy(&head, heads + 2 * (at / BLOCK), sizeof head);
+        levels_table(head, bits, values);
+        if (bits == 2) /* the look-up sees 3 bits, of which the last belongs to the next code */
+            memcpy(values + 4, values, 4 * sizeof(float));
+        __m256 table = _mm256_mul_ps(_mm256_loadu_ps(values), _mm256_set1_ps(factor));
+        for (int i = 0; i < BLOCK; i += 8) {
+            int32_t eight = 0;
+            memcpy(&eight, codes + (at + i) / 8 * bits, (size_t)bits);
+            __m256i each = _mm256_srlv_epi32(_mm256_set1_epi32(eight), shifts);
+            __m256 term = _mm256_permutevar8x32_ps(table, each);
+            float *out = total + at + i;
+            _mm256_storeu_ps(out, first ? term : _mm256_add_ps(_mm256_loadu_ps(out), term));
+        }
+    }
+}
+
 WIDE static void add_decoded_wide(int codec, const uint8_t *chunk, int64_t count, int64_t from, int64_t n,
                                   float factor, int first, float *total)
 {
+    if (codec == THREEBIT || codec == TWOBIT) {
+        int bits = codec == THREEBIT ? 3 : 2;
+        int64_t whole = n / BLOCK * BLOCK;
+        const uint8_t *heads = chunk + 2 * (from / BLOCK), *codes = chunk + 2 * blocks(count) + from / 8 * bits;
+        add_level_blocks(heads, codes, bits, whole, factor, first, total);
+        if (whole < n)
+            add_decoded(codec, chunk, count, from + whole, n - whole, factor, first, total + whole);
+        return;
+    }
     int64_t full = codec == E3M0 ? n / BLOCK * BLOCK : 0;
     const uint8_t *scales = chunk + from / BLOCK;
     for (int64_t b = 0; b < full / BLOCK; b++)
@@ -287,12 +604,26 @@ INLINE void finish(Round *r, int wide, int64_t n)
     case FLOAT32: all_pieces(r, wide, FLOAT32, n); break;
     case BFLOAT16: all_pieces(r, wide, BFLOAT16, n); break;
     case INT8: all_pieces(r, wide, INT8, n); break;
+    case THREEBIT: all_pieces(r, wide, THREEBIT, n); break;
+    case TWOBIT: all_pieces(r, wide, TWOBIT, n); break;
+    case TOPK: all_pieces(r, wide, TOPK, n); break;
     default: all_pieces(r, wide, E3M0, n);
     }
 }
 
-int diloco_encode_plain(const float *x, int64_t n, uint8_t *out) { return e3m0_encode(x, n, out); }
-WIDE int diloco_encode_wide(const float *x, int64_t n, uint8_t *out) { return e3m0_encode(x, n, out); }
+/* Returns whether all values are finite. */
+INLINE int encode(int codec, const float *x, int64_t n, uint8_t *out)
+{
+    switch (codec) {
+    case THREEBIT: return levels_encode(x, n, 3, out);
+    case TWOBIT: return levels_encode(x, n, 2, out);
+    case TOPK: return topk_encode(x, n, out);
+    default: return e3m0_encode(x, n, out);
+    }
+}
+
+int diloco_pack_plain(int32_t codec, const float *x, int64_t n, uint8_t *out) { return encode(codec, x, n, out); }
+WIDE int diloco_pack_wide(int32_t codec, const float *x, int64_t n, uint8_t *out) { return encode(codec, x, n, out); }
 void diloco_round_plain(Round *r, int64_t n) { finish(r, 0, n); }
 WIDE void diloco_round_wide(Round *r, int64_t n) { finish(r, 1, n); }
 

@@ -19,7 +19,8 @@ from diloco.errors import ConfigError
 LEVELS = ("reference", "plain", "wide")
 VARIABLE = "DILOCO_KERNELS"
 """Environment variable: a level below the best one, or the path of a library that was compiled in another way."""
-_CODECS = {"float32": 0, "bfloat16": 1, "int8": 2, "e3m0": 3}
+_CODECS = {"float32": 0, "bfloat16": 1, "int8": 2, "e3m0": 3, "threebit": 4, "twobit": 5, "topk": 6}
+_ENCODED = ("e3m0", "threebit", "twobit", "topk")
 _MEAN, _SGD, _NESTEROV = range(3)
 
 
@@ -51,7 +52,7 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
         return None, "not compiled: install a C compiler, then install diloco again"
     try:
         library = ctypes.CDLL(str(path))
-        if library.diloco_layout() == ctypes.sizeof(_Round):
+        if library.diloco_layout() == ctypes.sizeof(_Round) and library.diloco_pack_plain:
             return library, ""
         return None, "compiled from another version of diloco: install diloco again"
     except (OSError, AttributeError) as error:
@@ -96,11 +97,17 @@ def decodes(codec: str) -> bool:
     return level != "reference" and codec in _CODECS
 
 
-def encode_e3m0(x: Tensor, payload: Tensor) -> bool:
+def encodes(codec: str) -> bool:
+    """Whether `encode` has native code for a codec of this name. The others are as fast as memory in torch."""
+    return level != "reference" and codec in _ENCODED
+
+
+def encode(codec: str, x: Tensor, payload: Tensor) -> bool:
     """Fill the payload of a flat fp32 tensor, as `pack` does. Returns whether all values are finite."""
     assert x.dtype == torch.float32 and x.is_contiguous() and payload.is_contiguous()
-    function = getattr(_library, f"diloco_encode_{level}")
-    return bool(function(ctypes.c_void_p(x.data_ptr()), ctypes.c_int64(len(x)), ctypes.c_void_p(payload.data_ptr())))
+    values, out = ctypes.c_void_p(x.data_ptr()), ctypes.c_void_p(payload.data_ptr())
+    function = getattr(_library, f"diloco_pack_{level}")
+    return bool(function(ctypes.c_int32(_CODECS[codec]), values, ctypes.c_int64(len(x)), out))
 
 
 def mean(codec: str, payloads: Sequence[Tensor], factors: Sequence[float], out: Tensor) -> None:

@@ -10,15 +10,16 @@ import torch
 
 from diloco import kernels
 from diloco.advance import Buffers, Memory, NextState
-from diloco.codec import CHUNK, E3M0, BFloat16, Float8, Float32, Int8, pack, weighted
+from diloco.codec import CHUNK, E3M0, BFloat16, Float8, Float32, Int8, ThreeBit, TopK, TwoBit, pack, weighted
 from diloco.outer import SGD, Nesterov
 from diloco.reduce import State
 from diloco.reduce.mean import Encoded
 from tests.support.models import train
 from tests.support.processes import run
 
-CODECS = {"float32": Float32(), "bfloat16": BFloat16(), "int8": Int8(), "e3m0": E3M0()}
-LENGTHS = (1, 2, 255, 256, 257, 2047, 2048, 2305, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 771)
+ENCODED = {"e3m0": E3M0(), "threebit": ThreeBit(), "twobit": TwoBit(), "topk": TopK()}
+CODECS = {"float32": Float32(), "bfloat16": BFloat16(), "int8": Int8(), **ENCODED}
+LENGTHS = (1, 2, 129, 255, 256, 257, 2047, 2048, 2305, 4097, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 771)
 native = pytest.mark.parametrize("level", [name for name in kernels.levels() if name != "reference"])
 
 
@@ -45,13 +46,17 @@ def values(kind, n):
         return x
     if kind == "denormal":
         return x * 2.0**-130
+    if kind == "equal":
+        return x.sign() * torch.randint(0, 3, (n,), generator=generator)
+    if kind == "one":  # far above the others of its block, which may be all there is
+        return torch.where(torch.arange(n) % 300 == 7, x * 2.0**100, x * (torch.arange(n) % 512 < 256))
     if kind == "any bits":
         bits = torch.randint(-(2**31), 2**31, (n,), generator=generator, dtype=torch.int64).to(torch.int32)
         return bits.view(torch.float32)
     return x
 
 
-KINDS = ("gaussian", "tiny and huge", "zeros", "denormal", "any bits")
+KINDS = ("gaussian", "tiny and huge", "zeros", "denormal", "equal", "one", "any bits")
 
 
 @pytest.mark.skipif(not shutil.which("cc"), reason="needs a C compiler: apt-get install gcc")
@@ -60,31 +65,33 @@ def test_a_machine_with_a_compiler_has_the_kernels():
 
 
 @native
+@pytest.mark.parametrize("name", ENCODED)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("n", LENGTHS)
-def test_encoding_gives_the_same_bytes(level, kind, n):
+def test_encoding_gives_the_same_bytes(level, kind, n, name):
     x = values(kind, n)
     with kernels.at_level("reference"):
-        expected = pack(E3M0(), x)
+        expected = pack(ENCODED[name], x)
     payload = torch.full_like(expected, 170)
     with kernels.at_level(level):
-        finite = kernels.encode_e3m0(x, payload)
+        finite = kernels.encode(name, x, payload)
     assert torch.equal(payload, expected)
     assert finite == bool(x.isfinite().all())
 
 
 @native
+@pytest.mark.parametrize("name", ENCODED)
 @pytest.mark.parametrize("at", [0, 255, 256, CHUNK - 1, CHUNK, CHUNK + 700])
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
-def test_encoding_finds_one_value_that_is_not_finite(level, value, at):
+def test_encoding_finds_one_value_that_is_not_finite(level, value, at, name):
     x = torch.randn(CHUNK + 701)
-    payload = torch.empty(sum(E3M0().nbytes(n) for n in (CHUNK, 701)), dtype=torch.uint8)
+    payload = torch.empty(ENCODED[name].nbytes(CHUNK + 701), dtype=torch.uint8)
     with kernels.at_level(level):
-        assert kernels.encode_e3m0(x, payload)
+        assert kernels.encode(name, x, payload)
         x[at] = 3.0e38  # the largest exponent is finite
-        assert kernels.encode_e3m0(x, payload)
+        assert kernels.encode(name, x, payload)
         x[at] = value
-        assert not kernels.encode_e3m0(x, payload)
+        assert not kernels.encode(name, x, payload)
 
 
 @native
@@ -176,7 +183,7 @@ def _train(rank, settings):
 
 
 @pytest.mark.parametrize("replicas", [2, 4])
-@pytest.mark.parametrize("codec", [E3M0(), Int8()])
+@pytest.mark.parametrize("codec", [E3M0(), Int8(), TwoBit()])
 def test_a_replica_without_the_kernels_agrees_with_one_that_has_them(replicas, codec):
     results = run(replicas, _train, {"codec": codec})
     assert len({tuple(h) for h in results[0]["history"]}) > 2  # they moved
@@ -197,7 +204,7 @@ def compiled(tmp_path, compiler, *flags):
 def digest(*command, level):
     """What the kernels compute from fixed input."""
     done = subprocess.run([*command, level], check=True, capture_output=True, text=True, timeout=100)
-    assert len(done.stdout.splitlines()) == 25
+    assert len(done.stdout.splitlines()) == 7 * 6 + len(ENCODED)
     return done.stdout
 
 

@@ -42,11 +42,11 @@ int main(int count, char **words)
     const float factors[MEMBERS] = {0.2f, 0.3f, 0.5f};
     fill(anchor, N);
     fill(velocity, N);
-    for (int codec = FLOAT32; codec <= E3M0; codec++) {
+    for (int codec = FLOAT32; codec <= TOPK; codec++) {
         for (int m = 0; m < MEMBERS; m++) {
             fill(x[m], N);
-            if (codec == E3M0)
-                (wide ? diloco_encode_wide : diloco_encode_plain)(x[m], N, bytes[m]);
+            if (codec >= E3M0)
+                (wide ? diloco_pack_wide : diloco_pack_plain)(codec, x[m], N, bytes[m]);
             else if (codec == INT8)
                 for (int64_t i = 0; i < chunk_bytes(INT8, CHUNK) + chunk_bytes(INT8, N - CHUNK); i++)
                     bytes[m][i] = (uint8_t)(random_bits() % 100); /* also as a scale it is finite */
@@ -56,8 +56,8 @@ int main(int count, char **words)
             else
                 memcpy(bytes[m], x[m], sizeof x[m]);
         }
-        if (codec == E3M0)
-            digest("encoded", bytes[0], (size_t)(chunk_bytes(E3M0, CHUNK) + chunk_bytes(E3M0, N - CHUNK)));
+        if (codec >= E3M0)
+            digest("encoded", bytes[0], (size_t)(chunk_bytes(codec, CHUNK) + chunk_bytes(codec, N - CHUNK)));
         for (int rule = MEAN; rule <= NESTEROV; rule++) {
             Round r = {.payloads = payloads, .factors = factors, .members = MEMBERS, .codec = codec, .rule = rule,
                        .lr = 0.4f, .momentum = 0.9f, .anchor = anchor, .velocity = velocity,
