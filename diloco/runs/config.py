@@ -154,7 +154,9 @@ class TrainConfig:
         fragmenter(self.fragments)
         outer_rule(self)
         format_named(self.codec)
-        format_named(self.mean_codec or self.codec)
+        if format_named(self.mean_codec or "float32").feedback:
+            raise ConfigError(f"mean_codec={self.mean_codec}: nothing brings back what averaged shares lose, so give a "
+                              "codec that needs no feedback, such as e3m0")  # fmt: skip
         self._check_bucket()
 
     def _check_bucket(self) -> None:

@@ -65,7 +65,7 @@ def test_the_help_of_every_verb_fits_80_columns_and_names_every_flag_once(verb):
 def test_the_help_says_what_a_default_is_and_why():
     text = " ".join(render("train", TrainConfig, ["diloco train"], width=80).split())
     for said in ("Default: by scaling law.", "Default: strided:3 (as in the paper).", "Default: 600.", "Default: off.",
-                 "e3m0, float8, int8, bfloat16 or float32.", "--pace decoupled|strict",
+                 "e3m0, float8, int8, bfloat16, float32, threebit, twobit or topk.", "--pace decoupled|strict",
                  "Weight decay, applied to matrices only."):  # fmt: skip
         assert said in text
     assert text.index("model and data:") < text.index("optimisation:") < text.index("sync:") < text.index("members:")

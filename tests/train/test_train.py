@@ -72,6 +72,7 @@ def test_torchrun_starts_the_same_trainer(place, whole):
     (["--feedback", "1.5"], "feedback=1.5: give a number from 0 to 1"),
     (["--mean-codec", "int4"], "--mean-codec int4: give e3m0,"),
     (["--mean-codec", "int8", "--bucket", "b"], "mean_codec=int8 with a bucket: leave it out"),
+    (["--mean-codec", "twobit"], "mean_codec=twobit: nothing brings back what averaged shares lose"),
     (["--mean-codec", "int8", "--codec", "topk"], "mean_codec=int8 with codec=topk: leave it out"),
     (["--batch", "0"], "batch=0: give a whole number of at least 1"),
     (["--keep", "1"], "keep=1"),
