@@ -8,7 +8,7 @@ After each step, for each fragment that is due:
 import contextlib
 import enum
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Self, TypeVar
 
 import torch
@@ -50,7 +50,8 @@ class DiLoCo:
     """Keep this replica's model in agreement with the others'.
 
     Args:
-        model: any module. Its trained parameters are read and written in place; the model is not wrapped.
+        model: any module, or a list of them, as the parts of a pipeline. Its trained parameters are read and written in
+            place; the model is not wrapped.
         optimizer: the inner optimizer, or all of them. A step is complete when each has stepped. None: call `step()`,
             as you must where hooks do not run or run too early: after the replay of a CUDA graph that holds the
             optimizer's step, and before FSDP2's `set_post_optim_event`.
@@ -68,7 +69,7 @@ class DiLoCo:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module | Sequence[nn.Module],
         optimizer: Optimizers = None,
         *,
         sync_every: int = 100,

@@ -19,7 +19,7 @@ from diloco.codec import Codec, is_sparse
 from diloco.errors import ConfigError, DiLoCoError, Mismatch
 from diloco.flat import WHOLE, ShardId
 from diloco.fragment import Fragment, Sequential, Strided
-from diloco.module import trainable
+from diloco.module import Parts, trainable
 
 _attached: "WeakKeyDictionary[Any, ref[Any]]" = WeakKeyDictionary()
 """By model and by reducer: the DiLoCo that has them."""
@@ -30,8 +30,13 @@ _apart: WeakSet[Any] = WeakSet()
 def check_arguments(
     model: object, sync_every: Any, overlap: Any, fragments: object, codec: object, outer: object, reduce: object
 ) -> None:
-    if not isinstance(model, nn.Module):
-        raise ConfigError(f"model is a {type(model).__name__}: give the module itself, as in DiLoCo(model, optimizer)")
+    parts = model if isinstance(model, (list, tuple)) else [model]
+    for part in parts:
+        if not isinstance(part, nn.Module):
+            raise ConfigError(f"model is a {type(part).__name__}: give the module itself, as in DiLoCo(model, "
+                              "optimizer), or a list of the modules that make up the model")  # fmt: skip
+    if not parts:
+        raise ConfigError("model is an empty list: give the modules that make up the model")
     for name, value, least in (("sync_every", sync_every, 1), ("overlap", overlap, 0)):
         if not _is_whole(value) or value < least:
             raise ConfigError(f"{name}={value!r}: give a whole number of steps, at least {least}")
@@ -154,13 +159,18 @@ def hint_momentum(codec: Codec, outer: object) -> None:
 def claim(model: nn.Module, reduce: object, diloco: object) -> None:
     """Attach to the model, which only one may at a time: two would both count each step and move each weight. So with
     the reducer, which would give the rounds of one model to the other."""
-    for mine, text in (
-        (model, "this model has a DiLoCo already: finish() that one first, or make model and optimizer anew"),
-        (reduce, "this reduce= serves another DiLoCo: make one for each"),
-    ):
+    for mine in (held := [*_parts(model), reduce]):
         if mine in _attached and _attached[mine]() not in (None, diloco):
-            raise ConfigError(text)
-    _attached[model] = _attached[reduce] = ref(diloco)
+            raise ConfigError("this reduce= serves another DiLoCo: make one for each" if mine is reduce else "this "
+                              "model has a DiLoCo already: finish() that one first, or make model and optimizer "
+                              "anew")  # fmt: skip
+    for mine in held:
+        _attached[mine] = ref(diloco)
+
+
+def _parts(model: nn.Module) -> list[nn.Module]:
+    """What the user gave: a list of modules is put into a new one each time."""
+    return list(model.children()) if isinstance(model, Parts) else [model]
 
 
 def check_state(saved: Collection[str], shard: str) -> None:
@@ -182,7 +192,7 @@ def has_end(diloco: object) -> None:
 def release(model: nn.Module, reduce: object, diloco: object) -> None:
     """It has left the other replicas."""
     has_end(diloco)
-    for mine in (model, reduce):
+    for mine in (*_parts(model), reduce):
         _attached.pop(mine, None)
 
 

@@ -1,7 +1,7 @@
 """Look into an nn.Module: trained and frozen parameters, buffers, layers, by names that wrappers do not change."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -9,15 +9,19 @@ from torch.nn.parallel import DistributedDataParallel
 from diloco.errors import ConfigError
 
 
-def unwrap(model: nn.Module) -> nn.Module:
-    """The model inside torch.compile and DDP, so that its names do not depend on them."""
+def unwrap(model: nn.Module | Sequence[nn.Module]) -> nn.Module:
+    """The model inside torch.compile and DDP, so that its names do not depend on them; of several parts, one module
+    that holds them."""
+    if not isinstance(model, nn.Module):
+        return Parts(unwrap(part) for part in model)
+    inside: nn.Module = model
     while True:
-        if hasattr(model, "_orig_mod"):
-            model = model._orig_mod  # pyright: ignore[reportAssignmentType]
-        elif isinstance(model, DistributedDataParallel):
-            model = model.module
+        if hasattr(inside, "_orig_mod"):
+            inside = inside._orig_mod  # pyright: ignore[reportAssignmentType]
+        elif isinstance(inside, DistributedDataParallel):
+            inside = inside.module
         else:
-            return model
+            return inside
 
 
 def _clean(name: str) -> str:
@@ -57,7 +61,8 @@ def trained_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 
 def find_layers(model: nn.Module, names: Mapping[str, Tensor]) -> list[list[str]]:
-    """The trained parameters of each layer: the children of the largest ModuleList or ModuleDict.
+    """The trained parameters of each layer: the children of the largest ModuleList or ModuleDict. The parts of a
+    pipeline have each a piece of that list.
 
     If a Sequential holds more than twice as much, its children are the layers. (A Sequential that holds only a little
     more contains that list.)
@@ -75,15 +80,24 @@ def _largest(model: nn.Module, names: Mapping[str, Tensor], kinds: tuple[type, .
         while "." in path:
             path = path.rpartition(".")[0]
             below.setdefault(path, []).append(name)
-    best: list[list[str]] = []
+    found: dict[str, list[list[str]]] = {}  # by the path of the list, which is the same in all parts
     for prefix, module in model.named_modules():
         if isinstance(module, kinds):
             children = [_clean(f"{prefix}.{child}.".lstrip("."))[:-1] for child, _ in module.named_children()]
-            layers = [below[child] for child in children if child in below]
-            if len(layers) > 1 and _values(layers, names) > _values(best, names):
-                best = layers
-    return best
+            place = prefix.partition(".")[2] if isinstance(model, Parts) else prefix
+            found.setdefault(place, []).extend(below[child] for child in children if child in below)
+    lists = [layers for layers in found.values() if len(layers) > 1]
+    return max(lists, key=lambda layers: _values(layers, names), default=[])
 
 
 def _values(layers: Sequence[Sequence[str]], names: Mapping[str, Tensor]) -> int:
     return sum(names[name].numel() for layer in layers for name in layer)
+
+
+class Parts(nn.Module):
+    """Modules that together are one model, as the stages that a rank of a pipeline holds."""
+
+    def __init__(self, parts: Iterable[nn.Module]) -> None:
+        super().__init__()
+        for i, part in enumerate(parts):
+            self.add_module(str(i), part)

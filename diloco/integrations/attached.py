@@ -48,7 +48,7 @@ class Attached:
 
     def begin(
         self,
-        model: nn.Module,
+        model: nn.Module | Sequence[nn.Module],
         optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         steps: float,
         state: dict[str, Any] | None,
@@ -103,7 +103,7 @@ class Attached:
         return getattr(self._reduce, name)
 
 
-def outer_of(model: nn.Module, rounds: float) -> Outer:
+def outer_of(model: nn.Module | Sequence[nn.Module], rounds: float) -> Outer:
     """The outer rule as `diloco train` derives it. With the usual momentum of 0.9 a small model would not come to rest
     in a short run, least of all under a learning rate that goes to 0, which is the default of frameworks."""
     small = sum(p.numel() for p in trainable(unwrap(model)).values()) < laws.FITTED[0]
