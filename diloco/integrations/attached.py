@@ -1,19 +1,23 @@
 """What every framework's callback does with DiLoCo: begin or resume, show the anchors, count, end."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar, cast
 
-import torch
 from torch import nn
 
 from diloco import laws
 from diloco.diloco import DiLoCo
 from diloco.errors import ConfigError
+from diloco.hook import Optimizers
 from diloco.launch import replica
 from diloco.module import trainable, unwrap
 from diloco.outer import Nesterov, Outer
 from diloco.reduce import Reduce
+
+Model = nn.Module | Sequence[nn.Module]
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Attached:
@@ -46,22 +50,21 @@ class Attached:
         named = getattr(self._reduce, "replica", getattr(self._reduce, "name", None))
         return "" if named is None else f"replica-{named}"
 
-    def begin(
-        self,
-        model: nn.Module | Sequence[nn.Module],
-        optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
-        steps: float,
-        state: dict[str, Any] | None,
-    ) -> None:
-        """Join the others, from the saved state if there is one. `steps`: of the whole run."""
+    def make(self, model: Model, optimizers: Optimizers, steps: float) -> DiLoCo:
+        """`steps`: of the whole run. It joins the others at the first step."""
         reduce: Any = self._reduce if hasattr(self._reduce, "take") else self._reduce()  # pyright: ignore
         settings: dict[str, Any] = {**self._settings, "reduce": reduce}
         settings.setdefault("outer", outer_of(model, steps / settings.get("sync_every", 100)))
         self.diloco = DiLoCo(model, optimizers, **settings)
-        if state is not None:
-            self.diloco.load_state_dict(state)
-        self.diloco.join()
         self._training = True
+        return self.diloco
+
+    def begin(self, model: Model, optimizers: Optimizers, steps: float, state: dict[str, Any] | None) -> None:
+        """Join the others, from the saved state if there is one. `steps`: of the whole run."""
+        diloco = self.make(model, optimizers, steps)
+        if state is not None:
+            diloco.load_state_dict(state)
+        diloco.join()
 
     def show_anchors(self) -> None:
         """Until `hide_anchors`, the model holds what all replicas agree on."""
@@ -71,6 +74,19 @@ class Attached:
 
     def hide_anchors(self) -> None:
         self._inside.close()
+
+    def on_anchors(self, evaluate: F) -> F:
+        """The same evaluation, of what all replicas agree on."""
+
+        @functools.wraps(evaluate)
+        def shown(*args: Any, **given: Any) -> Any:
+            self.show_anchors()
+            try:
+                return evaluate(*args, **given)
+            finally:
+                self.hide_anchors()
+
+        return cast(F, shown)
 
     def figures(self) -> dict[str, float]:
         """For the framework's log."""
@@ -84,11 +100,12 @@ class Attached:
             "diloco/seconds_exposed": round(stats.seconds_exposed, 3),
         }
 
-    def end(self) -> None:
-        """The last sync: all replicas are equal then."""
-        self._training = False
+    def end(self) -> bool:
+        """The last sync: all replicas are equal then. False if it was before."""
+        ends, self._training = self._training, False
         if self.diloco is not None:
             self.diloco.finish()
+        return ends
 
     def fail(self, error: BaseException) -> None:
         """Training ended with an error: leave at once, so that the others do not wait for this replica."""
@@ -103,7 +120,7 @@ class Attached:
         return getattr(self._reduce, name)
 
 
-def outer_of(model: nn.Module | Sequence[nn.Module], rounds: float) -> Outer:
+def outer_of(model: Model, rounds: float) -> Outer:
     """The outer rule as `diloco train` derives it. With the usual momentum of 0.9 a small model would not come to rest
     in a short run, least of all under a learning rate that goes to 0, which is the default of frameworks."""
     small = sum(p.numel() for p in trainable(unwrap(model)).values()) < laws.FITTED[0]
