@@ -1,5 +1,9 @@
-"""The tests with real frameworks need what only `make test-frameworks` installs."""
+"""Tests that need what only `make test-frameworks` or `make test-slurm` installs."""
 
+import os
 from importlib.util import find_spec
 
-collect_ignore = [] if find_spec("lightning") and find_spec("accelerate") else ["test_frameworks.py"]
+FRAMEWORKS = ["test_frameworks.py", "test_preferences.py", "test_ray.py", "test_torchtitan.py"]
+collect_ignore = [] if all(map(find_spec, ("lightning", "accelerate", "ray", "torchtitan"))) else FRAMEWORKS
+if "DILOCO_SLURM" not in os.environ:  # it starts daemons
+    collect_ignore = [*collect_ignore, "test_slurm.py"]

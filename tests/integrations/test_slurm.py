@@ -1,0 +1,88 @@
+"""Under a real Slurm, with two nodes on this machine: `make test-slurm`."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.slurm import NODES, cluster, script
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.timeout(900)
+TRAIN = f"{sys.executable} -m diloco train --model tiny --context 32 --batch 4 --eval-tokens 2048 --sync-every 4"
+LOOP = """
+import hashlib, torch
+from diloco import DiLoCo, replica
+reduce = replica()
+torch.manual_seed(reduce.replica)
+model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(6)))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+with DiLoCo(model, optimizer, sync_every=4, reduce=reduce) as diloco:
+    for step in range(9):
+        model(torch.randn(4, 8)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+values = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
+print("SAID", reduce.replica, "of", reduce.replicas, hashlib.sha256(values).hexdigest(), diloco.stats.rounds)
+"""
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory):
+    with cluster(tmp_path_factory.mktemp("slurm")) as made:
+        yield made
+
+
+@pytest.fixture
+def submit(slurm, tmp_path):
+    def run(*words):
+        done = slurm.submit(*map(str, words), cwd=tmp_path, PYTHONPATH=str(ROOT), HOME=str(tmp_path))
+        logs = "".join(path.read_text() for path in tmp_path.glob("slurm-*.out"))
+        return done.returncode, done.stdout + done.stderr + logs
+
+    return run
+
+
+def test_tasks_of_srun_on_two_nodes_become_replicas_and_end_equal(submit, tmp_path):
+    (tmp_path / "loop.py").write_text(LOOP)
+    code, out = submit("srun", "-N", "2", "-n", "2", sys.executable, "loop.py")
+    said = sorted(re.findall(r"SAID (\d) of 2 (\w+) (\d+)", out))
+    assert code == 0 and [each[0] for each in said] == ["0", "1"], out
+    assert said[0][1] == said[1][1] and int(said[0][2]) > 0
+
+
+def test_the_trainer_is_one_run_on_two_nodes(submit, tmp_path):
+    code, out = submit("srun", "-N", "2", "-n", "2", *TRAIN.split(), "--steps", "6", "--name", "pair")
+    assert code == 0, out
+    assert (tmp_path / "runs/pair/replica-1/metrics.jsonl").exists() and "loss of the anchors" in out
+
+
+def test_a_batch_shell_without_srun_starts_its_own_replicas_and_waits_for_no_task(submit, tmp_path):
+    batch = script(tmp_path / "batch", ["-n 2"], f"{TRAIN} --steps 4 --replicas 2 --name alone\n")
+    code, out = submit("sbatch", "--wait", batch)
+    assert code == 0 and "waiting for" not in out, out
+    assert (tmp_path / "runs/alone/replica-1/metrics.jsonl").exists()
+
+
+def test_two_steps_of_one_job_are_two_runs(submit, tmp_path):
+    """At the same time, on the same nodes."""
+    step = f"srun --overlap -N 2 -n 2 {TRAIN} --steps 4 --name"
+    batch = script(tmp_path / "batch", ["-N 2", "-n 4"], f"{step} a & first=$!\n{step} b & wait $! && wait $first\n")
+    code, out = submit("sbatch", "--wait", batch)
+    assert code == 0, out
+    for name in "ab":
+        found = {path.parent.name for path in tmp_path.glob(f"runs/{name}/replica-*/metrics.jsonl")}
+        assert found == {"replica-0", "replica-1"}, out
+
+
+def test_a_job_array_is_as_many_runs(submit, tmp_path):
+    body = f'srun -n 2 {TRAIN} --steps 4 --name "each-$SLURM_ARRAY_TASK_ID"\n'
+    code, out = submit("sbatch", "--wait", "--array=0-1", script(tmp_path / "batch", ["-n 2"], body))
+    assert code == 0, out
+    assert len(list(tmp_path.glob("runs/each-*/replica-1/metrics.jsonl"))) == 2
+
+
+def test_the_names_of_the_nodes_are_those_of_the_cluster(submit):
+    code, out = submit("srun", "-N", "2", "-n", "2", "sh", "-c", "echo $SLURMD_NODENAME $SLURM_STEP_ID")
+    assert code == 0 and {line.split()[0] for line in out.splitlines() if line} == set(NODES)
