@@ -1,0 +1,71 @@
+"""docs/frameworks.md: what it shows, and processes that run it as torchrun would start them."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.support.s3 import free_port
+
+ROOT = Path(__file__).parents[2]
+TEXT = (ROOT / "docs/frameworks.md").read_text()
+
+COMMON = """
+import hashlib, json, os, sys, torch
+torch.set_num_threads(1)
+torch.manual_seed(1)
+def said(model, **more):
+    whole = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()]
+    values = b"".join(p.detach().contiguous().numpy().tobytes() for p in whole)
+    print("SAID", json.dumps({"hash": hashlib.sha256(values).hexdigest(), **more}))
+"""
+TINY = """
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from datasets import Dataset
+def tiny():
+    torch.manual_seed(int(os.environ.get("RANK", 0)))  # join() takes those of the first replica
+    return LlamaForCausalLM(LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=4,
+                                        num_attention_heads=2, tie_word_embeddings=True))
+model = tiny()
+rows = torch.randint(0, 32, (200, 1), generator=torch.Generator().manual_seed(0))
+rows = ((rows + torch.arange(12)) % 32).tolist()
+dataset = Dataset.from_dict({"input_ids": rows[:160], "labels": rows[:160]})
+held_out = Dataset.from_dict({"input_ids": rows[160:], "labels": rows[160:]})
+small = {"per_device_train_batch_size": 4, "learning_rate": 1e-2, "report_to": [], "use_cpu": True, "logging_steps": 5,
+         "disable_tqdm": True, "warmup_steps": 3}
+"""
+
+
+def shown(title, kind="diff"):
+    """The only block of this kind in the section whose title begins so."""
+    (text,) = re.findall(rf"^## {title}.*?(?=^## |\Z)", TEXT, re.MULTILINE | re.DOTALL)
+    (block,) = re.findall(rf"^```{kind}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    return block
+
+
+def after(diff):
+    """The code with the lines of the diff that are added, without those that are removed."""
+    return "\n".join(line[1:] for line in diff.splitlines() if not line.startswith("-"))
+
+
+def launch(folder, code, replicas=2):
+    """What each of the processes says, each started as torchrun would."""
+    script = folder / "train.py"
+    script.write_text(COMMON + code)
+    common = {**os.environ, "WORLD_SIZE": str(replicas), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
+              "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1"}  # fmt: skip
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "cwd": folder}
+    ranks = [common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(replicas)]
+    processes = [subprocess.Popen([sys.executable, script], env=rank, **pipes) for rank in ranks]
+    outs = [process.communicate(timeout=800)[0] for process in processes]
+    for process, out in zip(processes, outs, strict=True):
+        assert process.returncode == 0, out
+    return [[json.loads(line.removeprefix("SAID ")) for line in out.splitlines() if line.startswith("SAID")]
+            for out in outs]  # fmt: skip
+
+
+def longer(diff):
+    """By how many lines a user's code grows."""
+    return sum((line[0] == "+") - (line[0] == "-") for line in diff.splitlines())
