@@ -5,7 +5,7 @@ JOBS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 export PIP_CONSTRAINT := constraints.txt
 
-.PHONY: help demo test test-frameworks test-fast lint format wheel sanitize browser bench netlab bucket chaos parity parity-quick clean
+.PHONY: help demo test test-frameworks test-slurm test-fast lint format wheel sanitize browser bench netlab bucket chaos parity parity-quick clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## */\1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -18,6 +18,9 @@ test: .venv/ready  ## all tests, in random order
 
 test-frameworks: .venv/ready  ## docs/frameworks.md with the real frameworks, in an environment of their own
 	.ci/frameworks
+
+test-slurm: .venv/ready  ## a real Slurm with two nodes on this machine, installed from the distribution; as root
+	.ci/slurm
 
 test-fast: .venv/ready  ## tests that start no process: about a minute
 	$(PYTEST) -m 'not slow'

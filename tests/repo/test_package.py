@@ -28,7 +28,7 @@ def example(name: str) -> None:
 
 
 def test_importing_the_package_imports_no_torch_and_knows_its_names():
-    heavy = {"torch", "numpy", "transformers", "lightning"}
+    heavy = {"torch", "numpy", "transformers", "lightning", "torchtitan", "axolotl", "ray"}
     code = f"import sys, diloco; print({heavy} & sys.modules.keys()); print(*dir(diloco))"
     result = command(sys.executable, "-c", code)
     assert result.returncode == 0, result.stderr

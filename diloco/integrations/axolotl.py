@@ -1,0 +1,54 @@
+"""DiLoCo in Axolotl, as a plugin that its configuration names:
+
+plugins: [diloco.integrations.axolotl.DiLoCoPlugin]
+diloco: {sync_every: 50}
+"""
+
+from pathlib import Path
+from typing import Any
+
+from axolotl.integrations.base import BasePlugin  # pyright: ignore[reportMissingImports]
+from pydantic import BaseModel
+
+from diloco.codec import codec_named
+from diloco.errors import ConfigError
+from diloco.fragment import fragmenter
+from diloco.integrations.transformers import DiLoCoCallback
+from diloco.outer import outer_named
+
+NAMED = {"codec": codec_named, "fragments": fragmenter, "outer": outer_named}
+"""Settings that are objects, by their names as in `diloco train`."""
+
+
+class DiLoCoArgs(BaseModel):
+    """What a configuration may say: the settings of `DiLoCo`."""
+
+    diloco: dict[str, Any] | None = None
+
+
+class DiLoCoPlugin(BasePlugin):
+    """Make each process a replica: with data and a folder of its own, and with the callback of transformers.Trainer."""
+
+    def register(self, cfg: Any) -> None:
+        """The first that Axolotl calls, before it looks at the variables of torchrun."""
+        given = cfg.get("diloco") or {}
+        settings = {name: NAMED[name](value) if name in NAMED else value for name, value in given.items()}
+        self.callback = DiLoCoCallback(**settings)
+        out = Path(cfg.get("output_dir") or "./model-out")
+        cfg["output_dir"] = str(out / f"replica-{self.callback.replica}")  # Axolotl saves the model there at the end
+
+    def get_input_args(self) -> str:
+        return f"{__name__}.{DiLoCoArgs.__name__}"
+
+    def add_callbacks_pre_trainer(self, cfg: Any, model: Any) -> list[Any]:
+        return [self.callback]
+
+    def post_trainer_create(self, cfg: Any, trainer: Any) -> None:
+        if not hasattr(trainer.train_dataset, "shard"):
+            raise ConfigError(
+                f"the training data are a {type(trainer.train_dataset).__name__}, which cannot be divided over the "
+                "replicas: give a dataset that has shard(), as those of Hugging Face"
+            )
+        trainer.train_dataset = trainer.train_dataset.shard(self.callback.replicas, self.callback.replica)
+        if not cfg.get("max_steps") and trainer.args.max_steps > 0:  # Axolotl has counted those for all of the data
+            trainer.args.max_steps = -(-trainer.args.max_steps // self.callback.replicas)
