@@ -37,7 +37,7 @@ def loop(config: dict[str, Any]) -> None:
     model = prepare_model(Model(), parallel_strategy=None)  # no DDP: each worker is a replica
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     diloco = DiLoCo(model, optimizer, sync_every=5)
-    parts, step = {"model": model, "optimizer": optimizer, "diloco": diloco}, 0
+    parts, step, loss = {"model": model, "optimizer": optimizer, "diloco": diloco}, 0, torch.zeros(())
     if config["resume"]:
         saved = torch.load(Path(config["resume"], f"replica-{rank}.pt"), weights_only=True)
         step = saved.pop("step")
