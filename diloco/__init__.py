@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from diloco.fragment import Named as Named
     from diloco.fragment import Sequential as Sequential
     from diloco.fragment import Strided as Strided
+    from diloco.inner import muon as muon
     from diloco.launch import replica as replica
     from diloco.outer import SGD as SGD
     from diloco.outer import Nesterov as Nesterov
@@ -35,6 +36,7 @@ _HOME = {
     "codec": ("E3M0", "BFloat16", "Float8", "Float32", "Int8", "ThreeBit", "TopK", "TwoBit"),
     "diloco": ("DiLoCo",),
     "errors": ("ConfigError", "DiLoCoError", "Diverged", "Mismatch", "NotFinite", "PeerLost"),
+    "inner": ("muon",),
     "fragment": ("Balanced", "Named", "Sequential", "Strided"),
     "launch": ("replica",),
     "outer": ("SGD", "Nesterov"),

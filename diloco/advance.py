@@ -14,8 +14,8 @@ from torch import Tensor
 
 from diloco import kernels
 from diloco.codec import native_name
-from diloco.outer import SGD, Nesterov, Outer
-from diloco.reduce import State, fingerprint, last_word
+from diloco.outer import SGD, Nesterov, Outer, Stage
+from diloco.reduce import State, fingerprint, words
 from diloco.reduce.mean import Encoded, decode, exact
 
 
@@ -59,12 +59,14 @@ class Memory:
 
 
 class NextState:
-    def __init__(self, state: State, outer: Outer, memory: Memory) -> None:
-        self._old, self._outer = state, outer
-        self._rule = _native_rule(outer)
+    def __init__(self, state: State, outer: Outer, memory: Memory, lr_sum: float) -> None:
+        self._old, self._outer, self._stage = state, outer, Stage(state.index + 1, lr_sum)
+        self._rule = _native_rule(outer, self._stage, state.outer)
         self._parts: list[Encoded] = []  # without a native rule: all of them, until the end
-        self._new = memory.anchors.take(len(state.anchor)), memory.outers.take(len(state.outer))
-        self._words: tuple[int, int] | None = (0, 0)
+        kept = type(outer) is SGD  # has no state, and leaves that of another rule as it is
+        spare = state.outer if kept else memory.outers.take(len(state.outer))
+        self._new = memory.anchors.take(len(state.anchor)), spare
+        self._words: tuple[int, int] | None = None if kept and len(state.outer) else (0, 0)
 
     def add(self, part: Encoded) -> None:
         if self._rule is None:
@@ -86,19 +88,22 @@ class NextState:
         if self._rule is None:
             anchor.copy_(self._old.anchor)
             outer.copy_(self._old.outer)
-            self._outer.step(anchor, decode(self._parts), outer)
+            self._outer.step(anchor, decode(self._parts), outer, self._stage)
             return State(index, anchor, outer)
+        if self._rule.momentum is not None:
+            outer[len(anchor) :] = self._stage.lr_sum
         known = None
-        if self._words is not None:
-            sums = [words % (1 << 64) + last_word(t) for words, t in zip(self._words, self._new, strict=True)]
-            known = fingerprint(*sums)
+        if self._words is not None:  # over the pairs of values; what is behind the last pair is missing
+            rest = len(anchor) // 2 * 2
+            sums = [total + words(t[rest:]) for total, t in zip(self._words, self._new, strict=True)]
+            known = fingerprint(*(total % (1 << 64) for total in sums))
         return State(index, anchor, outer, known)
 
 
-def _native_rule(outer: Outer) -> tuple[float, float | None] | None:
-    """(lr, momentum) of a rule that the kernels know, if they are there. A class derived from it may differ."""
+def _native_rule(outer: Outer, stage: Stage, state: Tensor) -> kernels.Rule | None:
+    """A rule that the kernels know, if they are there. A class derived from it may differ."""
     if kernels.level == "reference":
         return None
     if type(outer) is Nesterov:
-        return outer.lr, outer.momentum
-    return (outer.lr, None) if type(outer) is SGD else None
+        return kernels.Rule(*outer.at(stage, state))
+    return kernels.Rule(outer.lr) if type(outer) is SGD else None

@@ -20,13 +20,13 @@ from diloco.codec import E3M0, Codec, check_sizes, feedback_of
 from diloco.errors import ConfigError, DiLoCoError, Mismatch, NotFinite
 from diloco.flat import ShardId, checksum, forget_not_finite, pinned, reshard, shard_id
 from diloco.fragment import Fragment, Fragmenter, Strided
-from diloco.hook import Optimizers, as_list, attach, evaluate
+from diloco.hook import Optimizers, as_list, attach, evaluate, lr_of
 from diloco.module import find_layers, frozen, trainable, trained_buffers, unwrap
 from diloco.outer import Nesterov, Outer, denormals
 from diloco.reduce import Dropped, Jump, Reduce, Round
 from diloco.schedule import Schedule, check_overlap
 from diloco.stats import Stats
-from diloco.sync import FragmentSync, sync_of_buffers
+from diloco.sync import FragmentSync, Trained, sync_of_buffers
 
 F = TypeVar("F", bound=Callable[..., None])
 
@@ -109,7 +109,7 @@ class DiLoCo:
         self._buffers = sync_of_buffers(len(pieces), trained_buffers(model), memory)
         self.step_count = 0
         self.stats = Stats()
-        self._work, self._tokens = 0.0, False
+        self._progress, self._tokens = Trained(), False
         self._spoiled: int | None = None  # the step at which local values were given up, until a delta counts again
         self._life = _Life.APART
         self._detach = attach(self._optimizers, self.join, self.step)
@@ -120,8 +120,7 @@ class DiLoCo:
         if self._life is not _Life.JOINED:
             self._meet(self._all_fragments())  # the step is done: what was there at construction is the start
         self.step_count += 1
-        if not self._tokens:
-            self._work += 1
+        self._add(0.0 if self._tokens else 1.0, lr_of(self._optimizers))
         try:
             for fragment in self._fragments:
                 self._apply(fragment)
@@ -141,7 +140,7 @@ class DiLoCo:
         mistakes.check_trained(self._model, self._trained, self._optimizers)
 
     def _send(self, fragment: FragmentSync) -> None:
-        sent = fragment.take_delta(self.step_count, self._work)
+        sent = fragment.take_delta(self.step_count, self._progress)
         self.reduce.send(fragment.number, sent.index, fragment.delta_later(sent, self._tokens))
 
     def _apply(self, fragment: FragmentSync) -> None:
@@ -159,11 +158,11 @@ class DiLoCo:
                     if reset:
                         self._recover()
                 case Jump(state):
-                    fragment.jump(state, self._work)
+                    fragment.jump(state, self._progress)
                 case Round():
                     fragment.apply(outcome, self.keep_local)
                     self._spoiled = None if outcome.counted else self._spoiled
-                    if self._tokens and not self._work and not any(outcome.members.values()):
+                    if self._tokens and not self._progress.work and not any(outcome.members.values()):
                         mistakes.warn_no_tokens()
                     hook = time.perf_counter() - taken
                     self.stats.add(fragment.statistics(outcome, sent, self.step_count, taken - began, hook))
@@ -176,7 +175,7 @@ class DiLoCo:
                             f"{self._spoiled}. A lower learning rate or gradient clipping may prevent it.")  # fmt: skip
         self._spoiled = self._spoiled or self.step_count
         for fragment in self._fragments:
-            fragment.go_back(self._work)
+            fragment.go_back(self._progress)
         reshard(self._model)
         for optimizer in self._optimizers:
             forget_not_finite(optimizer)
@@ -210,7 +209,7 @@ class DiLoCo:
         self._life = _Life.JOINED
         for fragment, state in zip(fragments, states, strict=True):
             if state is not None:
-                fragment.jump(state, self._work)
+                fragment.jump(state, self._progress)
         reshard(self._model)
         # What was under way when the state was saved is sent again, in the same order: equal deltas, equal mean.
         again = [(fragment, sent) for fragment in fragments if (sent := fragment.in_flight) is not None]
@@ -228,7 +227,7 @@ class DiLoCo:
         if not self.step_count and not any(self.indices):
             mistakes.check_no_step(any(fragment.moved() for fragment in self._fragments))
         self._detach()
-        self.reduce.settle()
+        together = self.reduce.settle()
         self._life = _Life.FINISHING
         fragments = self._all_fragments()
         self._find_buffers()
@@ -236,6 +235,7 @@ class DiLoCo:
             self._apply(fragment)
         evaluate(self._optimizers)
         for fragment in fragments:
+            fragment.ending = together
             self._send(fragment)
         for fragment in fragments:
             self._apply(fragment)
@@ -256,12 +256,15 @@ class DiLoCo:
 
     def count(self, tokens: float) -> None:
         """Count work: in the mean, replicas weigh by tokens since the last sync. Without it they weigh by steps."""
-        if not self._tokens and self._work:
+        if not self._tokens and self._progress.work:
             raise DiLoCoError("count() was first called after a step: call it before every step, or never")
         if not 0 <= float(tokens) < float("inf"):
             raise ConfigError(f"count({tokens}): give the number of tokens of this step, 0 or more")
         self._tokens = True
-        self._work += float(tokens)
+        self._add(float(tokens), 0.0)
+
+    def _add(self, work: float, lr: float | Tensor) -> None:
+        self._progress = Trained(self._progress.work + work, self._progress.lr_sum + lr)
 
     @contextlib.contextmanager
     def anchors(self) -> Iterator[None]:
@@ -296,7 +299,14 @@ class DiLoCo:
         # One entry per shard: torch.distributed.checkpoint takes equal names on several ranks for equal values. It does
         # not load a state with a name that the saved one lacks, so the replica has no name of its own.
         tokens = self._tokens, getattr(self.reduce, "replica", None)
-        return {str(self._shard): {"step": self.step_count, "work": self._work, "tokens": tokens, "parts": parts}}
+        return {
+            str(self._shard): {
+                "step": self.step_count,
+                "work": self._progress.saved(),
+                "tokens": tokens,
+                "parts": parts,
+            }
+        }
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -314,7 +324,7 @@ class DiLoCo:
         self._check_open()
         for fragment in fragments:
             fragment.load_state_dict(parts[str(fragment.number)])
-        self.step_count, self._work, self._tokens = saved["step"], saved["work"], tokens
+        self.step_count, self._progress, self._tokens = saved["step"], Trained.load(saved["work"]), tokens
         self._life = _Life.APART
 
     def __repr__(self) -> str:

@@ -90,6 +90,12 @@ def _unwrap(optimizer: Any) -> Any:
     return optimizer
 
 
+def lr_of(optimizers: Sequence[torch.optim.Optimizer]) -> float | torch.Tensor:
+    """The learning rates of a step, added up over all groups: only how the sum changes matters. 1 if none is known."""
+    rates = [group["lr"] for optimizer in optimizers for group in optimizer.param_groups if "lr" in group]
+    return sum(rates, 0.0) if rates else 1.0
+
+
 def evaluate(optimizers: Sequence[torch.optim.Optimizer]) -> None:
     """Make schedule-free optimizers put their averaged weights into the model. These agree after the last sync;
     computed after it, from what each replica has in its optimizer, they would differ."""

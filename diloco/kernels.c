@@ -17,7 +17,7 @@
 #endif
 #define INLINE static inline __attribute__((always_inline))
 
-enum { BLOCK = 256, CHUNK = 1 << 17, PIECE = 2048 };
+enum { BLOCK = 256, CHUNK = 1 << 17, PIECE = 512 };
 enum { FLOAT32, BFLOAT16, INT8, E3M0, THREEBIT, TWOBIT, TOPK };
 enum { MEAN, SGD, NESTEROV };
 
@@ -26,7 +26,7 @@ typedef struct {
     const uint8_t *const *payloads;
     const float *factors;
     int32_t members, codec, rule;
-    float lr, momentum;
+    float lr, momentum, decay; /* decay: of the velocity; less than momentum when the inner learning rate falls */
     const float *anchor, *velocity;        /* the state before the round */
     float *new_anchor, *new_velocity;      /* and after it, in another place; MEAN writes the mean to new_anchor */
     uint64_t anchor_words, velocity_words; /* out: sums over the pairs of values that were written */
@@ -536,19 +536,19 @@ WIDE static void add_decoded_wide(int codec, const uint8_t *chunk, int64_t count
 #define add_decoded_wide add_decoded
 #endif
 
-/* v = mu * v + d; anchor = anchor - lr * (d + mu * v), each operation rounded by itself, as in outer.py */
+/* v = decay * v + d; anchor = anchor - lr * (d + mu * v), each operation rounded by itself, as in outer.py */
 INLINE void apply(const Round *r, const float *mean, int64_t at, int64_t n)
 {
     const float *restrict anchor = r->anchor + at, *restrict velocity = r->velocity + at;
     float *restrict new_anchor = r->new_anchor + at, *restrict new_velocity = r->new_velocity + at;
-    float lr = r->lr, mu = r->momentum;
+    float lr = r->lr, mu = r->momentum, decay = r->decay;
     if (r->rule == SGD) {
         for (int64_t i = 0; i < n; i++)
             new_anchor[i] = anchor[i] - mean[i] * lr;
         return;
     }
     for (int64_t i = 0; i < n; i++) {
-        float v = velocity[i] * mu + mean[i];
+        float v = velocity[i] * decay + mean[i];
         new_velocity[i] = v;
         new_anchor[i] = anchor[i] - (v * mu + mean[i]) * lr;
     }

@@ -9,6 +9,7 @@ import ctypes
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -24,6 +25,15 @@ _ENCODED = ("e3m0", "threebit", "twobit", "topk")
 _MEAN, _SGD, _NESTEROV = range(3)
 
 
+@dataclass(frozen=True)
+class Rule:
+    """An outer rule that the kernels know: SGD (no momentum), or Nesterov and what remains of its velocity."""
+
+    lr: float
+    momentum: float | None = None
+    decay: float = 0.0
+
+
 class _Round(ctypes.Structure):
     """`Round` of kernels.c."""
 
@@ -35,6 +45,7 @@ class _Round(ctypes.Structure):
         ("rule", ctypes.c_int32),
         ("lr", ctypes.c_float),
         ("momentum", ctypes.c_float),
+        ("decay", ctypes.c_float),
         ("anchor", ctypes.c_void_p),
         ("velocity", ctypes.c_void_p),
         ("new_anchor", ctypes.c_void_p),
@@ -119,18 +130,19 @@ def advance(
     codec: str,
     payloads: Sequence[Tensor],
     factors: Sequence[float],
-    rule: tuple[float, float | None],
+    rule: Rule,
     old: tuple[Tensor, Tensor],
     new: tuple[Tensor, Tensor],
 ) -> tuple[int, int]:
-    """new ← what SGD (no momentum) or Nesterov makes of old, (anchor, velocity), and the mean. Returns, for anchor and
-    velocity, the sum over the pairs of values in `new`, as words of 64 bits."""
-    (lr, momentum), n = rule, len(old[0])
-    for tensor in (old[0], new[0]) if momentum is None else (*old, *new):
+    """new ← what the rule makes of old, (anchor, velocity), and the mean. Returns, for anchor and velocity, the sum
+    over the pairs of values in `new`, as words of 64 bits."""
+    plain, n = rule.momentum is None, len(old[0])
+    for tensor in (old[0], new[0]) if plain else (*old, *new):
         assert tensor.dtype == torch.float32 and tensor.is_contiguous() and len(tensor) == n
-    work = _Round(rule=_SGD if momentum is None else _NESTEROV, lr=lr, momentum=momentum or 0.0)
+    work = _Round(rule=_SGD if plain else _NESTEROV, lr=rule.lr)
     work.anchor, work.new_anchor = old[0].data_ptr(), new[0].data_ptr()
-    if momentum is not None:
+    if rule.momentum is not None:
+        work.momentum, work.decay = rule.momentum, rule.decay
         work.velocity, work.new_velocity = old[1].data_ptr(), new[1].data_ptr()
     _run(work, codec, payloads, factors, n)
     return work.anchor_words, work.velocity_words

@@ -20,14 +20,6 @@ LOSS_30_100 = {
 """Loss with sync_every 30 and 100 at 35M, 100M, 200M, 300M, 500M and 1B, by replicas (streaming paper, Tables 5, 6)."""
 LARGEST_SYNC_EVERY = 300
 """The largest that the scaling laws tried."""
-OUTER_LR = {1: 0.4, 2: 0.6, 4: 0.6, 8: 0.8}
-"""Best outer lr by replicas, large models, sync_every 30 (scaling laws)."""
-OUTER_MOMENTUM = 0.9
-"""In all published runs."""
-SHORT = 150
-"""Rounds of a fragment below which a model smaller than FITTED takes the next two values. Momentum 0.9 remembers ten
-rounds: while the inner lr decays, the anchors still move at the old pace. Measured at 100 rounds (docs/parity.md)."""
-SHORT_OUTER_LR, SHORT_MOMENTUM = 0.7, 0.5
 TOKENS_PER_PARAMETER = 20
 SAFE_OVERLAP = 5
 """The streaming paper's advice; up to 10 it saw less than 0.2 % of loss."""
@@ -62,16 +54,6 @@ def loss_gap(parameters: float, replicas: int, sync_every: int, overlap: int) ->
         cautions.append("up to 0.2 % more for overlap" if overlap <= 10 else "overlap above 10 costs more")
     source = f"{SCALING_LAWS} fits by replicas; {STREAMING} Tables 5, 6 for sync_every"
     return Estimate(gap, source, ", ".join(cautions))
-
-
-def outer_lr(replicas: int) -> tuple[float, int]:
-    """The best outer lr, and the number of replicas it was tuned for.
-
-    >>> outer_lr(3)
-    (0.6, 2)
-    """
-    nearest = max(m for m in OUTER_LR if m <= replicas)
-    return OUTER_LR[nearest], nearest
 
 
 def inner_lr(parameters: float, replicas: int) -> float:

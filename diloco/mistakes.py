@@ -150,7 +150,7 @@ def hint_one_fragment(fragments: object, pieces: Sequence[Fragment]) -> None:
 
 def hint_momentum(codec: Codec, outer: object) -> None:
     """Say that a sparse codec and outer momentum do the same twice."""
-    if is_sparse(codec) and getattr(outer, "momentum", 0.0) > 0:
+    if is_sparse(codec) and getattr(outer, "momentum", 0.0) != 0.0:
         warnings.warn(f"{codec} with {outer}: what a sparse codec sends late acts like momentum already, and outer "
                       "momentum on top of it was found to cost loss (SparseLoCo, arXiv 2508.15706): take plain SGD, "
                       "outer=SGD(lr=1.0), in the trainer --outer sgd", stacklevel=3)  # fmt: skip

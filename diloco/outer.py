@@ -8,7 +8,7 @@ them to zero (`torch.set_flush_denormal`, or a library built with -ffast-math).
 
 from contextlib import suppress
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from diloco.errors import ConfigError
 
@@ -19,12 +19,20 @@ CHUNK = 1 << 16
 """Values per pass: the intermediate results stay in the cache (2.2 ns a value; 3.7 in one pass)."""
 
 
+@dataclass(frozen=True)
+class Stage:
+    """What an outer rule may know of a round. The same on all replicas."""
+
+    index: int  # from 1
+    lr_sum: float  # the inner learning rates of the steps in the deltas, added up; mean over the replicas
+
+
 class Outer(Protocol):
     def state(self, n: int) -> "Tensor":
         """Fresh state for a fragment of n values: flat fp32, possibly empty."""
         ...
 
-    def step(self, anchor: "Tensor", delta: "Tensor", state: "Tensor") -> None:
+    def step(self, anchor: "Tensor", delta: "Tensor", state: "Tensor", stage: Stage) -> None:
         """Update anchor and state in place. `delta` (anchor − local, averaged) acts as a gradient."""
         ...
 
@@ -43,25 +51,51 @@ def denormals() -> str:
     return "kept" if float(torch.tensor(2.0**-126) * 0.5) else "flushed to zero"
 
 
+GROWTH = 10
+"""Rounds after which momentum begins to grow. With 5, runs of 100 rounds ended 0.2 % higher (one seed)."""
+LARGEST = 0.9
+
+
 @dataclass(frozen=True)
 class Nesterov:
-    """SGD with Nesterov momentum: v ← Δ + μ·v; θ ← θ − η·(Δ + μ·v)."""
+    """SGD with Nesterov momentum: v ← Δ + μ·v; θ ← θ − η·(Δ + μ·v).
 
-    lr: float = 0.4
-    momentum: float = 0.9
+    Momentum that is not given grows with the rounds k, μ = 1 − 10/k from 0 to 0.9: a memory of more rounds than a tenth
+    of those that were is late. A learning rate that is not given falls with it, η = 1 − 2μ/3: from 1 at μ = 0, plain
+    averaging, through 0.67 at μ = 0.5 to the paper's 0.4 at μ = 0.9.
+
+    With `follow`, v shrinks with a, the sum of the inner learning rates over the round: v ← Δ + μ·min(a/a', 1)·v, a'
+    that of the round before. So momentum does not run on when the learning rate goes to zero. At a constant learning
+    rate this changes nothing. Nesterov(0.4, 0.9, follow=False) is the paper's rule.
+    """
+
+    lr: float | None = None
+    momentum: float | None = None
+    follow: bool = True
 
     def __post_init__(self) -> None:
-        _check(self.lr, self.momentum)
+        _check(1.0 if self.lr is None else self.lr, self.momentum or 0.0)
 
     def state(self, n: int) -> "Tensor":
-        return _zeros(n)
+        """v and, with `follow`, the a of the last round behind it."""
+        return _zeros(n + self.follow)
 
-    def step(self, anchor: "Tensor", delta: "Tensor", state: "Tensor") -> None:
-        for theta, d, v in zip(anchor.split(CHUNK), delta.split(CHUNK), state.split(CHUNK), strict=True):
-            v.mul_(self.momentum).add_(d)
-            update = v * self.momentum
-            update.add_(d).mul_(self.lr)
+    def at(self, stage: Stage, state: "Tensor") -> tuple[float, float, float]:
+        """Learning rate, momentum, and what remains of the old v, in this round."""
+        momentum = min(max(1 - GROWTH / stage.index, 0.0), LARGEST) if self.momentum is None else self.momentum
+        lr = 1 - 2 * momentum / 3 if self.lr is None else self.lr
+        before = float(state[-1]) if self.follow else 0.0
+        return lr, momentum, momentum * (min(stage.lr_sum / before, 1.0) if before else 1.0)
+
+    def step(self, anchor: "Tensor", delta: "Tensor", state: "Tensor", stage: Stage) -> None:
+        lr, momentum, decay = self.at(stage, state)
+        velocity = state[: len(anchor)]
+        for theta, d, v in zip(anchor.split(CHUNK), delta.split(CHUNK), velocity.split(CHUNK), strict=True):
+            v.mul_(decay).add_(d)
+            update = v * momentum
+            update.add_(d).mul_(lr)
             theta.sub_(update)
+        state[len(anchor) :] = stage.lr_sum
 
 
 @dataclass(frozen=True)
@@ -76,7 +110,7 @@ class SGD:
     def state(self, n: int) -> "Tensor":
         return _zeros(0)
 
-    def step(self, anchor: "Tensor", delta: "Tensor", state: "Tensor") -> None:
+    def step(self, anchor: "Tensor", delta: "Tensor", state: "Tensor", stage: Stage) -> None:
         for theta, d in zip(anchor.split(CHUNK), delta.split(CHUNK), strict=True):
             theta.sub_(d * self.lr)
 
@@ -84,17 +118,22 @@ class SGD:
 OUTERS: dict[str, type[Nesterov] | type[SGD]] = {"nesterov": Nesterov, "sgd": SGD}
 
 
+def numbers(rule: type[Any]) -> list[str]:
+    """The values of a rule that a flag gives as numbers, in order."""
+    return [field.name for field in fields(rule) if field.name != "follow"]
+
+
 def outer_named(text: str) -> Outer:
     """The outer rule that a flag or a recipe names, with its values in order, or without them for the defaults.
 
     >>> outer_named("nesterov:0.6,0.9"), outer_named("sgd:1")
-    (Nesterov(lr=0.6, momentum=0.9), SGD(lr=1.0))
+    (Nesterov(lr=0.6, momentum=0.9, follow=True), SGD(lr=1.0))
     """
     name, colon, rest = text.partition(":")
     rule, words = OUTERS.get(name), rest.split(",")
     with suppress(ValueError):  # not a number, or not one that the rule takes
-        if rule is not None and len(words) == (len(fields(rule)) if colon else 1):
-            return rule(*map(float, words)) if colon else rule()
+        if rule is not None and len(words) == (len(numbers(rule)) if colon else 1):
+            return rule(*map(float, words)) if colon else rule()  # pyright: ignore[reportArgumentType]
     raise ConfigError(
         f"outer={text!r}: give nesterov, nesterov:LR,MOMENTUM, sgd or sgd:LR, with a positive LR and a MOMENTUM from 0 "
         "up to, not including, 1, as in nesterov:0.6,0.9"

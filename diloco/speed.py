@@ -112,7 +112,7 @@ def _measure() -> Speed:
         mean = Encoded(0, MODEL, codec_named("e3m0"), [pack(codec_named("e3m0"), torch.randn(MODEL))] * 2, [0.5, 0.5])
 
         def advance() -> None:
-            next = NextState(state, Nesterov(), memory)
+            next = NextState(state, Nesterov(), memory, 1.0)
             next.add(mean)
             made = next.state(1)
             memory.anchors.give(made.anchor, lambda: None)

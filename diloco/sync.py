@@ -5,6 +5,7 @@ import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,17 +22,41 @@ from diloco.stats import RoundStats
 
 
 @dataclass(frozen=True)
+class Trained:
+    """What a replica has trained."""
+
+    work: float = 0.0  # tokens, or steps
+    lr_sum: float | Tensor = 0.0  # the inner learning rates of all steps; on a device if those are
+
+    def __sub__(self, other: "Trained") -> "Trained":
+        return Trained(self.work - other.work, self.lr_sum - other.lr_sum)
+
+    def saved(self) -> tuple[float, float]:
+        return self.work, float(self.lr_sum)
+
+    @staticmethod
+    def load(saved: Any) -> "Trained":
+        """States of version 0.1 hold the work alone."""
+        return Trained(*saved) if isinstance(saved, (tuple, list)) else Trained(saved)
+
+
+@dataclass(frozen=True)
 class InFlight:
     """A delta that was sent and whose round is not applied yet."""
 
     index: int
     step: int
-    work: float  # done by this replica when it was sent
-    weight: float  # work that is not in the anchor yet
+    trained: Trained  # by this replica when it was sent
+    new: Trained  # the part of it that is not in the anchor yet
     values: Tensor
     ready: Callable[[], None]  # wait for copies from the device
     sent_at: float
     seconds: float = 0.0  # that the training thread took to take the delta
+
+
+LAST = SGD(lr=1.0)
+"""The outer rule of the last round of all replicas: the anchors become their mean. A full step with momentum on what a
+few steps have changed goes too far: in nine short runs the mean was below the anchors in all."""
 
 
 class FragmentSync:
@@ -57,20 +82,25 @@ class FragmentSync:
         self.state = State(0, anchor, outer.state(self.view.size))
         self.view.read(self.state.anchor)
         self.in_flight: InFlight | None = None
+        self.ending = False  # the next round is the last one of all replicas
         self.sent_step = 0
-        self.counted = 0.0  # work that is in the anchor
+        self.counted = Trained()  # what is in the anchor
         self.feedback = feedback
         # What the codec lost of the deltas that counted, for the next one. Never changed while a delta is being taken.
         self.residual = self.memory.anchors.take(self.view.size).zero_() if feedback else None
 
-    def take_delta(self, step: int, work: float) -> InFlight:
+    @property
+    def _rule(self) -> Outer:
+        return LAST if self.ending else self.outer
+
+    def take_delta(self, step: int, trained: Trained) -> InFlight:
         """Take the delta against the anchor, never against the merged local value."""
         began = time.perf_counter()
         values = self.memory.deltas.take(self.view.size)
         self.view.subtract(self.state.anchor, values, self.residual)
         ready, taken = self.view.mark(), time.perf_counter() - began
-        self.sent_step, index, weight = step, self.state.index + 1, work - self.counted
-        self.in_flight = InFlight(index, step, work, weight, values, ready, time.time(), taken)
+        self.sent_step, index, new = step, self.state.index + 1, trained - self.counted
+        self.in_flight = InFlight(index, step, trained, new, values, ready, time.time(), taken)
         return self.in_flight
 
     def moved(self) -> bool:
@@ -82,18 +112,19 @@ class FragmentSync:
     def delta_later(self, sent: InFlight, tokens: bool) -> Callable[[], Delta]:
         """The function that the reducer calls, on another thread. The state does not change while it is read: jumps and
         rounds make a new one."""
-        state, feedback = self.state, self.residual is not None
+        state, rule, feedback = self.state, self._rule, self.residual is not None
 
         def delta() -> Delta:
             sent.ready()
             return Delta(
                 values=sent.values,
-                weight=sent.weight,
+                weight=sent.new.work,
                 tokens=tokens,
                 fingerprint=state.fingerprint(),
                 find_fault=lambda: self.view.find_fault(sent.values),
+                lr_sum=float(sent.new.lr_sum),
                 feedback=feedback,
-                next=lambda: NextState(state, self.outer, self.memory),
+                next=partial(NextState, state, rule, self.memory),
             )
 
         return delta
@@ -114,7 +145,7 @@ class FragmentSync:
         assert self.state.index == round.index
         if sent is not None and round.counted:
             self.view.merge(self.state.anchor, keep_local)
-            self.counted = sent.work
+            self.counted = sent.trained
             if trained:
                 self._keep_loss(sent.values, round)
                 self._free(old, sent)
@@ -123,7 +154,7 @@ class FragmentSync:
         self.in_flight = None
 
     def _advance(self, round: Round) -> State:
-        prepared = NextState(self.state, self.outer, self.memory)
+        prepared = NextState(self.state, self._rule, self.memory, round.lr_sum)
         for part in round.encoded:
             prepared.add(part)
         return prepared.state(round.index)
@@ -133,7 +164,8 @@ class FragmentSync:
         a device may still be in progress."""
         copied = self.view.mark()
         self.memory.anchors.give(old.anchor, copied)
-        self.memory.outers.give(old.outer, _already)
+        if old.outer is not self.state.outer:
+            self.memory.outers.give(old.outer, _already)
         self.memory.deltas.give(sent.values, _already)
 
     def _keep_loss(self, sent: Tensor, round: Round) -> None:
@@ -150,17 +182,17 @@ class FragmentSync:
             # A new one: the old one may still be copied to a device.
             self.residual = self.memory.anchors.take(self.view.size).zero_()
 
-    def jump(self, state: State, work: float) -> None:
+    def jump(self, state: State, trained: Trained) -> None:
         """Replace the state; local work since the last round is lost."""
         self.state = state if state.anchor is self.state.anchor else self._copy(state)
-        self.in_flight, self.counted = None, work
+        self.in_flight, self.counted = None, trained
         self._forget_residual()
         self.view.write(self.state.anchor)
 
-    def go_back(self, work: float) -> None:
+    def go_back(self, trained: Trained) -> None:
         """Set the local values to the anchor. A delta in flight stays so; if it is not counted, its work is lost."""
         self.view.write(self.state.anchor)
-        self.counted = work
+        self.counted = trained
         self._forget_residual()
 
     def find(self, tensors: Mapping[str, Tensor]) -> None:
@@ -197,14 +229,14 @@ class FragmentSync:
         if self.in_flight is not None:
             self.in_flight.ready()
             buffer, f = io.BytesIO(), self.in_flight
-            torch.save((f.index, f.step, f.work, f.weight, f.values), buffer)
+            torch.save((f.index, f.step, f.trained.saved(), f.new.saved(), f.values), buffer)
             flight = bytearray(buffer.getvalue())
         residual = {} if self.residual is None else {"residual": self.residual}
         return {
             "pieces": self._pieces(),
             "index": self.state.index,
             "sent_step": self.sent_step,
-            "counted": self.counted,
+            "counted": self.counted.saved(),
             "anchor": self.state.anchor,
             "outer": self.state.outer,
             "flight": flight,  # not a tensor: checkpoints want the same tensors in every save
@@ -228,10 +260,12 @@ class FragmentSync:
         self.state.outer.copy_(saved["outer"])
         if self.residual is not None:
             self.residual.copy_(saved["residual"]) if "residual" in saved else self.residual.zero_()
-        self.sent_step, self.counted, self.in_flight = saved["sent_step"], saved["counted"], None
+        self.sent_step, self.counted, self.in_flight = saved["sent_step"], Trained.load(saved["counted"]), None
         if saved["flight"]:
-            index, step, work, weight, values = torch.load(io.BytesIO(saved["flight"]), weights_only=True)
-            self.in_flight = InFlight(index, step, work, weight, values, _already, time.time())
+            index, step, trained, new, values = torch.load(io.BytesIO(saved["flight"]), weights_only=True)
+            self.in_flight = InFlight(
+                index, step, Trained.load(trained), Trained.load(new), values, _already, time.time()
+            )
 
 
 def sync_of_buffers(number: int, buffers: dict[str, Tensor], memory: Memory) -> list[FragmentSync]:

@@ -42,7 +42,7 @@ def loss_with(codec: Codec) -> float:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         data = torch.Generator().manual_seed(reduce.replica)
         with DiLoCo(model, optimizer, sync_every=10, codec=codec, reduce=reduce):
-            for _ in range(300):
+            for _ in range(60):
                 x = torch.randn(32, 64, generator=data)
                 (model(x) - x @ target).square().mean().backward()
                 optimizer.step()

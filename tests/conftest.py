@@ -77,7 +77,7 @@ def whole(place):
             words = ["--name", "whole", "--steps", "40", "--save-every", "20", "--json"]
             code, out, err = run(place, "train", "recipe.toml", *words)
             assert code == 0, err
-            assert "lr = 0.008: scaling law" in err and "outer_lr = 0.7: best with outer momentum 0.5" in err
+            assert "lr = 0.008: scaling law" in err and "inner = muon: lower loss than AdamW" in err
             (place / "whole.json").write_text(out)
     return json.loads((place / "whole.json").read_text())
 

@@ -199,10 +199,11 @@ class Bucket:
             self._protocols[fragment].applied(state)
             self._wake(fragment)
 
-    def settle(self) -> None:
+    def settle(self) -> bool:
         with self._lock:
             self._check()
             self._finishing = self._clock()
+        return False  # the others may go on
 
     def leave(self) -> None:
         """Tell the others. If the store does not answer, they find out by themselves."""

@@ -57,7 +57,9 @@ class Outbox:
         self._putting = False
         self.acknowledged: Contribution | None = None  # by the store
         self._own: dict[str, Contribution] = {}  # by digest: all that were encoded for this round
-        self._next: tuple[int, Callable[[], Next]] | None = None  # index, and what makes the state after that round
+        self._next: tuple[int, Callable[[float], Next]] | None = (
+            None  # index, and what makes the state after that round
+        )
         self._newest: str | None = None  # digest of the delta taken last, once it is encoded, if its values are asked
         self._sent = 0  # bytes, for this round
         self._began = 0.0
@@ -122,9 +124,9 @@ class Outbox:
         self.acknowledged, self._waiting = own, None  # it stands, even if a newer one was about to replace it
         return Delivered(sealed.name, own)
 
-    def next(self, index: int) -> Next | None:
+    def next(self, index: int, lr_sum: float) -> Next | None:
         """What makes the state after round `index`, if a delta for it was taken against the state before it."""
-        return self._next[1]() if self._next is not None and self._next[0] == index else None
+        return self._next[1](lr_sum) if self._next is not None and self._next[0] == index else None
 
     def _encode(self, index: int, delta: Delta) -> tuple[Sealed, Contribution] | None:
         """The delta as an object, and as the others will read it. None if it holds inf or nan."""
@@ -137,11 +139,12 @@ class Outbox:
         sealed = self._session.envelope.seal(
             delta_name(self._fragment, index, me),
             "delta",
-            delta_fields(self._fragment, index, me, delta.fingerprint, delta.weight),
+            delta_fields(self._fragment, index, me, delta.fingerprint, delta.weight, delta.lr_sum),
             payload.numpy().tobytes(),
         )
         norm = norm_of(self._codec, payload, self._n)
-        return sealed, Contribution(me, sealed.digest, delta.fingerprint, delta.weight, norm, payload, sealed.nbytes)
+        own = me, sealed.digest, delta.fingerprint, delta.weight, norm, payload, sealed.nbytes, delta.lr_sum
+        return sealed, Contribution(*own)
 
     def fate(self, record: Record) -> Fate:
         counted = next((self._own[e.digest] for e in record.entries if e.digest in self._own), None)

@@ -169,7 +169,8 @@ class FragmentProtocol:
         self.outbox.clear(counted)
         self._closer = record.by
         return Round(
-            index=index, encoded=(followed.mean,), members=record.members, counted=counted, sent=fate.sent,
+            index=index, encoded=(followed.mean,), members=record.members, lr_sum=record.lr_sum, counted=counted,
+            sent=fate.sent,
             received=followed.received, seconds=fate.seconds, own=fate.own, state=followed.state,
         )  # fmt: skip
 
@@ -333,7 +334,7 @@ class FragmentProtocol:
     def _next(self, record: Record, payloads: Mapping[str, Tensor]) -> tuple[Encoded, State | None]:
         """The mean, and the state after the round: the core makes it if no delta of this member was taken for it."""
         mean = mean_of(record, payloads, self._codec, self._n, self.session.merge)
-        if (next := self.outbox.next(record.index)) is None:
+        if (next := self.outbox.next(record.index, record.lr_sum)) is None:
             return exact(mean.values())[0], None
         next.add(mean)
         return mean, next.state(record.index)

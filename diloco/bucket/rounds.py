@@ -21,6 +21,7 @@ LIMIT, LIMIT_OF_FEW, FEW = 2.0, 10.0, 2
 tells the unusual from the usual."""
 FREE = 8
 """First rounds in which a member that is alone has no limit: nothing is usual yet."""
+LARGEST_LR_SUM = 1e9
 MOST = 4096
 """Members of a round."""
 Merge = Literal["mean", "trimmed"]
@@ -74,11 +75,15 @@ class Contribution:
     norm: float
     payload: Tensor  # encoded
     nbytes: int
+    lr_sum: float = 0.0
 
 
-def delta_fields(fragment: int, index: int, member: str, fingerprint: int, tokens: float) -> dict[str, Any]:
+def delta_fields(
+    fragment: int, index: int, member: str, fingerprint: int, tokens: float, lr_sum: float = 0.0
+) -> dict[str, Any]:
     """The header of a delta. It says nothing about the process: sent again after a restart, the object is the same."""
-    return {"fragment": fragment, "index": index, "member": member, "fingerprint": fingerprint, "tokens": tokens}
+    return {"fragment": fragment, "index": index, "member": member, "fingerprint": fingerprint, "tokens": tokens,
+            "lr_sum": lr_sum}  # fmt: skip
 
 
 def read_delta(found: Opened, fragment: int, index: int, codec: Codec, n: int) -> Contribution:
@@ -90,11 +95,12 @@ def read_delta(found: Opened, fragment: int, index: int, codec: Codec, n: int) -
     if member != member_of(found.name):
         raise Invalid("it belongs to another member than its name says")
     fingerprint, tokens = found.integer("fingerprint", 0, FINGERPRINTS), found.number("tokens", 0, 1e18)
+    lr_sum = found.number("lr_sum", 0, LARGEST_LR_SUM)
     payload = torch.frombuffer(bytearray(found.payload), dtype=torch.uint8) if n else torch.empty(0, dtype=torch.uint8)
     norm = norm_of(codec, payload, n)
     if not norm < float("inf"):
         raise Invalid("it holds inf or nan")
-    return Contribution(member, found.digest, fingerprint, tokens, norm, payload, found.nbytes)
+    return Contribution(member, found.digest, fingerprint, tokens, norm, payload, found.nbytes, lr_sum)
 
 
 def norm_of(codec: Codec, payload: Tensor, n: int) -> float:
@@ -111,6 +117,7 @@ class Entry:
     digest: str  # of the delta
     tokens: float
     norm: float
+    lr_sum: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -138,7 +145,7 @@ class Record:
         """Fields and payload of the object."""
         fields = {"fragment": self.fragment, "index": self.index, "fingerprint": self.fingerprint, "by": self.by,
                   "previous": self.previous.digest, "usual": self.previous.usual}  # fmt: skip
-        return fields, json.dumps([[e.member, e.digest, e.tokens, e.norm] for e in self.entries]).encode()
+        return fields, json.dumps([[e.member, e.digest, e.tokens, e.norm, e.lr_sum] for e in self.entries]).encode()
 
     @cached_property
     def shares(self) -> list[float]:
@@ -147,6 +154,12 @@ class Record:
         works = [min(e.tokens, most) for e in self.entries]
         total = sum(works)
         return [work / total if total else 0.0 for work in works]
+
+    @cached_property
+    def lr_sum(self) -> float:
+        """Mean over the members by their share, each within the limit, as with work."""
+        most = self._limit * _usual([e.lr_sum for e in self.entries])
+        return sum(share * min(e.lr_sum, most) for e, share in zip(self.entries, self.shares, strict=True))
 
     @cached_property
     def clips(self) -> list[float]:
@@ -228,13 +241,14 @@ def _read_entries(found: Opened) -> tuple[Entry, ...]:
         raise Invalid("its list of deltas is not JSON") from None
     if not isinstance(listed, list) or not 0 < len(listed) <= MOST:
         raise Invalid(f"its list of deltas is missing, empty or has more than {MOST}")
-    if any(not isinstance(e, list) or len(e) != 4 for e in listed):
+    if any(not isinstance(e, list) or len(e) != 5 for e in listed):
         raise Invalid("its list of deltas has something else in it")
     entries = []
-    for member, digest, tokens, norm in listed:
+    for member, digest, tokens, norm, lr_sum in listed:
         if not _NAME.fullmatch(delta_name(0, 1, text(member, "member"), text(digest, "digest"))):
             raise Invalid("it names something that is not a delta")
-        entries.append(Entry(member, digest, number(tokens, "tokens", 0, 1e18), number(norm, "norm", 0, 1e300)))
+        figures = number(tokens, "tokens", 0, 1e18), number(norm, "norm", 0, 1e300)
+        entries.append(Entry(member, digest, *figures, number(lr_sum, "lr_sum", 0, LARGEST_LR_SUM)))
     names = [e.member for e in entries]
     if names != sorted(set(names)):
         raise Invalid("its members are not sorted, or one is listed twice")
@@ -263,13 +277,14 @@ def entries_of(deltas: Sequence[Contribution], max_work: float, mine: str) -> tu
     """The deltas that a record names, at most MOST, with the own one. Work counts up to `max_work`."""
     kept = sorted(deltas, key=lambda delta: (delta.digest != mine, delta.member))[:MOST]
     kept.sort(key=lambda delta: delta.member)
-    return tuple(Entry(d.member, d.digest, min(d.tokens, max_work), d.norm) for d in kept)
+    return tuple(Entry(d.member, d.digest, min(d.tokens, max_work), d.norm, d.lr_sum) for d in kept)
 
 
 def truthful(record: Record, deltas: Mapping[str, Contribution], max_work: float) -> bool:
     """Whether a record says of its deltas what they are. Norms are sums, which machines add in different orders."""
     return all(
         e.tokens == min(deltas[e.digest].tokens, max_work)
+        and e.lr_sum == deltas[e.digest].lr_sum
         and abs(e.norm - deltas[e.digest].norm) <= 1e-6 * deltas[e.digest].norm
         for e in record.entries
     )

@@ -11,8 +11,8 @@ from typing import Any
 
 from diloco.cli import supervise
 from diloco.errors import ConfigError, DiLoCoError
-from diloco.flags import REQUIRED, flag, parse, stored
-from diloco.runs.config import TrainConfig
+from diloco.flags import REQUIRED, flag, parse
+from diloco.runs.config import TrainConfig, stored_settings
 from diloco.world import own_world, started_here
 
 
@@ -33,7 +33,7 @@ def main(config: ExportConfig) -> int:
     checkpoint, step = checkpoint_of(config.run, config.step)
     if (config.to / "config.json").exists():
         raise ConfigError(f"{config.to} holds a model already: give another --to, or remove it first")
-    settings: TrainConfig = parse(TrainConfig, stored(config.run / "config.toml"))
+    settings: TrainConfig = parse(TrainConfig, stored_settings(config.run))
     if settings.shards == 1:
         _write(settings, checkpoint, config.to)
     elif started_here():
@@ -72,7 +72,7 @@ def with_anchors(settings: TrainConfig, checkpoint: Path, act: Callable[[Any, An
     from diloco.train.checkpoint import alone
     from diloco.train.data.corpus import prepare
     from diloco.train.model import build
-    from diloco.train.setup import adamw, attach
+    from diloco.train.setup import attach, optimizers
 
     corpus = prepare(settings.data, settings.tokenizer or "bytes", text_key=settings.text_key)
     model = build(settings.model, corpus.tokenizer.vocabulary, settings.context, settings.seed)
@@ -83,7 +83,7 @@ def with_anchors(settings: TrainConfig, checkpoint: Path, act: Callable[[Any, An
 
     def take(reduce: local.Local) -> None:
         """A checkpoint holds the replica's own weights and, separately, the anchors."""
-        diloco = attach(model, adamw(model, settings), settings, None, reduce)
+        diloco = attach(model, optimizers(model, settings), settings, None, reduce)
         if diloco:
             with alone():
                 dcp.load({"diloco": diloco}, checkpoint_id=checkpoint, no_dist=True)
@@ -112,7 +112,7 @@ def _write_shards(settings: TrainConfig, checkpoint: Path, to: Path) -> None:
     from diloco.train.data.corpus import prepare
     from diloco.train.export import export_module
     from diloco.train.model import build
-    from diloco.train.setup import adamw, attach, spread
+    from diloco.train.setup import attach, optimizers, spread
 
     world = own_world(settings.shards, 1)
     assert world is not None
@@ -120,7 +120,7 @@ def _write_shards(settings: TrainConfig, checkpoint: Path, to: Path) -> None:
     corpus = prepare(settings.data, settings.tokenizer or "bytes", text_key=settings.text_key)
     complete_model = build(settings.model, corpus.tokenizer.vocabulary, settings.context, settings.seed)
     model, mesh = spread(copy.deepcopy(complete_model), settings, world, torch.device("cpu"))
-    diloco = attach(model, adamw(model, settings), settings, mesh)
+    diloco = attach(model, optimizers(model, settings), settings, mesh)
     state = {"model": get_model_state_dict(model)}
     dcp.load(state, checkpoint_id=checkpoint)
     set_model_state_dict(model, state["model"])

@@ -15,7 +15,7 @@ from diloco.cli import stopped, supervise
 from diloco.errors import ConfigError, DiLoCoError, Mismatch
 from diloco.flags import parse, stored, to_toml
 from diloco.runs import folder as folders
-from diloco.runs.config import TrainConfig, names
+from diloco.runs.config import TrainConfig, names, stored_settings
 from diloco.world import World, alone, own_world, started_here
 
 CONFIG = TrainConfig
@@ -38,7 +38,7 @@ def complete(words: Sequence[str]) -> list[str]:
                               "the newest run with its own settings")  # fmt: skip
         return list(words)
     try:
-        before = stored(folders.existing(Path(given.get("--out", "runs")), given.get("--name")) / "config.toml")
+        before = stored_settings(folders.existing(Path(given.get("--out", "runs")), given.get("--name")))
     except ConfigError:
         return list(words)  # starting the run raises the same error
     if "--tokens" in given:
@@ -113,7 +113,7 @@ def _folder(config: TrainConfig) -> Path:
 def _check_resume(config: TrainConfig, folder: Path) -> None:
     from diloco.train import preflight
 
-    before = parse(TrainConfig, stored(folder / "config.toml"))
+    before = parse(TrainConfig, stored_settings(folder))
     preflight.check_resume(config, folder, before)
     pairs = ((name, getattr(before, name), getattr(config, name)) for name in names("run", "member"))
     changed = [f"{name} {was} → {now}" for name, was, now in pairs if was != now]

@@ -7,13 +7,10 @@ from typing import Any, TypeVar, cast
 
 from torch import nn
 
-from diloco import laws
 from diloco.diloco import DiLoCo
 from diloco.errors import ConfigError
 from diloco.hook import Optimizers
 from diloco.launch import replica
-from diloco.module import trainable, unwrap
-from diloco.outer import Nesterov, Outer
 from diloco.reduce import Reduce
 
 Model = nn.Module | Sequence[nn.Module]
@@ -50,18 +47,16 @@ class Attached:
         named = getattr(self._reduce, "replica", getattr(self._reduce, "name", None))
         return "" if named is None else f"replica-{named}"
 
-    def make(self, model: Model, optimizers: Optimizers, steps: float) -> DiLoCo:
-        """`steps`: of the whole run. It joins the others at the first step."""
+    def make(self, model: Model, optimizers: Optimizers) -> DiLoCo:
+        """It joins the others at the first step."""
         reduce: Any = self._reduce if hasattr(self._reduce, "take") else self._reduce()  # pyright: ignore
-        settings: dict[str, Any] = {**self._settings, "reduce": reduce}
-        settings.setdefault("outer", outer_of(model, steps / settings.get("sync_every", 100)))
-        self.diloco = DiLoCo(model, optimizers, **settings)
+        self.diloco = DiLoCo(model, optimizers, **self._settings, reduce=reduce)
         self._training = True
         return self.diloco
 
-    def begin(self, model: Model, optimizers: Optimizers, steps: float, state: dict[str, Any] | None) -> None:
-        """Join the others, from the saved state if there is one. `steps`: of the whole run."""
-        diloco = self.make(model, optimizers, steps)
+    def begin(self, model: Model, optimizers: Optimizers, state: dict[str, Any] | None) -> None:
+        """Join the others, from the saved state if there is one."""
+        diloco = self.make(model, optimizers)
         if state is not None:
             diloco.load_state_dict(state)
         diloco.join()
@@ -118,12 +113,3 @@ class Attached:
         if not hasattr(self._reduce, name):
             raise ConfigError(f"{type(self._reduce).__name__} gives no {name}: divide the data by names of your own")
         return getattr(self._reduce, name)
-
-
-def outer_of(model: Model, rounds: float) -> Outer:
-    """The outer rule as `diloco train` derives it. With the usual momentum of 0.9 a small model would not come to rest
-    in a short run, least of all under a learning rate that goes to 0, which is the default of frameworks."""
-    small = sum(p.numel() for p in trainable(unwrap(model)).values()) < laws.FITTED[0]
-    if small and rounds < laws.SHORT:
-        return Nesterov(laws.SHORT_OUTER_LR, laws.SHORT_MOMENTUM)
-    return Nesterov()

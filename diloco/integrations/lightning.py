@@ -22,7 +22,7 @@ class DiLoCoCallback(Callback):
         reduce: who computes the mean, or a function that makes it when training begins. None: `diloco.replica()`, for
             processes that torchrun or srun has started. With `strategy="ddp"` or FSDP inside a replica, which is a job
             of its own then, give `lambda: Collective(at="host:port", …)`.
-        settings: of `DiLoCo`. Without `outer`, it is derived from the size of the model and the number of steps.
+        settings: of `DiLoCo`.
     """
 
     def __init__(self, *, reduce: Reduce | Callable[[], Reduce] | None = None, **settings: Any) -> None:
@@ -48,7 +48,7 @@ class DiLoCoCallback(Callback):
                 f"the Trainer has a world of {trainer.world_size} processes that train one model: set devices=1, "
                 "num_nodes=1, each process is a replica; or make each replica a job of its own and give reduce="
             )
-        self._attached.begin(pl_module, trainer.optimizers, trainer.estimated_stepping_batches, self._saved)
+        self._attached.begin(pl_module, trainer.optimizers, self._saved)
         self._saved = None
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:

@@ -56,7 +56,7 @@ class Settings:
     codec: str = "e3m0"
     """Numbers on the wire: e3m0, float8, int8, bfloat16 or float32."""
     outer: str = ""
-    """The outer rule, as in nesterov:0.6,0.9 or sgd:1; empty: from the size of the model and the number of steps."""
+    """The outer rule, as in nesterov:0.6,0.9 or sgd:1; empty: Nesterov, with momentum that grows with the rounds."""
     streams: int = 1
     """TCP connections to use at once."""
     timeout: float = 600.0
@@ -80,7 +80,7 @@ class Replica:
         super().__init__(config)  # pyright: ignore[reportCallIssue]
         trainer: Any = self
         self.attached = Attached(lambda: _reduce(given), _settings(given))
-        self.attached.make(trainer.model_parts, list(trainer.optimizers), config.training.steps)
+        self.attached.make(trainer.model_parts, list(trainer.optimizers))
         trainer.checkpointer.states["diloco"] = _OfThisRank(self.attached.diloco)
         log = trainer.metrics_processor.log
         trainer.metrics_processor.log = lambda *args, extra_metrics=None, **more: log(

@@ -28,7 +28,7 @@ class DiLoCoCallback(TrainerCallback):
             processes that torchrun or srun has started.
         resume_from: the checkpoint that `train(resume_from_checkpoint=…)` is given, if it lies elsewhere than in this
             replica's folder: a Trainer does not tell callbacks.
-        settings: of `DiLoCo`. Without `outer`, it is derived from the size of the model and the number of steps.
+        settings: of `DiLoCo`.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class DiLoCoCallback(TrainerCallback):
                 "sync, which mixes them. Set it to False, and take the model that train() leaves, or a checkpoint"
             )
         saved = self._saved(args, state) if state.global_step else None
-        self._attached.begin(model, optimizer, state.max_steps, saved)
+        self._attached.begin(model, optimizer, saved)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if control.should_evaluate:  # there is no event before an evaluation

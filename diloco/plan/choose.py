@@ -72,7 +72,6 @@ class Choice:
     utilization: float
     best: float
     """The largest utilisation of all settings that may be chosen."""
-    outer_lr: float
     reasons: dict[str, str]
 
 
@@ -117,20 +116,18 @@ def choose(model: Model, group: Group, link: Link, limits: Limits, *, reduce: Re
     enough = best * (1 - TOLERANCE) if limits.target is None else min(limits.target, best)
     sync_every = next(h for h, settings in widest.items() if max(map(share, settings)) >= enough)
     chosen = next(s for s in grid if s.sync_every == sync_every and share(s) >= enough)
-    lr, nearest = laws.outer_lr(group.replicas)
     reasons = {
         "sync_every": f"{_why_sync_every(share(chosen))} ({percent(share(chosen), digits=1)} busy; "
         f"the most within the limits is {percent(best, digits=1)}); loss rises slowly with it",
         "fragments": f"{len(model.fragments(chosen.fragments))} fragments, {_why_fragments(chosen.fragments)}",
         "overlap": _why_overlap(chosen.overlap, share(chosen)),
         "codec": f"4 bits a value, a quarter of bfloat16, without visible loss in {laws.STREAMING}",
-        "outer_lr": f"best for {nearest} replicas in {laws.SCALING_LAWS}; it depends on replicas, not on model size",
     }
     if limits.codec is None and share(chosen) < SUFFICES:
         sparse = share(replace(chosen, codec="topk"))
         reasons["codec"] += f"; {percent(sparse, digits=1)} busy with --codec topk, 0.23 bits and error feedback"
     given = {name: "given" for name in asdict(chosen) if getattr(limits, name) is not None}
-    return Choice(chosen, share(chosen), best, lr, reasons | given)
+    return Choice(chosen, share(chosen), best, reasons | given)
 
 
 def _sync_everys(limits: Limits) -> list[int]:

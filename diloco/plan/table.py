@@ -11,7 +11,6 @@ from diloco.plan.choose import Choice
 from diloco.plan.costs import Conditions, Row
 from diloco.plan.plot import rate_text
 from diloco.plan.traffic import break_even
-from diloco.presets import PRESETS
 from diloco.report.units import duration, percent, size
 
 TRAINING_BYTES = 16
@@ -74,8 +73,7 @@ def plan_tables(conditions: Conditions, rows: list[Row], choice: Choice, notes: 
     ]
     costs_head = ["method", "sent a day", "burst", "time", *(["goodput"] if failing else []),
                   *(["price a day"] if priced else []), "more on device", "on host", "loss (estimate)"]  # fmt: skip
-    settings = asdict(choice.settings) | {"outer_lr": choice.outer_lr}
-    chosen = [[name, str(value), choice.reasons[name]] for name, value in settings.items()]
+    chosen = [[name, str(value), choice.reasons[name]] for name, value in asdict(choice.settings).items()]
     width = _width()
     return (
         textwrap.fill(answer, width)
@@ -135,8 +133,6 @@ def recipe(choice: Choice, replicas: int, model: str | None = None, extra: dict[
     ]
     if isinstance(FORMATS[settings.codec], Sparse):
         entries.append(("outer", "sgd", "what a sparse codec sends late acts like momentum already"))
-    elif model not in PRESETS or PRESETS[model].parameters >= laws.FITTED[0]:  # otherwise the trainer knows better
-        entries.append(("outer_lr", choice.outer_lr, reasons["outer_lr"]))
     if model is not None:
         entries.insert(0, ("model", model, "given"))
     entries += [(name, value, "given") for name, value in (extra or {}).items()]

@@ -30,7 +30,7 @@ class State:
 
     def fingerprint(self) -> int:
         """A sum over all bits, modulo a prime: equal states give the same, one flipped bit gives another."""
-        return fingerprint(_words(self.anchor), _words(self.outer)) if self.known is None else self.known
+        return fingerprint(words(self.anchor), words(self.outer)) if self.known is None else self.known
 
 
 class Next(Protocol):
@@ -52,8 +52,11 @@ class Delta:
     tokens: bool  # whether the weight counts tokens
     fingerprint: int  # of the state that the delta is against
     find_fault: Callable[[], int | None] = lambda: None
+    lr_sum: float = 0.0  # the inner learning rates of the steps in it, added up
     feedback: bool = False  # the round must have `own`
-    next: Callable[[], Next] | None = None  # for a reducer that prepares the next state on a thread of its own
+    next: Callable[[float], Next] | None = (
+        None  # for a reducer that prepares the next state on a thread of its own; takes the round's lr_sum
+    )
 
     @property
     def fault(self) -> int | None:
@@ -68,6 +71,7 @@ class Round:
     index: int
     encoded: Sequence[Encoded]  # the mean, in parts
     members: Mapping[str, float]  # name → its part in the mean: work done (collective) or share (bucket)
+    lr_sum: float = 0.0  # mean over the members, by their part
     counted: bool = True
     sent: int = 0  # bytes
     received: int = 0
@@ -121,8 +125,9 @@ class Reduce(Protocol):
         """The core has applied a round. `state` must not be changed or kept."""
         ...
 
-    def settle(self) -> None:
-        """All replicas are done with their steps. Rounds that some replicas have not started end as Dropped."""
+    def settle(self) -> bool:
+        """This replica is done with its steps. Returns whether all are: then the next round of each fragment is the
+        last one. Rounds that some replicas have not started end as Dropped."""
         ...
 
     def leave(self) -> None:
@@ -135,11 +140,8 @@ def fingerprint(anchor: int, outer: int) -> int:
     return (anchor + 0x9E3779B97F4A7C15 * outer) % ((1 << 63) - 25)
 
 
-def last_word(x: Tensor) -> int:
-    """The value after the last pair."""
-    return int(x[-1:].numpy().view(np.uint32)[0]) if len(x) % 2 else 0
-
-
-def _words(x: Tensor) -> int:
+def words(x: Tensor) -> int:
+    """The sum of all pairs of values, and of the value behind the last pair, as words of 64 bits."""
     even = len(x) // 2 * 2
-    return int(np.add.reduce(x.numpy()[:even].view(np.uint64))) + last_word(x)
+    behind = int(x[even:].numpy().view(np.uint32)[0]) if even < len(x) else 0
+    return (int(np.add.reduce(x.numpy()[:even].view(np.uint64))) + behind) % (1 << 64)

@@ -30,6 +30,7 @@ from diloco.reduce.mean import (
     encode_cuts,
     exact,
     gathers,
+    mean_lr_sum,
     parts,
     pieces,
     shares,
@@ -152,8 +153,9 @@ class Collective:
     def applied(self, fragment: int, state: State) -> None:
         pass
 
-    def settle(self) -> None:
+    def settle(self) -> bool:
         self._submit("finish", self._settle).result()
+        return True
 
     def leave(self) -> None:
         if self._connection is not None:
@@ -216,7 +218,7 @@ class Collective:
         faulty = not finite or self._ddp_ranks.size > 1  # the ranks of a replica must say the same
         fault = -1 if not faulty or (found := delta.fault) is None else found
         headers = groups.exchange(
-            Header(Kind.ROUND, delta.tokens, fragment, index, delta.weight, delta.fingerprint, fault)
+            Header(Kind.ROUND, delta.tokens, fragment, index, delta.weight, delta.lr_sum, delta.fingerprint, fault)
         )
         if settling(headers):
             return Dropped()
@@ -229,7 +231,8 @@ class Collective:
         arriving = average(groups, codec, payloads, share.stop - share.start, shares(weights))
         if self._ddp_ranks.size > 1:
             arriving = exact(groups.gather_ddp(decode(list(arriving)), n))
-        prepared, mean = delta.next() if delta.next else None, []
+        lr_sum = mean_lr_sum(weights, [h.lr_sum for h in headers])
+        prepared, mean = delta.next(lr_sum) if delta.next else None, []
         for part in arriving:
             mean.append(part)
             if prepared is not None:
@@ -238,7 +241,7 @@ class Collective:
         sent = groups.sent - before + NBYTES * (self.replicas - 1)
         own = self._own(groups, codec, payloads, share, n) if delta.feedback else None
         seconds = time.perf_counter() - began
-        return Round(index, mean, members, sent=sent, received=sent, seconds=seconds, own=own, state=state)
+        return Round(index, mean, members, lr_sum, sent=sent, received=sent, seconds=seconds, own=own, state=state)
 
     def _own(self, groups: Groups, codec: Codec, payloads: list[Tensor], share: slice, n: int) -> Callable[[], Tensor]:
         decode_own = partial(decode_cuts, codec, payloads, share.stop - share.start, self.replicas)

@@ -7,8 +7,8 @@ from dataclasses import astuple, dataclass
 
 from diloco.errors import Diverged, Mismatch
 
-_FORMAT = struct.Struct("<BB?xiqdqi")
-_PROTOCOL = 1
+_FORMAT = struct.Struct("<BB?xiqddqi")
+_PROTOCOL = 2
 NBYTES = _FORMAT.size
 
 
@@ -25,6 +25,7 @@ class Header:
     fragment: int = -1
     index: int = -1
     weight: float = 0.0
+    lr_sum: float = 0.0
     fingerprint: int = 0
     fault: int = -1
 

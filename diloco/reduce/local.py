@@ -18,7 +18,7 @@ from diloco.errors import ConfigError, DiLoCoError, Mismatch, PeerLost
 from diloco.reduce import Contract, Delta, Dropped, Round, State
 from diloco.reduce.contract import compare, sources
 from diloco.reduce.header import Header, Kind, check_round
-from diloco.reduce.mean import codec_of_mean, decode_cuts, encode_cuts, gathers, mean_of_encoded
+from diloco.reduce.mean import codec_of_mean, decode_cuts, encode_cuts, gathers, mean_lr_sum, mean_of_encoded
 
 T = TypeVar("T")
 
@@ -196,7 +196,7 @@ class Local:
     def applied(self, fragment: int, state: State) -> None:
         pass
 
-    def settle(self) -> None:
+    def settle(self) -> bool:
         board = self._board
         board.settled.add(self.replica)
         if len(board.settled) == self.replicas:
@@ -204,6 +204,7 @@ class Local:
                 board.dropped.update((m, key) for m in board.deltas.pop(key))
         self._wait("finish", lambda: len(board.settled) == self.replicas)
         self._sends = 0
+        return True
 
     def leave(self) -> None:
         pass
@@ -229,7 +230,7 @@ def _outcome(
 ) -> tuple[Round | DiLoCoError, list[list[Tensor]]]:
     faults = [-1 if (fault := d.fault) is None else fault for d in deltas]
     headers = [
-        Header(Kind.ROUND, d.tokens, fragment, index, d.weight, d.fingerprint, fault)
+        Header(Kind.ROUND, d.tokens, fragment, index, d.weight, d.lr_sum, d.fingerprint, fault)
         for d, fault in zip(deltas, faults, strict=True)
     ]
     try:
@@ -246,4 +247,5 @@ def _outcome(
     mean = mean_of_encoded(codec, mean_codec, encoded, [d.weight for d in deltas], n)
     whole = codec.nbytes(n) if gathers(codec, replicas) else (codec.nbytes(n) + mean_codec.nbytes(n)) / replicas
     nbytes = round((replicas - 1) * whole)
-    return Round(index, mean, members, sent=nbytes, received=nbytes), encoded
+    lr_sum = mean_lr_sum([d.weight for d in deltas], [d.lr_sum for d in deltas])
+    return Round(index, mean, members, lr_sum, sent=nbytes, received=nbytes), encoded

@@ -52,6 +52,11 @@ def shares(weights: Sequence[float]) -> list[float]:
     return [w / total for w in weights] if total else [1 / len(weights)] * len(weights)
 
 
+def mean_lr_sum(weights: Sequence[float], lr_sums: Sequence[float]) -> float:
+    """Σ share · lr_sum."""
+    return sum(share * lr_sum for share, lr_sum in zip(shares(weights), lr_sums, strict=True))
+
+
 def mean(codec: Codec, payloads: Sequence[Tensor], weights: Sequence[float], n: int) -> Tensor:
     """Σ share · decoded delta."""
     return weighted(codec, payloads, shares(weights), n)

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from diloco.errors import ConfigError
-from diloco.flags import Meaning, Scope, flag, meaning, spelled
+from diloco.flags import Meaning, Scope, flag, meaning, spelled, stored
 from diloco.formats import FORMATS, Sparse, format_named
 from diloco.fragment import fragmenter
-from diloco.outer import OUTERS, outer_named
+from diloco.outer import OUTERS, numbers, outer_named
 from diloco.schedule import check_overlap
 
 Method = Literal["streaming", "diloco", "dp", "local"]
@@ -49,7 +49,11 @@ class TrainConfig:
     batch: int | None = _optimisation(None, "Sequences in a step, all replicas together.", why="by scaling law")
     accumulate: int = _optimisation(1, "Parts in which a replica computes its share of the batch, to save memory.",
         why="the fastest if the memory suffices", scope="member")
-    lr: float | None = _optimisation(None, "Peak learning rate of AdamW.", why="by scaling law; 2e-5 for hf: models")
+    inner: Literal["adamw", "muon"] | None = _optimisation(None,
+        "Inner optimizer: adamw; or muon, for the matrices of the layers, with adamw for the rest.",
+        why="muon; adamw for hf: models")
+    lr: float | None = _optimisation(None, "Peak learning rate of the inner optimizer.",
+        why="by scaling law; 2e-5 for hf: models")
     warmup: int | None = _optimisation(None,
         "Steps of linear warm-up. After it the learning rate follows a cosine down to 5 %.",
         why="a tenth of the steps, at most 1000")
@@ -84,9 +88,11 @@ class TrainConfig:
         "Outer rule: nesterov, sgd, or with values as in nesterov:0.6,0.9 (lr, momentum) and sgd:1 (lr).",
         why="as in the paper", methods=SYNCED)
     outer_lr: float | None = _sync(None, "Learning rate of the outer rule.",
-        why="by the number of replicas and rounds; 1 for sgd", methods=SYNCED)
-    outer_momentum: float | None = _sync(None, "Momentum of the outer Nesterov rule.", why="0.9, in short runs 0.5",
-        methods=SYNCED)
+        why="from 1 to 0.4 as the momentum grows; 1 for sgd", methods=SYNCED)
+    outer_momentum: float | None = _sync(None, "Momentum of the outer Nesterov rule.",
+        why="grows with the rounds, from 0 to 0.9", methods=SYNCED)
+    outer_follow: bool = _sync(True, "Let outer momentum fall with the inner learning rate.",
+        why="otherwise it runs on when that ends", methods=SYNCED)
     streams: int = _sync(1, "TCP connections that carry the deltas.",
         why="enough on a short link; a long one needs more", scope="member", methods=SYNCED)
     timeout: float = _sync(600.0,
@@ -174,13 +180,20 @@ class TrainConfig:
             raise ConfigError(f"mean_codec={self.mean_codec} with a bucket: leave it out, no averages are exchanged")
 
 
+def stored_settings(folder: Path) -> list[str]:
+    """The settings of a run as flags. One of version 0.1 does not say which optimizer and outer rule it has: there was
+    no choice."""
+    words = stored(folder / "config.toml")
+    return words if spelled("inner") in words else [spelled("inner"), "adamw", spelled("no_outer_follow"), *words]
+
+
 def outer_settings(rule: str) -> tuple[str, ...]:
     """The settings that hold the values of an outer rule.
 
     >>> outer_settings("nesterov")
     ('outer_lr', 'outer_momentum')
     """
-    return tuple(f"outer_{field.name}" for field in fields(OUTERS[rule]))
+    return tuple(f"outer_{name}" for name in numbers(OUTERS[rule]))
 
 
 def outer_rule(config: TrainConfig) -> dict[str, Any]:
@@ -193,9 +206,7 @@ def outer_rule(config: TrainConfig) -> dict[str, Any]:
     values = list(vars(outer_named(config.outer)).values()) if colon else []
     names = outer_settings(rule) if rule in OUTERS else ()
     if not names or (colon and len(text.split(",")) != len(names)):
-        allowed = (
-            f"{name} or {name}:{','.join(f.name.upper() for f in fields(known))}" for name, known in OUTERS.items()
-        )
+        allowed = (f"{name} or {name}:{','.join(numbers(known)).upper()}" for name, known in OUTERS.items())
         raise ConfigError(f"outer={config.outer!r}: give {' or '.join(allowed)}, as in nesterov:0.6,0.9")
     for name in ("outer_lr", "outer_momentum"):
         if colon and getattr(config, name) is not None:

@@ -9,11 +9,16 @@ from dataclasses import dataclass, replace
 
 from diloco import laws
 from diloco.formats import FORMATS
+from diloco.outer import LARGEST
 from diloco.runs.config import TrainConfig, outer_rule, outer_settings
 
 LARGEST_LR = 8e-3
 """The law gives more only below 35M parameters, where it was not fitted. At 0.09M and 0.34M the best of a grid of
 factor √2 was 1.1e-2, which 8e-3 came close to (docs/parity.md)."""
+
+
+DESCRIBED = ("tokens", "tokenizer")
+"""Derived values that the config does not hold."""
 
 
 FINE_TUNING_LR, FINE_TUNING_BATCH = 2e-5, 32
@@ -52,6 +57,9 @@ def resolve(
         rules.append(Rule("tokens", tokens, long))
     steps = config.steps or max(round(tokens / per_step), 1)
     take("steps", steps, "tokens ÷ (batch · context)")
+    if config.inner is None:
+        better = "lower loss than AdamW at equal tokens (docs/parity.md)"
+        rules.append(Rule("inner", *(("adamw", "usual for a pretrained model") if pretrained else ("muon", better))))
     law = laws.inner_lr(parameters, replicas)
     if pretrained:
         take("lr", FINE_TUNING_LR, "usual for a pretrained model; the scaling law is for training from scratch")
@@ -60,16 +68,20 @@ def resolve(
     take("warmup", min(max(steps // 10, 1), 1000), "a tenth of the steps, at most 1000")
     take("weight_decay", float(f"{1 / steps:.3g}"), "1 ÷ steps, as in the scaling laws")
     if config.method in ("streaming", "diloco"):
-        outer = _outer(config, parameters, replicas, steps // config.sync_every)
         read = outer_settings(config.outer)
-        rules += [rule for rule in outer if rule.name in read and getattr(config, rule.name) is None]
+        rules += [rule for rule in _outer(config) if rule.name in read and getattr(config, rule.name) is None]
     wanted = FORMATS[config.codec].feedback if config.method == "streaming" else 0.0
     if wanted:
         take("feedback", wanted, f"{config.codec} loses much of a delta: it goes into the next one")
     elif config.feedback is None:
         config = replace(config, feedback=0.0)
-    filled = {rule.name: type_of(rule) for rule in rules if rule.name not in ("tokens", "tokenizer")}
+    filled = {rule.name: type_of(rule) for rule in rules if rule.name not in DESCRIBED and not _varies(rule)}
     return replace(config, replicas=replicas, tokens=None, **filled), rules
+
+
+def _varies(rule: Rule) -> bool:
+    """Whether the value changes in the course of the run, so that it is not one of the config."""
+    return rule.name in ("outer_lr", "outer_momentum") and isinstance(rule.value, str)
 
 
 def _batch(config: TrainConfig, parameters: int, replicas: int, multiple: int) -> tuple[int, str]:
@@ -79,20 +91,12 @@ def _batch(config: TrainConfig, parameters: int, replicas: int, multiple: int) -
     return laws.batch_of(parameters, replicas, config.context, multiple), why
 
 
-def _outer(config: TrainConfig, parameters: int, replicas: int, rounds: int) -> tuple[Rule, ...]:
+def _outer(config: TrainConfig) -> tuple[Rule, ...]:
     if config.outer == "sgd":
         return (Rule("outer_lr", 1.0, "the anchors become the mean of the replicas"),)
-    short = parameters < laws.FITTED[0] and rounds < laws.SHORT
-    if short and config.outer_momentum in (None, laws.SHORT_MOMENTUM):
-        return (
-            Rule("outer_momentum", laws.SHORT_MOMENTUM, f"best for small models in a short run, here {rounds} rounds"),
-            Rule("outer_lr", laws.SHORT_OUTER_LR, f"best with outer momentum {laws.SHORT_MOMENTUM:g}"),
-        )
-    lr, nearest = laws.outer_lr(replicas)
-    near = "" if nearest == replicas else ", the nearest that was measured"
     return (
-        Rule("outer_momentum", laws.OUTER_MOMENTUM, "as in all published runs"),
-        Rule("outer_lr", lr, f"best for {nearest} replica{'s' if nearest > 1 else ''} in the scaling laws{near}"),
+        Rule("outer_momentum", f"0 to {LARGEST:g}", "grows with the rounds: a long memory is late in a short run"),
+        Rule("outer_lr", "1 to 0.4", "falls as the momentum grows, from plain averaging to the paper's"),
     )
 
 

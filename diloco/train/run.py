@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from diloco.runs.config import TrainConfig
 from diloco.runs.schema import Evaluation, Event, Step
 from diloco.train.model import bits_per_byte, held_out_loss, sample
-from diloco.train.setup import Prepared, prepare
+from diloco.train.setup import Prepared, prepare, set_lr
 from diloco.train.stop import Stop
 from diloco.world import World
 
@@ -127,8 +127,7 @@ def train_step(run: Prepared, lr: float) -> Reading:
     """One step of the optimizer on the next batch. Returns the loss and the norm of the gradient, to be read later."""
     config, device = run.config, run.device
     no_sync = run.model.no_sync if isinstance(run.model, DistributedDataParallel) else contextlib.nullcontext
-    for group in run.optimizer.param_groups:
-        group["lr"] = lr
+    set_lr(run.optimizers, lr)
     loss = torch.zeros((), device=device)
     for part in range(1, config.accumulate + 1):
         x, y = (tensor.to(device, non_blocking=True) for tensor in run.batches.next())
@@ -140,8 +139,9 @@ def train_step(run: Prepared, lr: float) -> Reading:
     norm = nn.utils.clip_grad_norm_(run.model.parameters(), config.clip)
     if run.diloco:
         run.diloco.count(run.tokens_per_step)
-    run.optimizer.step()
-    run.optimizer.zero_grad()
+    for optimizer in run.optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
     return start_reading(loss, norm)
 
 

@@ -10,12 +10,12 @@ import torch
 
 from benchmarks.record import Record
 from diloco import Nesterov
+from diloco.inner import adamw
 from diloco.presets import Shape
 from diloco.runs.config import TrainConfig
 from diloco.train.data.corpus import Corpus, prepare
 from diloco.train.defaults import lr_at
 from diloco.train.model import Decoder, held_out_loss
-from diloco.train.setup import adamw
 from tests.support.players import Player, World
 
 SEEDS = 4
@@ -91,7 +91,8 @@ class _Member:
     def __init__(self, world: World, name: str, corpus: Corpus, config: TrainConfig, number: int) -> None:
         self.model = Decoder(Shape(6, 32, 1, 96, corpus.tokenizer.vocabulary), CONTEXT)
         self.model.initialize(torch.Generator().manual_seed(config.seed))
-        self.optimizer = adamw(self.model, config)
+        assert config.lr is not None and config.weight_decay is not None
+        (self.optimizer,) = adamw(self.model, config.lr, config.weight_decay)
         self.config = config
         self.data = corpus.batches(number, 3, BATCH, CONTEXT, config.seed)
         self.player = Player(world, name, model=self.model, settings=SETTINGS, grace=GRACE)
@@ -111,7 +112,7 @@ class _Member:
         for part in diloco._fragments:
             late = [r for r in diloco.stats.last if r.fragment == part.number and r.applied_step == diloco.step_count]
             if late and not late[-1].counted:
-                part.jump(part.state, diloco._work)
+                part.jump(part.state, diloco._progress)
 
 
 def _train(corpus: Corpus, arm: str, seed: int) -> Record:

@@ -20,8 +20,8 @@ class Wrong(SGD):
 
     times: int = 1 << 30
 
-    def step(self, anchor, delta, state):
-        super().step(anchor, delta, state)
+    def step(self, anchor, delta, state, stage):
+        super().step(anchor, delta, state, stage)
         if self.times > 0:
             anchor.mul_(1 + 1e-6)
             object.__setattr__(self, "times", self.times - 1)
@@ -120,8 +120,8 @@ def test_other_bits_are_forgotten_once_a_record_agrees_with_what_was_computed_af
     outer = bad.diloco._fragments[0].outer
     spoiled = set()
 
-    def step(anchor, delta, state):
-        SGD(1.0).step(anchor, delta, state)
+    def step(anchor, delta, state, stage):
+        SGD(1.0).step(anchor, delta, state, stage)
         index = bad.held[0] + 1
         if index == (jumps(bad)[0] + after if jumps(bad) else 4) and index not in spoiled:
             spoiled.add(index)

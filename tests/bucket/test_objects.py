@@ -24,7 +24,7 @@ from diloco.bucket.rounds import (
     read_record,
     record_name,
 )
-from diloco.bucket.store.envelope import HEADER, PART, PREFIX, Envelope, Invalid, get, put
+from diloco.bucket.store.envelope import HEADER, PART, PREFIX, PROTOCOL, Envelope, Invalid, get, put
 from diloco.bucket.store.operations import Oversized
 from diloco.errors import ConfigError, Mismatch
 from tests.support.players import Player, World, complete
@@ -50,7 +50,7 @@ def flip(data, at):
 
 def wrong_protocol(world):
     sealed = delta_of(world)
-    header = sealed.body[PREFIX.size : -4].replace(b'"protocol":2', b'"protocol":9')
+    header = sealed.body[PREFIX.size : -4].replace(b'"protocol":%d' % PROTOCOL, b'"protocol":9')
     name = delta_name(0, 1, "x", hashlib.sha256(header).hexdigest())
     signature = Envelope(world.run, KEY)._sign(world.run, name, header)
     return name, PREFIX.pack(b"DLCO", len(header), signature) + header + sealed.body[-4:]
@@ -167,7 +167,7 @@ def test_a_member_with_other_settings_is_told_which():
 
 
 RECORD = {"fragment": 0, "index": 1, "previous": "p", "usual": 2.0, "fingerprint": 7, "by": "a"}
-GOOD = [["a", "0" * 64, 100.0, 3.0], ["b", "1" * 64, 300.0, 3.0]]
+GOOD = [["a", "0" * 64, 100.0, 3.0, 0.1], ["b", "1" * 64, 300.0, 3.0, 0.3]]
 
 
 def record(entries=GOOD, **changes):
@@ -178,10 +178,11 @@ def record(entries=GOOD, **changes):
 
 def test_a_good_record_is_read_as_it_was_written():
     found = record()
-    assert found.entries == (Entry("a", "0" * 64, 100.0, 3.0), Entry("b", "1" * 64, 300.0, 3.0))
+    assert found.entries == (Entry("a", "0" * 64, 100.0, 3.0, 0.1), Entry("b", "1" * 64, 300.0, 3.0, 0.3))
     fields, payload = found.sealed()
     assert fields == RECORD and json.loads(payload) == GOOD
     assert found.members == {"a": 0.25, "b": 0.75} and found.clips == [1.0, 1.0]
+    assert found.lr_sum == 0.25 * 0.1 + 0.75 * 0.3
 
 
 @pytest.mark.parametrize(
@@ -201,11 +202,14 @@ def test_a_good_record_is_read_as_it_was_written():
         {"entries": [1]},
         {"entries": GOOD[::-1]},
         {"entries": [GOOD[0], GOOD[0]]},
-        {"entries": [["a", "0" * 64, -1.0, 1.0]]},
-        {"entries": [["a", "0" * 64, 1.0, 1e301]]},
-        {"entries": [["../a", "0" * 64, 1.0, 1.0]]},
-        {"entries": [["a", "0" * 63, 1.0, 1.0]]},
-        {"entries": [[f"m{k:04d}", "0" * 64, 1.0, 1.0] for k in range(MOST + 1)]},
+        {"entries": [["a", "0" * 64, 1.0, 1.0]]},
+        {"entries": [["a", "0" * 64, -1.0, 1.0, 0.0]]},
+        {"entries": [["a", "0" * 64, 1.0, 1e301, 0.0]]},
+        {"entries": [["a", "0" * 64, 1.0, 1.0, -1.0]]},
+        {"entries": [["a", "0" * 64, 1.0, 1.0, 1e300]]},
+        {"entries": [["../a", "0" * 64, 1.0, 1.0, 0.0]]},
+        {"entries": [["a", "0" * 63, 1.0, 1.0, 0.0]]},
+        {"entries": [[f"m{k:04d}", "0" * 64, 1.0, 1.0, 0.0] for k in range(MOST + 1)]},
         {"by": None},
     ],
     ids=lambda changes: repr(changes)[:40],
@@ -315,6 +319,13 @@ def test_shares_follow_work_up_to_a_limit():
     assert closed((2.0, 1.0), (2.0, 1.0), (2.0, 1.0), (64.0, 1.0)).shares == [0.2, 0.2, 0.2, 0.4]
     assert closed((0.0, 1.0)).shares == [0.0]
     assert [e.tokens for e in entries_of([contribution("a", 10.0)], 8.0, mine="d")] == [8.0]
+
+
+def test_the_sum_of_learning_rates_is_weighed_by_work_up_to_a_limit():
+    rates = (0.1, 0.1, 0.2, 1e6)
+    entries = tuple(Entry(chr(97 + k), "0" * 64, 1.0, 1.0, rate) for k, rate in enumerate(rates))
+    record = Record(0, 1, Link(), 7, "a", entries)
+    assert record.lr_sum == pytest.approx((0.1 + 0.1 + 0.2 + 2 * 0.2) / 4)
 
 
 def test_norms_count_up_to_a_limit_from_the_first_round_on():

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from diloco.bucket import Bucket, find_run
 from diloco.bucket.members import Member
-from diloco.bucket.store.envelope import PREFIX, Envelope
+from diloco.bucket.store.envelope import PREFIX, PROTOCOL, Envelope
 from diloco.errors import ConfigError
 from diloco.report.bucket import Watch
 from diloco.runs.config import TrainConfig
@@ -67,7 +67,9 @@ def forge(folder, run="0" * 16, protocol=None, **changes):
     body = Envelope(run).seal("run.json", "run", {"signed": False}, json.dumps(value).encode()).body
     if protocol is not None:
         length = PREFIX.unpack_from(body)[1]
-        header = body[PREFIX.size : PREFIX.size + length].replace(b'"protocol":2', b'"protocol":%d' % protocol)
+        header = body[PREFIX.size : PREFIX.size + length].replace(
+            b'"protocol":%d' % PROTOCOL, b'"protocol":%d' % protocol
+        )
         body = PREFIX.pack(b"DLCO", len(header), bytes(32)) + header + body[PREFIX.size + length :]
     (folder / "run.json").write_bytes(body)
 
@@ -86,8 +88,8 @@ def test_a_run_that_is_not_one_is_refused_with_a_sentence(changes, tmp_path):
 
 
 def test_a_bucket_of_the_protocol_before_is_refused_with_a_sentence(tmp_path):
-    forge(tmp_path, protocol=1)
-    with pytest.raises(ConfigError, match="its protocol is 1, this is 2: another version of diloco made it"):
+    forge(tmp_path, protocol=2)
+    with pytest.raises(ConfigError, match="its protocol is 2, this is 3: another version of diloco made it"):
         find_run(str(tmp_path))
 
 

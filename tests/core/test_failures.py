@@ -19,6 +19,7 @@ from diloco import (
     Diverged,
     Float32,
     Mismatch,
+    Nesterov,
     NotFinite,
     PeerLost,
 )
@@ -233,7 +234,7 @@ def _corrupt(rank):
     model = Tiny()
     optimizer = adamw(model)
     try:
-        with DiLoCo(model, optimizer, sync_every=5, overlap=1) as diloco:
+        with DiLoCo(model, optimizer, sync_every=5, overlap=1, outer=Nesterov(momentum=0.9)) as diloco:
             for step in steps(model, optimizer, rank, 1, 30):
                 if step == 8 and rank == 1:
                     diloco._fragments[0].state.outer.view(torch.int32)[3] ^= 1  # one bit

@@ -123,19 +123,20 @@ def test_the_mean_has_the_same_bits_for_any_bytes_and_any_length(level, name, n)
 
 def next_state(level, state, rule, parts):
     with kernels.at_level(level):
-        made = NextState(state, rule, Memory())
+        made = NextState(state, rule, Memory(), 0.03)
         for part in parts:
             made.add(part)
         return made.state(1)
 
 
 def state_for(rule, n):
-    velocity = values("zeros", n) if rule.state(1).numel() else torch.empty(0)
+    velocity = values("zeros", len(rule.state(n)))
+    velocity[n:] = 0.04  # the sum of learning rates of the round before
     return State(0, values("tiny and huge", n).clamp(-1e30, 1e30), velocity)
 
 
 @native
-@pytest.mark.parametrize("rule", [Nesterov(0.4, 0.9), SGD(0.7)])
+@pytest.mark.parametrize("rule", [Nesterov(0.4, 0.9), Nesterov(0.4, 0.9, follow=False), SGD(0.7)])
 @pytest.mark.parametrize("n", LENGTHS)
 def test_the_next_state_has_the_same_bits_and_the_fingerprint_of_its_bits(level, rule, n):
     state = state_for(rule, n)

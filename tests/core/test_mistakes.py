@@ -135,7 +135,7 @@ def test_repr_and_fragments_say_what_is_synced():
     text, fragments = _alone(loop)
     assert text == (
         "DiLoCo(3,264 parameters in 3 fragments, sync_every=7, overlap=2, keep_local=0, codec=E3M0(), "
-        "outer=Nesterov(lr=0.4, momentum=0.9), reduce=Local, step 0, 0 rounds)"
+        "outer=Nesterov(lr=None, momentum=None, follow=True), reduce=Local, step 0, 0 rounds)"
     )
     assert len(fragments) == 3
     assert fragments[0][0].name == "embedding.weight"
@@ -145,7 +145,7 @@ def test_a_sparse_codec_with_outer_momentum_is_told_of_plain_sgd():
     def loop(reduce, outer):
         return repr(DiLoCo(Tiny(), codec=TopK(), outer=outer, fragments=Balanced(3), reduce=reduce))
 
-    with pytest.warns(UserWarning, match=r"TopK\(\) with Nesterov\(lr=0.4, momentum=0.9\).*outer=SGD\(lr=1.0\)"):
+    with pytest.warns(UserWarning, match=r"TopK\(\) with Nesterov\(lr=None.*outer=SGD\(lr=1.0\)"):
         _alone(lambda reduce: loop(reduce, Nesterov()))
     text = _alone(lambda reduce: loop(reduce, SGD()))  # a warning is an error in tests
     assert "codec=TopK(), outer=SGD(lr=1.0), feedback=0.95, reduce=Local" in text

@@ -18,9 +18,9 @@ from tests.support.processes import run
 class Watched(Nesterov):
     """Says whether the compiler traces it."""
 
-    def step(self, anchor, delta, state):
+    def step(self, anchor, delta, state, stage):
         assert not torch.compiler.is_compiling()
-        super().step(anchor, delta, state)
+        super().step(anchor, delta, state, stage)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # in the compiler itself

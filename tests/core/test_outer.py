@@ -1,5 +1,6 @@
 """The outer rules, against torch.optim.SGD as an oracle with tolerance."""
 
+import itertools
 import subprocess
 import sys
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 
 from diloco import SGD, ConfigError, Nesterov
-from diloco.outer import CHUNK, outer_named
+from diloco.outer import CHUNK, Stage, outer_named
 
 RULES = [(Nesterov(0.4, 0.9), 0.4, 0.9), (Nesterov(0.7, 0.0), 0.7, 0.0), (SGD(1.0), 1.0, 0.0), (SGD(0.3), 0.3, 0.0)]
 
@@ -24,25 +25,24 @@ def test_an_outer_rule_is_torchs_sgd_up_to_rounding(rule, lr, momentum, n):
         delta = torch.randn(n)
         parameter.grad = delta.clone()
         oracle.step()
-        rule.step(anchor, delta, state)
+        rule.step(anchor, delta, state, Stage(1, 0.02))
         torch.testing.assert_close(anchor, parameter.detach(), rtol=1e-5, atol=1e-6)
 
 
-def test_nesterov_rounds_every_multiply_and_add_by_itself():
+@pytest.mark.parametrize("lr_sum", [0.6, 0.9, 0.0])
+def test_nesterov_rounds_every_multiply_and_add_by_itself(lr_sum):
     """Bit for bit what scalar fp32 arithmetic without fused multiply-adds gives, on any CPU."""
     import numpy as np
 
     rng = np.random.default_rng(0)
     anchor, v = rng.standard_normal((2, 20_000)).astype(np.float32)
-    mine, state = torch.from_numpy(anchor.copy()), torch.from_numpy(v.copy())
-    lr, mu = np.float32(0.4), np.float32(0.9)
-    for _ in range(3):
-        delta = rng.standard_normal(20_000).astype(np.float32)
-        Nesterov(0.4, 0.9).step(mine, torch.from_numpy(delta.copy()), state)
-        v = mu * v + delta
-        anchor = anchor - lr * (mu * v + delta)
-    assert np.array_equal(mine.numpy(), anchor)
-    assert np.array_equal(state.numpy(), v)
+    mine, state = torch.from_numpy(anchor.copy()), torch.from_numpy(np.append(v, np.float32(0.75)))
+    lr, mu, decay = np.float32(0.4), np.float32(0.9), np.float32(0.9 * min(lr_sum / 0.75, 1.0))
+    delta = rng.standard_normal(20_000).astype(np.float32)
+    Nesterov(0.4, 0.9).step(mine, torch.from_numpy(delta.copy()), state, Stage(1, lr_sum))
+    v = decay * v + delta
+    assert np.array_equal(mine.numpy(), anchor - lr * (mu * v + delta))
+    assert np.array_equal(state.numpy(), np.append(v, np.float32(lr_sum)))
 
 
 def test_sgd_rounds_every_multiply_and_add_by_itself():
@@ -50,12 +50,45 @@ def test_sgd_rounds_every_multiply_and_add_by_itself():
 
     anchor, delta = np.random.default_rng(0).standard_normal((2, 20_000)).astype(np.float32)
     mine = torch.from_numpy(anchor.copy())
-    SGD(0.3).step(mine, torch.from_numpy(delta.copy()), torch.empty(0))
+    SGD(0.3).step(mine, torch.from_numpy(delta.copy()), torch.empty(0), Stage(1, 0.02))
     assert np.array_equal(mine.numpy(), anchor - np.float32(0.3) * delta)
 
 
+def moved_by(rule, rounds):
+    """How far each of the rounds, (delta, lr_sum), moves one value."""
+    anchor, state, places = torch.zeros(1), rule.state(1), [0.0]
+    for delta, lr_sum in rounds:
+        rule.step(anchor, torch.tensor([delta]), state, Stage(1, lr_sum))
+        places.append(anchor.item())
+    return [a - b for a, b in itertools.pairwise(places)]
+
+
+def test_momentum_falls_with_the_inner_learning_rate_and_does_not_rise_with_it():
+    """Deltas that fall with the learning rate give steps that fall with it."""
+    falling = [(0.4, 0.04), (0.4, 0.04), (0.2, 0.02), (0.1, 0.01), (0.001, 0.0001)]
+    constant = moved_by(Nesterov(0.5, 0.9, follow=False), [(1.0, 1.0)] * 5)
+    expected = [step * delta for step, (delta, _) in zip(constant, falling, strict=True)]
+    assert moved_by(Nesterov(0.5, 0.9), falling) == pytest.approx(expected, rel=1e-4)
+    rising = falling[::-1]
+    assert moved_by(Nesterov(0.5, 0.9), rising) == moved_by(Nesterov(0.5, 0.9, follow=False), rising)
+
+
+def test_momentum_does_not_run_on_when_the_inner_learning_rate_is_gone():
+    rounds = [(1.0, 0.1)] * 20 + [(0.0, 0.0)] * 5
+    still, on = (moved_by(Nesterov(0.5, 0.9, follow), rounds)[-5:] for follow in (True, False))
+    assert sum(still) == 0 and sum(on) > 10
+
+
+def test_momentum_that_is_not_given_grows_with_the_rounds_and_the_learning_rate_falls_with_it():
+    seen = {k: Nesterov().at(Stage(k, 1.0), torch.zeros(1))[:2] for k in (1, 10, 20, 40, 100, 1000)}
+    expected = {1: (1.0, 0.0), 10: (1.0, 0.0), 20: (2 / 3, 0.5), 40: (0.5, 0.75), 100: (0.4, 0.9), 1000: (0.4, 0.9)}
+    assert {k: pytest.approx(pair) for k, pair in expected.items()} == seen
+    assert Nesterov(lr=0.6).at(Stage(20, 1.0), torch.zeros(1))[:2] == (0.6, 0.5)
+    assert Nesterov(momentum=0.3).at(Stage(10, 1.0), torch.zeros(1))[:2] == (0.8, 0.3)
+
+
 def test_state_is_fp32_on_the_host_and_starts_at_zero():
-    assert torch.equal(Nesterov().state(5), torch.zeros(5))
+    assert torch.equal(Nesterov().state(5), torch.zeros(6)) and len(Nesterov(follow=False).state(5)) == 5
     assert Nesterov().state(5).device.type == "cpu"
     assert len(SGD().state(5)) == 0
 

@@ -6,11 +6,13 @@ import pytest
 import torch
 from torch import nn
 
-from diloco import SGD, Balanced, ConfigError, DiLoCo, DiLoCoError, Float32, Nesterov, PeerLost
+from diloco import SGD, Balanced, ConfigError, DiLoCo, DiLoCoError, Float32, Nesterov, PeerLost, run_replicas
 from diloco.flat import FlatView
 from diloco.fragment import Piece
 from diloco.reduce import Dropped, Jump, State
+from diloco.sync import Trained
 from tests.support.fake_reduce import Script, mean, start
+from tests.support.models import Tiny, adamw, flat, steps
 
 
 def test_a_round_that_did_not_count_this_replica_is_carried_and_no_local_work_is_lost():
@@ -37,7 +39,7 @@ def test_a_round_that_this_replica_did_not_send_is_applied_at_once():
 
 
 def test_a_jump_takes_anchor_outer_state_and_index_and_overwrites_local():
-    state = State(7, torch.tensor([100.0]), torch.tensor([0.5]))
+    state = State(7, torch.tensor([100.0]), torch.tensor([0.5, 0.0]))
     script = Script({(0, 1): [(1, Jump(state))], (0, 8): [(5, mean(8, 1.0, counted=True))]})
     diloco, step = start(script, outer=Nesterov(lr=1.0, momentum=0.5))
     assert [step() for _ in range(4)] == [100, 101, 102, 103]
@@ -126,7 +128,7 @@ def test_a_delta_and_a_saved_state_are_read_only_once_the_copies_from_the_device
     diloco, _ = start(Script())
     fragment = diloco._fragments[0]
     for use in (lambda sent: fragment.delta_later(sent, tokens=False)(), lambda sent: fragment.state_dict()):
-        sent = fragment.take_delta(1, 1.0)
+        sent = fragment.take_delta(1, Trained(1.0))
         copied = []
         fragment.in_flight = sent = replace(sent, ready=lambda copied=copied: copied.append(True))
         use(sent)
@@ -135,7 +137,7 @@ def test_a_delta_and_a_saved_state_are_read_only_once_the_copies_from_the_device
 
 def test_inf_or_nan_that_comes_with_the_last_copy_is_found():
     diloco, _ = start(Script())
-    sent = diloco._fragments[0].take_delta(1, 1.0)
+    sent = diloco._fragments[0].take_delta(1, Trained(1.0))
     late = replace(sent, ready=lambda: sent.values.fill_(float("nan")))
     assert diloco._fragments[0].delta_later(late, tokens=False)().fault == 0
 
@@ -218,3 +220,34 @@ def test_inf_or_nan_is_found_in_any_value_of_any_span(place):
     assert view.find_fault(values) is None
     values[place] = float("nan")
     assert view.find_fault(values) == (0 if place < 3 else 1)
+
+
+def test_a_delta_holds_the_learning_rates_of_its_steps_added_up_over_all_groups():
+    model = nn.Linear(1, 1, bias=False)
+    groups = [{"params": [model.weight], "lr": 0.5}, {"params": [], "lr": torch.tensor(0.25)}]
+    optimizer = torch.optim.SGD(groups, lr=1.0)
+    script = Script({(0, 1): [(0, mean(1, 0.0, counted=True))]})
+    diloco = DiLoCo(model, optimizer, sync_every=2, overlap=1, fragments=Balanced(1), reduce=script)
+    for lr in (0.5, 0.25, 0.125, 0.0):
+        optimizer.param_groups[0]["lr"] = lr
+        model(torch.ones(1)).backward()
+        optimizer.step()
+    assert [delta.lr_sum for _, _, delta in script.sent] == [0.5 + 0.25 + 0.5, 0.125 + 0.0 + 0.5]
+    assert diloco.state_dict()["shard 0 of 1"]["work"] == (4.0, 0.875 + 1.0)
+
+
+def _finished(reduce):
+    model, settings = Tiny(), {"sync_every": 10, "overlap": 0, "codec": Float32(), "outer": Nesterov(0.7, 0.9)}
+    optimizer = adamw(model)
+    with DiLoCo(model, optimizer, reduce=reduce, **settings):
+        for _ in steps(model, optimizer, reduce.replica, 1, 25):
+            pass
+        before = flat(model)
+    return before, flat(model)
+
+
+def test_finish_ends_with_the_mean_of_the_replicas_and_without_momentum():
+    """A step with momentum on the delta of a few steps makes the model worse than the mean."""
+    (one, first), (two, second) = run_replicas(2, _finished)
+    assert torch.equal(first, second) and not torch.equal(one, two)
+    torch.testing.assert_close(first, (one + two) / 2, rtol=0, atol=1e-6)

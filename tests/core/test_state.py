@@ -114,7 +114,7 @@ def _behind(replica, saves, reduce, last):
     history = {}
     with diloco:
         after = [p.state.index for p in diloco._fragments]
-        counted = [p.counted for p in diloco._fragments]
+        counted = [p.counted.work for p in diloco._fragments]
         for _ in steps(model, optimizer, replica, at + 1, 30):
             history |= {(p.number, p.state.index): p.state.fingerprint() for p in diloco._fragments}
     return before, after, history, flat(model), counted

@@ -3,7 +3,7 @@
 import os
 from importlib.util import find_spec
 
-FRAMEWORKS = ["test_frameworks.py", "test_preferences.py", "test_ray.py", "test_torchtitan.py"]
-collect_ignore = [] if all(map(find_spec, ("lightning", "accelerate", "ray", "torchtitan"))) else FRAMEWORKS
+FRAMEWORKS = ["test_frameworks.py", "test_preferences.py", "test_torchtitan.py"]
+collect_ignore = [] if all(map(find_spec, ("lightning", "accelerate", "torchtitan"))) else FRAMEWORKS
 if "DILOCO_SLURM" not in os.environ:  # it starts daemons
     collect_ignore = [*collect_ignore, "test_slurm.py"]

@@ -8,8 +8,8 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from diloco import Collective, ConfigError, DiLoCo, Nesterov, run_replicas
-from diloco.integrations.attached import Attached, outer_of
+from diloco import Collective, ConfigError, DiLoCo, run_replicas
+from diloco.integrations.attached import Attached
 from diloco.integrations.transformers import STATE, DiLoCoCallback
 from tests.support.models import Tiny, adamw, flat, loss_of
 
@@ -196,17 +196,12 @@ def test_an_error_leaves_the_others_at_once():
     def loop(reduce):
         model = Tiny()
         attached = Attached(lambda: reduce, {})
-        attached.begin(model, adamw(model), 10, None)
+        attached.begin(model, adamw(model), None)
         attached.fail(ValueError())
         with pytest.warns(RuntimeWarning, match="steps after DiLoCo has left"):
             attached.diloco._optimizers[0].step()
 
     run_replicas(1, loop)
-
-
-def test_the_outer_rule_is_that_of_the_trainer_for_short_runs():
-    assert outer_of(Tiny(), 10) == Nesterov(0.7, 0.5)
-    assert outer_of(Tiny(), 1000) == Nesterov()
 
 
 def test_a_reducer_without_numbers_says_so():

@@ -103,11 +103,10 @@ def test_loss_estimates_outside_what_was_published_say_so():
 
 @pytest.mark.parametrize(("replicas", "context", "batch", "tokens"), [(2, 2048, None, None), (3, 128, None, 10**7),
                                                                         (8, 512, 64, None)])  # fmt: skip
-def test_steps_outer_lr_and_fragments_are_those_of_the_trainer(replicas, context, batch, tokens):
+def test_steps_are_those_of_the_trainer(replicas, context, batch, tokens):
     parameters = PRESETS["35m"].parameters
     config, _ = resolve(TrainConfig(context=context, batch=batch, tokens=tokens), parameters, replicas)
     assert laws.steps(parameters, replicas, context, batch, tokens) == config.steps
-    assert laws.outer_lr(replicas)[0] == config.outer_lr
 
 
 def test_json_holds_every_method_and_agrees_with_itself(capsys):
@@ -129,7 +128,7 @@ def test_json_holds_every_method_and_agrees_with_itself(capsys):
 def test_the_table_names_settings_reasons_and_sources(capsys):
     assert main(PlanConfig(**GIVEN, memory="80gb", mtbf="7d")) == 0
     out = " ".join(capsys.readouterr().out.split())  # however wide the terminal is
-    for text in ("sync_every", "outer_lr", "0.6", "estimate", "arXiv 2503.09799", "goodput", "fit in 80 GB"):
+    for text in ("sync_every", "estimate", "arXiv 2503.09799", "goodput", "fit in 80 GB"):
         assert text in out
 
 
@@ -206,7 +205,6 @@ def test_the_recipe_is_one_that_train_accepts(tmp_path, capsys):
     assert config.model == "1b" and config.method == "streaming" and config.tokens == 10**9
     for name, value in chosen["settings"].items():
         assert getattr(config, name) == value
-    assert config.outer_lr == chosen["outer_lr"] == 0.6
     lines = text.splitlines()
     assert all(comment.startswith("# ") and len(comment) > 2 for comment in lines[::2])
 

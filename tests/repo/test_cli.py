@@ -16,7 +16,9 @@ from diloco.cli import VERBS, main
 from diloco.cli.help import render
 from diloco.errors import ConfigError
 from diloco.flags import meaning, parse, spelled, stored, to_toml
-from diloco.runs.config import METHODS, TrainConfig, distinguishes, names, reads
+from diloco.outer import Nesterov
+from diloco.runs.config import METHODS, TrainConfig, distinguishes, names, reads, stored_settings
+from diloco.train import setup
 from diloco.train.defaults import lr_at, resolve
 from diloco.world import World, address_from, job_from, world_from
 from tests.support.commands import ended, run_here, start_ranks
@@ -228,28 +230,31 @@ def test_what_is_not_given_is_derived_with_its_reason():
     assert config.lr == pytest.approx(22256 * 35e6**-0.8827 * 2**0.2929, rel=0.01)
     assert config.batch == 32  # 0.00709 · 35e6^0.4695 · 2^0.3399 = 31.2, even
     assert config.steps == round(20 * 35_000_000 / (32 * 2048))
-    assert (
-        config.outer_lr == 0.6
-        and config.warmup == 1000
-        and config.weight_decay == pytest.approx(1 / config.steps, 0.01)
-    )
+    assert config.warmup == 1000 and config.weight_decay == pytest.approx(1 / config.steps, 0.01)
+    assert config.inner == "muon" and resolve(TrainConfig(model="hf:x"), 35_000_000, 2)[0].inner == "adamw"
     assert "scaling law" in derived["lr"].reason and "20 tokens" in derived["tokens"].reason
-    given = TrainConfig(lr=1e-3, batch=8, steps=10, warmup=0, weight_decay=0.0, outer_lr=0.7,
+    given = TrainConfig(inner="muon", lr=1e-3, batch=8, steps=10, warmup=0, weight_decay=0.0, outer_lr=0.7,
                         outer_momentum=0.8)  # fmt: skip
     config, rules = resolve(given, 35_000_000, 2)
     assert rules == []
     assert (config.lr, config.batch, config.steps, config.outer_lr) == (1e-3, 8, 10, 0.7)
-    assert resolve(TrainConfig(), 35_000_000, 8)[0].outer_lr == 0.8
-    assert resolve(TrainConfig(), 35_000_000, 3)[0].outer_lr == 0.6
 
 
-@pytest.mark.parametrize(("parameters", "rounds", "given", "outer"), [
-    (700_000, 100, None, (0.7, 0.5)), (700_000, 300, None, (0.6, 0.9)), (35_000_000, 100, None, (0.6, 0.9)),
-    (700_000, 100, 0.9, (0.6, 0.9)),
-])  # fmt: skip
-def test_the_outer_momentum_of_a_small_model_in_a_short_run_is_lower(parameters, rounds, given, outer):
-    config, _ = resolve(TrainConfig(steps=30 * rounds, sync_every=30, outer_momentum=given), parameters, 2)
-    assert (config.outer_lr, config.outer_momentum) == outer
+def test_the_outer_rule_grows_with_the_rounds_unless_it_is_given():
+    config, rules = resolve(TrainConfig(steps=300), 700_000, 2)
+    assert (config.outer_lr, config.outer_momentum, setup.outer(config)) == (None, None, Nesterov())
+    assert {rule.name: rule.value for rule in rules}["outer_momentum"] == "0 to 0.9"
+    given, rules = resolve(TrainConfig(outer="nesterov:0.4,0.9", outer_follow=False), 700_000, 2)
+    assert setup.outer(given) == Nesterov(0.4, 0.9, follow=False)
+    assert not {"outer_lr", "outer_momentum"} & {rule.name for rule in rules}
+
+
+def test_a_run_of_the_first_version_keeps_its_optimizer_and_outer_rule(tmp_path):
+    (tmp_path / "config.toml").write_text("outer_lr = 0.7\nouter_momentum = 0.5\n")
+    config = parse(TrainConfig, stored_settings(tmp_path))
+    assert (config.inner, config.outer_follow, config.outer_lr) == ("adamw", False, 0.7)
+    (tmp_path / "config.toml").write_text('inner = "muon"\nouter_follow = true\n')
+    assert parse(TrainConfig, stored_settings(tmp_path)).outer_follow
 
 
 def test_the_learning_rate_warms_up_and_falls_to_five_percent():

@@ -28,7 +28,7 @@ def example(name: str) -> None:
 
 
 def test_importing_the_package_imports_no_torch_and_knows_its_names():
-    heavy = {"torch", "numpy", "transformers", "lightning", "torchtitan", "axolotl", "ray"}
+    heavy = {"torch", "numpy", "transformers", "lightning", "torchtitan", "axolotl"}
     code = f"import sys, diloco; print({heavy} & sys.modules.keys()); print(*dir(diloco))"
     result = command(sys.executable, "-c", code)
     assert result.returncode == 0, result.stderr
@@ -61,7 +61,7 @@ def test_a_codec_of_ones_own_works(capsys):
     example("new_codec.py")
     losses = dict(re.findall(r"^(\w+) .* loss ([\d.]+)$", capsys.readouterr().out, re.MULTILINE))
     assert set(losses) == {"Float32", "E3M0", "Sign"}
-    assert float(losses["E3M0"]) < 1.5 * float(losses["Float32"])
+    assert float(losses["E3M0"]) < 2 * float(losses["Float32"]) < float(losses["Sign"])
 
 
 SOURCES = {path: path.read_text() for path in sorted((ROOT / "diloco").rglob("*.py"))}

@@ -63,6 +63,7 @@ class Script:
     def settle(self):
         self.dropped |= {key for key in self.under_way if not self.outcomes.get(key)}
         self.under_way -= self.dropped
+        return False
 
     def leave(self):
         self.left += 1

@@ -54,7 +54,7 @@ def test_a_training_step_asks_the_device_for_no_value():
 
     run = SimpleNamespace(
         config=SimpleNamespace(accumulate=2, clip=1.0), device=torch.device("cpu"), model=model, forward=forward,
-        optimizer=torch.optim.SGD(model.parameters()), diloco=None, tokens_per_step=1,
+        optimizers=[torch.optim.SGD(model.parameters())], diloco=None, tokens_per_step=1,
         batches=SimpleNamespace(next=lambda: (torch.ones(2, 3), torch.zeros(2, 1))),
     )  # fmt: skip
     with torch.no_grad():

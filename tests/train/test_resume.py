@@ -96,11 +96,11 @@ def test_a_run_whose_starter_was_killed_is_in_use_until_its_replicas_end(place):
 def test_resume_takes_the_settings_of_the_run_that_is_named_not_of_the_newest(tmp_path, spelled):
     for name in ("first", "second"):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "config.toml").write_text(f'name = "{name}"\nsteps = 7\n')
+        (tmp_path / name / "config.toml").write_text(f'name = "{name}"\ninner = "muon"\nsteps = 7\n')
         os.utime(tmp_path / name / "config.toml", (len(name), len(name)))
     given = ["--resume", *spelled, f"--out={tmp_path}"]
-    assert complete(given) == ["--name", "first", "--steps", "7", *given]
-    assert complete([*given, "--tokens", "99"]) == ["--name", "first", *given, "--tokens", "99"]
+    assert complete(given) == ["--name", "first", "--inner", "muon", "--steps", "7", *given]
+    assert complete([*given, "--tokens", "99"]) == ["--name", "first", "--inner", "muon", *given, "--tokens", "99"]
     assert complete(["--resume", "--out", str(tmp_path)])[1] == "second"
     (tmp_path / "recipe.toml").write_text("steps = 9\n")
     with pytest.raises(ConfigError, match=r"which run\? Add --name"):

@@ -15,7 +15,7 @@ from typing import Any
 
 from diloco.bucket.store.operations import All, Create, Forbidden, Oversized, Pause, Read, Size, Task, Work
 
-PROTOCOL = 2
+PROTOCOL = 3
 MAGIC = b"DLCO"
 PREFIX = struct.Struct("<4sI32s")
 HEADER = 64 << 10
