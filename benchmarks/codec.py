@@ -69,7 +69,7 @@ def measure(codec: Codec, x: torch.Tensor, repetitions: int) -> Record:
     memory, state = Memory(), State(0, torch.zeros(n), torch.zeros(n))
 
     def advance() -> None:
-        made = NextState(state, Nesterov(), memory)
+        made = NextState(state, Nesterov(), memory, 1.0)
         made.add(Encoded(0, n, codec, [payload, payload], [0.5, 0.5]))
         new = made.state(1)
         memory.anchors.give(new.anchor, lambda: None)

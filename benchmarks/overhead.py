@@ -7,7 +7,8 @@ one round, from send to apply; nothing of it reaches into the block after.
 
 Speed: steps per second of both processes with DiLoCo over without, the median over pairs and its bootstrap interval.
 CPU: the training thread inside `diloco.step()`, plus all other threads (in blocks with DiLoCo minus in blocks
-without), per parameter and round. Memory: resident bytes before DiLoCo is made, and at the peak during rounds
+without), per parameter and round; in the larger model of the memory figures too, where what a round costs whatever its
+size counts less. Memory: resident bytes before DiLoCo is made, and at the peak during rounds
 (VmHWM), in a fresh pair of processes with a larger model; freed heap is given back (malloc_trim) before the first.
 """
 
@@ -38,7 +39,7 @@ SYNC_EVERY, OVERLAP, FRAGMENTS, WIDTH = 20, 2, 4, 1024
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="what training pays while it syncs")
-    parser.add_argument("--pairs", type=int, default=20)
+    parser.add_argument("--pairs", type=int, default=8)
     parser.add_argument("--step_ms", type=float, default=320, help="how long a step should take; the batch is chosen")
     parser.add_argument("--memory_layers", type=int, default=32, help="layers of 1M parameters, for memory")
     parser.add_argument("--worker", choices=["speed", "memory"], help=argparse.SUPPRESS)
@@ -61,6 +62,7 @@ def main() -> None:
         Target(
             "CPU of hook and communication thread, ns a parameter and round", cpu["hook"] + cpu["thread"], at_most=3
         ),
+        Target("the same in the larger model of the memory figures", memory["cpu_ns"], at_most=3),
         Target("memory during rounds, MB", memory["rounds_mb"], at_most=memory["rounds_allowed_mb"]),
     ]
     settings = {"sync_every": SYNC_EVERY, "overlap": OVERLAP, "fragments": FRAGMENTS, "codec": "E3M0", "replicas": 2}
@@ -197,17 +199,24 @@ def measure_memory(number: int) -> Record:
     diloco = attach(model)
     join = resident("VmHWM")
     reset.write_text("5")
+    thread, hook, counted = 0.0, 0.0, 0
     with torch.no_grad():
-        for _ in range(5 * SYNC_EVERY + OVERLAP):
+        for step in range(5 * SYNC_EVERY + OVERLAP):
+            if step == 2 * SYNC_EVERY:  # all memory has been used once
+                thread, hook, counted = cpu_seconds()["thread"], 0.0, diloco.stats.rounds
             for p in model.parameters():
                 p.mul_(1 - 1e-3)
+            began = time.thread_time()
             diloco.step()
-    rounds = resident("VmHWM")
+            hook += time.thread_time() - began
+    cpu, rounds = cpu_seconds()["thread"] - thread + hook, resident("VmHWM")
+    values = sum(p.numel() for p in model.parameters()) / FRAGMENTS * (diloco.stats.rounds - counted)
     reset.write_text("5")
     diloco.finish()
     peaks = {"join": join, "rounds": rounds, "finish": resident("VmHWM")}
     return {
         "parameters": sum(p.numel() for p in model.parameters()),
+        "cpu_ns": 1e9 * cpu / values,
         **{f"{name}_mb": (peak - before) / 1e6 for name, peak in peaks.items()},
     }
 

@@ -37,7 +37,7 @@ def main() -> None:
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     torch.set_num_threads(1)
-    config = TrainConfig(method="local", replicas=1, batch=8, steps=arguments.steps + WARM_UP, lr=1e-3,
+    config = TrainConfig(method="local", inner="adamw", replicas=1, batch=8, steps=arguments.steps + WARM_UP, lr=1e-3,
                          eval_every=10_000, save_every=10_000)  # fmt: skip
     pairs = []
     with tempfile.TemporaryDirectory() as folder:
