@@ -4,17 +4,19 @@ import hashlib
 import json
 from dataclasses import asdict, dataclass, fields
 from functools import cache
+from typing import Literal
 
 from diloco.presets import Shape
 
 SHAPES = {
     width: Shape(layers=6, width=width, heads=max(1, width // 32), mlp=3 * width, vocabulary=257, tied=True)
-    for width in (16, 32, 64)
+    for width in (16, 32, 64, 128)
 }
 BATCH = 32
 """Sequences of a step, all replicas together. With a quarter of it the replicas' steps are mostly noise, and rounding
 alone moves the final loss by 1 %."""
 CONTEXT = 64
+EVALUATED = 131_072
 STEPS = 3000
 """100 rounds of each fragment at sync_every=30: fewer say nothing about outer momentum."""
 
@@ -41,6 +43,16 @@ class Cell:
     """Train only the fragment that is sent next (the paper's negative control)."""
     steps: int = STEPS
     seed: int = 0
+    inner: Literal["adamw", "muon"] = "adamw"
+    """Inner optimizer, as in the trainer's flag."""
+    feedback: float = 0.0
+    outer: str = "paper"
+    """paper: Nesterov with `outer_lr` and `momentum`; following: the same, and it follows the inner lr; growing: the
+    trainer's default, which reads neither; sgd: with `outer_lr`."""
+    batch: int = 1
+    """Times BATCH; with as many times fewer steps the tokens are equal."""
+    evaluated: int = EVALUATED
+    """Held-out tokens behind the final loss."""
 
     def __str__(self) -> str:
         """What differs from the default, for people."""
@@ -52,9 +64,15 @@ class Cell:
         return _key(self)
 
 
+LATER = ("inner", "feedback", "outer", "batch", "evaluated")
+
+
 @cache
 def _key(cell: Cell) -> str:
-    everything = [asdict(cell), asdict(SHAPES[cell.width]), BATCH, CONTEXT]
+    """Settings that came later count only where they are not at their default, so that earlier results keep theirs."""
+    default = {f.name: f.default for f in fields(cell)}
+    known = {name: value for name, value in asdict(cell).items() if name not in LATER or value != default[name]}
+    everything = [known, asdict(SHAPES[cell.width]), BATCH, CONTEXT]
     return hashlib.sha256(json.dumps(everything, sort_keys=True).encode()).hexdigest()[:16]
 
 

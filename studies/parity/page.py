@@ -7,9 +7,9 @@ from statistics import fmean
 
 from benchmarks.record import table
 from diloco import laws
-from studies.parity import claims, plots, prose
+from studies.parity import claims, plots, prose, today
 from studies.parity.__main__ import PATH, load
-from studies.parity.cell import BATCH, CONTEXT, SHAPES, STEPS
+from studies.parity.cell import BATCH, CONTEXT, EVALUATED, SHAPES, STEPS
 from studies.parity.paired import compared, judged, noise
 from studies.parity.rows import (
     BASE,
@@ -24,7 +24,6 @@ from studies.parity.rows import (
     at_width,
     data_parallel_of,
 )
-from studies.parity.run import EVALUATED
 from studies.parity.tuning import NOISE, Results, tuned
 
 DOCS = Path(__file__).parent.parent.parent / "docs"
@@ -36,19 +35,32 @@ EVALUATIONS = (STREAMING, DILOCO, at_width(WIDE, STREAMING), "M = 4", "M = 8",
 def main() -> None:
     results = load(PATH)
     plots.draw(results, DOCS)
-    (DOCS / "parity.md").write_text(wrapped(page(results)))
+    (DOCS / "parity.md").write_text(wrapped(page(results, load(today.PATH))))
     print("wrote docs/parity.md")
 
 
-def page(results: Results) -> str:
+def page(results: Results, newer: Results) -> str:
     hours = sum(result["cpu_seconds"] for result in results.values()) / 3600
     there = next(iter(results.values()))["on"]
     return f"""# Parity
 
-Does it train as well as data-parallel? This page is generated from `studies/parity/results.jsonl`, which
-`make parity` measures: {len(results)} runs, {hours:.1f} hours of one core ({there["cpu"]}, Python {there["python"]},
-torch {there["torch"]}).
-`make parity-quick` repeats its core in a few minutes.
+Does it train as well as data-parallel? This page has two parts. The first is what the trainer does today. The second,
+from "The paper's rule" on, is the paper's method with AdamW inside and a fixed outer rule, claim by claim.
+
+## Today
+
+{today.summary(newer, results).strip()}
+
+{today.section(newer)}
+
+{today.settings(newer).strip()}
+
+## The paper's rule
+
+This part is generated from `studies/parity/results.jsonl`, which `make parity` measures: {len(results)} runs,
+{hours:.1f} hours of one core ({there["cpu"]}, Python {there["python"]}, torch {there["torch"]}). `make parity-quick`
+repeats its core in a few minutes. Its runs ended with an outer step on the last delta, where `finish()` takes the mean
+of the replicas today: a difference of about 0.06 % of the loss here.
 
 {prose.summary(results).strip()}
 

@@ -14,20 +14,18 @@ from diloco.diloco import DiLoCo
 from diloco.formats import FORMATS
 from diloco.fragment import fragmenter
 from diloco.module import find_layers, trainable
-from diloco.outer import Nesterov
+from diloco.outer import SGD, Nesterov, Outer
 from diloco.reduce import local
 from diloco.runs.config import TrainConfig
 from diloco.schedule import Schedule
 from diloco.train.data.corpus import Corpus, prepare
 from diloco.train.defaults import lr_at
 from diloco.train.model import Decoder, held_out_loss
-from diloco.train.setup import adamw
+from diloco.train.setup import optimizers, set_lr
 from studies.parity.cell import BATCH, CONTEXT, SHAPES, Cell
 from studies.parity.controls import Zeroing
 from studies.parity.cosines import Cosines
 
-EVALUATED = 131_072
-"""Held-out tokens behind every final loss; the same for all runs."""
 CURVE_EVERY, CURVE_TOKENS = 300, 16_384
 COMPILED = 500
 """Steps from which on compiling the model pays for itself."""
@@ -47,7 +45,7 @@ def train(cell: Cell) -> dict[str, Any]:
     mean = torch.stack([each.pop("weights") for each in found]).mean(0)
     average = _Loop(cell, text, 0)
     torch.nn.utils.vector_to_parameters(mean, average.model.parameters())
-    result = found[0] | {"mean": average.loss(EVALUATED), "cosines": cosines.means()}
+    result = found[0] | {"mean": average.loss(cell.evaluated), "cosines": cosines.means()}
     measured = {"cpu_seconds": round(time.process_time() - began, 1), "corpus": corpus(), "on": machine()}
     return {"key": cell.key, "cell": asdict(cell), **measured, **result}
 
@@ -61,20 +59,19 @@ class _Loop:
     """A plain training loop of one replica; the batches of all replicas together are the same for any number."""
 
     def __init__(self, cell: Cell, corpus: Corpus, replica: int) -> None:
-        replicas, batch, steps = max(cell.replicas, 1), BATCH, cell.steps
+        replicas, batch, steps = max(cell.replicas, 1), BATCH * cell.batch, cell.steps
         self.cell, self.corpus = cell, corpus
-        self.config = TrainConfig(lr=cell.lr, warmup=steps // 10, weight_decay=1 / steps, steps=steps)
+        self.config = TrainConfig(lr=cell.lr, warmup=steps // 10, weight_decay=1 / steps, steps=steps, inner=cell.inner)
         self.model = Decoder(SHAPES[cell.width], CONTEXT)
         self.model.initialize(torch.Generator().manual_seed(cell.seed))
         self.compiled: Any = torch.compile(self.model, dynamic=False) if steps >= COMPILED else self.model
-        self.optimizer = adamw(self.model, self.config)
+        self.optimizers = optimizers(self.model, self.config)
         self.data = corpus.batches(replica, replicas, batch // replicas, CONTEXT, cell.seed)
         self.fragments = _fragments_of(self.model, cell) if cell.freeze else []
         self.schedule = Schedule(cell.sync_every, max(len(self.fragments), 1))
 
     def step(self, t: int) -> None:
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr_at(self.config, t)
+        set_lr(self.optimizers, lr_at(self.config, t))
         self.compiled(*self.data.next()).loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip)
         if self.fragments:
@@ -82,8 +79,9 @@ class _Loop:
             for name, parameter in self.model.named_parameters():
                 if name not in trained:
                     parameter.grad = None
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
 
     def _next_to_send(self, t: int) -> int:
         later = range(t + self.cell.sync_every, t + 2 * self.cell.sync_every)  # past the first period, where some wait
@@ -100,7 +98,7 @@ def _data_parallel(loop: _Loop, *_: object) -> dict[str, Any]:
         loop.step(t)
         if t % CURVE_EVERY == 0:
             curve.append(loop.loss(CURVE_TOKENS))
-    final, weights = loop.loss(EVALUATED), _flat(loop)
+    final, weights = loop.loss(loop.cell.evaluated), _flat(loop)
     return {"final": final, "replica": final, "curve": curve, "weights": weights, "parameters": len(weights)}
 
 
@@ -111,9 +109,9 @@ def _replica(loop: _Loop, reduce: local.Local, codec: Codec, cosines: Cosines) -
         overlap = cell.overlap_of_last
     cosines.watch(reduce)
     diloco = DiLoCo(
-        loop.model, loop.optimizer, sync_every=cell.sync_every, fragments=fragmenter(cell.fragments),
+        loop.model, loop.optimizers, sync_every=cell.sync_every, fragments=fragmenter(cell.fragments),
         overlap=overlap, keep_local=cell.keep_local, codec=codec,
-        outer=Nesterov(cell.outer_lr, cell.momentum), reduce=reduce,
+        outer=_outer(cell), feedback=cell.feedback, reduce=reduce,
     )  # fmt: skip
     curve: list[float] = []
     with diloco:
@@ -124,13 +122,23 @@ def _replica(loop: _Loop, reduce: local.Local, codec: Codec, cosines: Cosines) -
                     curve.append(loop.loss(CURVE_TOKENS))
         found: dict[str, Any] = {"weights": _flat(loop)}
         if first:
-            found["replica"] = loop.loss(EVALUATED)
+            found["replica"] = loop.loss(loop.cell.evaluated)
             with diloco.anchors():
-                found["anchors"] = loop.loss(EVALUATED)
+                found["anchors"] = loop.loss(loop.cell.evaluated)
     if first:
-        found |= {"final": loop.loss(EVALUATED), "curve": curve, "parameters": len(found["weights"]),
+        found |= {"final": loop.loss(loop.cell.evaluated), "curve": curve, "parameters": len(found["weights"]),
                   "bytes_sent": diloco.stats.bytes_sent}  # fmt: skip
     return found
+
+
+def _outer(cell: Cell) -> Outer:
+    match cell.outer:
+        case "paper" | "following":
+            return Nesterov(cell.outer_lr, cell.momentum, follow=cell.outer == "following")
+        case "growing":
+            return Nesterov()
+        case _:
+            return SGD(cell.outer_lr)
 
 
 def _flat(loop: _Loop) -> Tensor:

@@ -24,6 +24,8 @@ from tests.support.processes import run
 SIZES = [5, 300]  # the first fragment's delta asks for `own`
 CODEC = E3M0()
 WEIGHTS = [1.0, 3.0]
+LR_SUMS = [0.1, 0.3]
+LR_SUM = 0.25 * 0.1 + 0.75 * 0.3
 CONTRACT = {"sync_every": 10}
 
 
@@ -73,7 +75,7 @@ def _outcomes(number):
         average = reference_mean(CODEC, CODEC, [values(f, m) for m in (0, 1)], WEIGHTS)
         members = {str(m): weight for m, weight in enumerate(WEIGHTS)}
         outcomes |= {
-            (f, i): [(0, Round(i, exact(average), members, own=(lambda mine=mine: mine) if f == 0 else None))]
+            (f, i): [(0, Round(i, exact(average), members, LR_SUM, own=(lambda mine=mine: mine) if f == 0 else None))]
             for i in (1, 2)
         }
     return outcomes
@@ -98,7 +100,8 @@ def send(reduce, fragment, number, index=1, calls=None):
         if calls is not None:
             calls.append(fragment)
         against = states(index - 1)[fragment].fingerprint()
-        return Delta(values(fragment, number), WEIGHTS[number], True, against, feedback=fragment == 0)
+        own = values(fragment, number), WEIGHTS[number], True, against
+        return Delta(*own, lr_sum=LR_SUMS[number], feedback=fragment == 0)
 
     reduce.send(fragment, index, delta)
 
@@ -151,6 +154,9 @@ def test_a_contract_that_differs_raises_a_mismatch_that_says_where(kind, tmp_pat
 def _due(reduce, number, folder):
     join(reduce)
     before = reduce.due(0, 1, False), reduce.due(0, 2, True)
+    (folder / f"asked by {number}").touch()
+    if isinstance(reduce, Bucket):  # what one sends calls the other, slot or not
+        until((folder / f"asked by {1 - number}").exists)
     send(reduce, 0, number)
     take(reduce, 0)
     reduce.applied(0, states(1)[0])
@@ -195,6 +201,7 @@ def _round(reduce, number, folder):
     again = [reduce.take(f, 1) for f in range(len(SIZES))]
     reduce.leave()
     told = [(r.index, r.mean, list(r.members.values()), r.counted, r.faults, r.own and r.own()) for r in rounds]
+    assert [r.lr_sum for r in rounds] == [LR_SUM] * 2
     return unsent, told, again
 
 

@@ -8,7 +8,7 @@ from random import Random
 import pytest
 import torch
 
-from studies.parity import claims, page, run, study, tuning
+from studies.parity import claims, page, study, today, tuning
 from studies.parity.__main__ import PATH, load
 from studies.parity.__main__ import run_all as study_run_all
 from studies.parity.cell import Cell, data_parallel
@@ -18,12 +18,7 @@ from studies.parity.rows import DILOCO, DP, NAMED, OUTER, ROWS, STREAMING, Row
 from studies.parity.run import train
 from studies.parity.spread import Spread, residual, spread
 
-SHORT = Cell(width=16, lr=0.004, outer_lr=0.4, sync_every=5, steps=12)
-
-
-@pytest.fixture(autouse=True)
-def few_tokens(monkeypatch):
-    monkeypatch.setattr(run, "EVALUATED", 4096)
+SHORT = Cell(width=16, lr=0.004, outer_lr=0.4, sync_every=5, steps=12, evaluated=4096)
 
 
 def bowl(cell: Cell, noise: float = 0.001) -> float:
@@ -103,7 +98,7 @@ def test_the_noise_is_that_of_made_up_rows_and_seeds():
 @pytest.mark.slow
 def test_replicas_that_average_after_each_step_of_one_are_data_parallel_of_one():
     """M = 1, outer lr 1, momentum 0: plain training, to rounding."""
-    plain = train(data_parallel(lr=0.004, width=16, steps=12))
+    plain = train(replace(data_parallel(lr=0.004, width=16, steps=12), evaluated=SHORT.evaluated))
     alone = train(replace(SHORT, replicas=1, outer_lr=1.0, momentum=0.0, overlap=0, codec="float32"))
     assert alone["final"] == pytest.approx(plain["final"], abs=1e-4)
 
@@ -129,13 +124,15 @@ def test_zeroing_keeps_one_value_in_eight():
 
 
 def test_the_page_is_made_from_the_results():
-    written, made = (page.DOCS / "parity.md").read_text(), page.wrapped(page.page(load(PATH)))
+    written, made = (page.DOCS / "parity.md").read_text(), page.wrapped(page.page(load(PATH), load(today.PATH)))
     assert written == made, "run python -m studies.parity.page"
 
 
 def test_the_readme_has_the_figure_of_the_results():
     text = " ".join((page.DOCS.parent / "README.md").read_text().split())
     assert claims.percent(compared(NAMED[STREAMING], NAMED[DP], load(PATH))) in text
+    for against in (today.ADAMW, today.MUON):
+        assert claims.percent(today.gap(today.DEFAULTS, against, load(today.PATH))) in text
 
 
 def test_results_of_another_corpus_are_not_added_to(tmp_path):
