@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from diloco import kernels
 from diloco.fragment import Fragment
 from diloco.outer import CHUNK
 
@@ -137,14 +138,18 @@ class FlatView:
     def write(self, values: Tensor) -> None:
         """The model's values ← values."""
         for span in self.spans:
-            span.rows().copy_(span.of(values), non_blocking=True)
+            rows, new = span.rows(), span.of(values)
+            if kernels.passes(rows, new):
+                kernels.copy(new, rows)
+            else:
+                rows.copy_(new, non_blocking=True)
 
     def subtract(self, anchor: Tensor, out: Tensor, residual: Tensor | None = None) -> None:
         """out ← anchor − the model's values (+ residual). Complete once what `mark` returned has returned."""
         for span in self.spans:
             rows, a, o = span.rows(), span.of(anchor), span.of(out)
             if rows.device.type == "cpu":
-                torch.sub(a, rows, out=o)
+                kernels.subtract(a, rows, o) if kernels.passes(a, rows, o) else torch.sub(a, rows, out=o)
                 if residual is not None:
                     o.add_(span.of(residual))
             else:

@@ -18,6 +18,7 @@
 #define INLINE static inline __attribute__((always_inline))
 
 enum { BLOCK = 256, CHUNK = 1 << 17, PIECE = 512 };
+enum { INFINITE = 255 }; /* a scale that no encoder makes: 0 times inf has a sign that a table of magnitudes has not */
 enum { FLOAT32, BFLOAT16, INT8, E3M0, THREEBIT, TWOBIT, TOPK };
 enum { MEAN, SGD, NESTEROV };
 
@@ -463,23 +464,34 @@ INLINE void add_decoded(int codec, const uint8_t *chunk, int64_t count, int64_t 
 }
 
 #if defined(__x86_64__)
-/* The same for full blocks of E3M0. A block has 8 magnitudes, so each is scaled and weighted once, in a table of one
- * vector, and looked up 8 values at a time. */
-WIDE static void add_e3m0_blocks(const uint8_t *scales, const uint8_t *codes, int64_t n, float factor, int first,
-                                 float *total)
+/* A block of E3M0 has 8 magnitudes: each is scaled and weighted once, in a table of one vector. */
+WIDE INLINE __m256 e3m0_table(uint8_t scale, float factor)
+{
+    const __m256 bases = _mm256_setr_ps(0, 0x1p-6f, 0x1p-5f, 0x1p-4f, 0x1p-3f, 0x1p-2f, 0x1p-1f, 1);
+    __m256 power = _mm256_castsi256_ps(_mm256_set1_epi32((int)((uint32_t)scale << 23)));
+    return _mm256_mul_ps(_mm256_mul_ps(bases, power), _mm256_set1_ps(factor));
+}
+
+/* Looks up 8 values, whose codes are in 4 bytes. */
+WIDE INLINE __m256 e3m0_eight(const uint8_t *codes, __m256 table)
 {
     const __m256i shifts = _mm256_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28);
     const __m256i signs = _mm256_set1_epi32((int)0x80000000u);
-    const __m256 bases = _mm256_setr_ps(0, 0x1p-6f, 0x1p-5f, 0x1p-4f, 0x1p-3f, 0x1p-2f, 0x1p-1f, 1);
+    int32_t eight;
+    memcpy(&eight, codes, sizeof eight);
+    __m256i each = _mm256_srlv_epi32(_mm256_set1_epi32(eight), shifts);
+    __m256i sign = _mm256_and_si256(_mm256_slli_epi32(each, 28), signs);
+    return _mm256_xor_ps(_mm256_permutevar8x32_ps(table, each), _mm256_castsi256_ps(sign));
+}
+
+/* The same for full blocks of E3M0. */
+WIDE static void add_e3m0_blocks(const uint8_t *scales, const uint8_t *codes, int64_t n, float factor, int first,
+                                 float *total)
+{
     for (int64_t at = 0; at < n; at += BLOCK) {
-        __m256 scale = _mm256_castsi256_ps(_mm256_set1_epi32((int)((uint32_t)scales[at / BLOCK] << 23)));
-        __m256 table = _mm256_mul_ps(_mm256_mul_ps(bases, scale), _mm256_set1_ps(factor));
+        __m256 table = e3m0_table(scales[at / BLOCK], factor);
         for (int i = 0; i < BLOCK; i += 8) {
-            int32_t eight;
-            memcpy(&eight, codes + (at + i) / 2, sizeof eight);
-            __m256i each = _mm256_srlv_epi32(_mm256_set1_epi32(eight), shifts);
-            __m256i sign = _mm256_and_si256(_mm256_slli_epi32(each, 28), signs);
-            __m256 term = _mm256_xor_ps(_mm256_permutevar8x32_ps(table, each), _mm256_castsi256_ps(sign));
+            __m256 term = e3m0_eight(codes + (at + i) / 2, table);
             float *out = total + at + i;
             _mm256_storeu_ps(out, first ? term : _mm256_add_ps(_mm256_loadu_ps(out), term));
         }
@@ -525,7 +537,7 @@ WIDE static void add_decoded_wide(int codec, const uint8_t *chunk, int64_t count
     int64_t full = codec == E3M0 ? n / BLOCK * BLOCK : 0;
     const uint8_t *scales = chunk + from / BLOCK;
     for (int64_t b = 0; b < full / BLOCK; b++)
-        if (scales[b] == 255) /* no encoder makes it: 0 times inf has a sign that the table has not */
+        if (scales[b] == INFINITE)
             full = 0;
     if (full)
         add_e3m0_blocks(scales, chunk + blocks(count) + from / 2, full, factor, first, total);
@@ -565,7 +577,8 @@ INLINE uint64_t words(const float *x, int64_t n)
     return sum;
 }
 
-/* `n` values from `from` on of a chunk, which begins at value `begin` and at byte `offset` of each payload. */
+/* Decode, mean and rule of `n` values from `from` on of a chunk, which begins at value `begin` and at byte `offset` of
+ * each payload. */
 INLINE void piece(Round *r, int wide, int codec, int64_t begin, int64_t offset, int64_t count, int64_t from, int64_t n)
 {
     float total[PIECE];
@@ -587,12 +600,77 @@ INLINE void piece(Round *r, int wide, int codec, int64_t begin, int64_t offset, 
         r->velocity_words += words(r->new_velocity + at, n);
 }
 
+#if defined(__x86_64__)
+enum { TABLES = 32 };
+
+/* The same for `count` full blocks of E3M0 and Nesterov, with all of it in registers: scales[m] and codes[m] are where
+ * these blocks begin in payload m. The new state is not read soon, so it is written past the caches: an ordinary store
+ * would first read the memory that it is about to fill. */
+WIDE INLINE void nesterov_blocks(Round *r, int members, const uint8_t **scales, const uint8_t **codes, int64_t at,
+                                 int64_t count)
+{
+    const __m256 lr = _mm256_set1_ps(r->lr), mu = _mm256_set1_ps(r->momentum), decay = _mm256_set1_ps(r->decay);
+    const float *anchor = r->anchor + at, *velocity = r->velocity + at;
+    float *new_anchor = r->new_anchor + at, *new_velocity = r->new_velocity + at;
+    __m256i anchor_words = _mm256_setzero_si256(), velocity_words = anchor_words;
+    for (int64_t b = 0; b < count; b++) {
+        __m256 table[TABLES];
+        for (int m = 0; m < members; m++)
+            table[m] = e3m0_table(scales[m][b], r->factors[m]);
+        for (int64_t i = b * BLOCK; i < (b + 1) * BLOCK; i += 8) {
+            __m256 mean = e3m0_eight(codes[0] + i / 2, table[0]);
+            for (int m = 1; m < members; m++)
+                mean = _mm256_add_ps(mean, e3m0_eight(codes[m] + i / 2, table[m]));
+            __m256 v = _mm256_add_ps(_mm256_mul_ps(_mm256_loadu_ps(velocity + i), decay), mean);
+            __m256 step = _mm256_mul_ps(_mm256_add_ps(_mm256_mul_ps(v, mu), mean), lr);
+            __m256 a = _mm256_sub_ps(_mm256_loadu_ps(anchor + i), step);
+            _mm256_stream_ps(new_velocity + i, v);
+            _mm256_stream_ps(new_anchor + i, a);
+            velocity_words = _mm256_add_epi64(velocity_words, _mm256_castps_si256(v));
+            anchor_words = _mm256_add_epi64(anchor_words, _mm256_castps_si256(a));
+        }
+    }
+    uint64_t sums[8];
+    _mm256_storeu_si256((__m256i *)sums, anchor_words);
+    _mm256_storeu_si256((__m256i *)(sums + 4), velocity_words);
+    r->anchor_words += sums[0] + sums[1] + sums[2] + sums[3];
+    r->velocity_words += sums[4] + sums[5] + sums[6] + sums[7];
+    _mm_sfence(); /* another thread reads the state next */
+}
+
+/* How many values of a chunk it has done. */
+WIDE static int64_t nesterov_chunk(Round *r, int64_t begin, int64_t offset, int64_t count)
+{
+    const uint8_t *scales[TABLES], *codes[TABLES];
+    int64_t full = count / BLOCK;
+    uintptr_t places = (uintptr_t)(r->new_anchor + begin) | (uintptr_t)(r->new_velocity + begin);
+    if (r->members > TABLES || places % sizeof(__m256))
+        return 0;
+    for (int m = 0; m < r->members; m++) {
+        scales[m] = r->payloads[m] + offset;
+        codes[m] = scales[m] + blocks(count);
+        for (int64_t b = 0; b < full; b++)
+            if (scales[m][b] == INFINITE)
+                return 0;
+    }
+    if (r->members == 2) /* a constant: both tables stay in registers */
+        nesterov_blocks(r, 2, scales, codes, begin, full);
+    else
+        nesterov_blocks(r, r->members, scales, codes, begin, full);
+    return full * BLOCK;
+}
+#endif
+
 INLINE void all_pieces(Round *r, int wide, int codec, int64_t n)
 {
     int64_t offset = 0;
     for (int64_t begin = 0; begin < n; begin += CHUNK) {
-        int64_t count = least(CHUNK, n - begin);
-        for (int64_t from = 0; from < count; from += PIECE)
+        int64_t count = least(CHUNK, n - begin), from = 0;
+#if defined(__x86_64__)
+        if (wide && codec == E3M0 && r->rule == NESTEROV)
+            from = nesterov_chunk(r, begin, offset, count);
+#endif
+        for (; from < count; from += PIECE)
             piece(r, wide, codec, begin, offset, count, from, least(PIECE, count - from));
         offset += chunk_bytes(codec, count);
     }
@@ -621,6 +699,44 @@ INLINE int encode(int codec, const float *x, int64_t n, uint8_t *out)
     default: return e3m0_encode(x, n, out);
     }
 }
+
+/* ---- what the hook of a training step does: take the delta, write the result ---- */
+
+enum { COPY, SUBTRACT };
+
+/* out = a, or a - b */
+INLINE void pass(int what, const float *a, const float *b, float *out, int64_t n)
+{
+    for (int64_t i = 0; i < n; i++)
+        out[i] = what == COPY ? a[i] : a[i] - b[i];
+}
+
+#if defined(__x86_64__)
+/* The same past the caches: the values are not read soon. */
+WIDE INLINE void pass_wide(int what, const float *a, const float *b, float *out, int64_t n)
+{
+    int64_t i = least((int64_t)(-(uintptr_t)out % sizeof(__m256) / sizeof(float)), n);
+    pass(what, a, b, out, i);
+    for (; i + 8 <= n; i += 8) {
+        __m256 eight = _mm256_loadu_ps(a + i);
+        _mm256_stream_ps(out + i, what == COPY ? eight : _mm256_sub_ps(eight, _mm256_loadu_ps(b + i)));
+    }
+    pass(what, a + i, b + i, out + i, n - i);
+    _mm_sfence();
+}
+#else
+#define pass_wide pass
+#endif
+
+void diloco_subtract_plain(const float *a, const float *b, float *out, int64_t n) { pass(SUBTRACT, a, b, out, n); }
+WIDE void diloco_subtract_wide(const float *a, const float *b, float *out, int64_t n)
+{
+    pass_wide(SUBTRACT, a, b, out, n);
+}
+void diloco_copy_plain(const float *a, float *out, int64_t n) { pass(COPY, a, a, out, n); }
+WIDE void diloco_copy_wide(const float *a, float *out, int64_t n) { pass_wide(COPY, a, a, out, n); }
+
+/* ---- what Python calls ---- */
 
 int diloco_pack_plain(int32_t codec, const float *x, int64_t n, uint8_t *out) { return encode(codec, x, n, out); }
 WIDE int diloco_pack_wide(int32_t codec, const float *x, int64_t n, uint8_t *out) { return encode(codec, x, n, out); }

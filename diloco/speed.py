@@ -93,6 +93,8 @@ def _measure() -> Speed:
 
     from diloco.advance import Memory, NextState
     from diloco.codec import codec_named, pack, weighted
+    from diloco.flat import FlatView
+    from diloco.fragment import Piece
     from diloco.outer import Nesterov
     from diloco.reduce import State
     from diloco.reduce.mean import Encoded
@@ -119,8 +121,9 @@ def _measure() -> Speed:
             memory.outers.give(made.outer, lambda: None)
 
         outer = max(_best(advance, MODEL) - 2 * decode["e3m0"], 0.0)
-        local, held, delta = torch.zeros(MODEL), torch.zeros(MODEL), torch.zeros(MODEL)
-        hook = _best(lambda: torch.sub(held, local, out=delta) is local.copy_(held), MODEL)
+        view = FlatView((Piece("local", 0, MODEL),), {"local": torch.zeros(MODEL)})
+        held, delta = torch.zeros(MODEL), torch.zeros(MODEL)
+        hook = _best(lambda: (view.subtract(held, delta), view.write(held)), MODEL)
     finally:
         torch.set_num_threads(before)
     return Speed(encode, decode, outer, hook)

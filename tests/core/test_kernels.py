@@ -12,7 +12,7 @@ from diloco import kernels
 from diloco.advance import Buffers, Memory, NextState
 from diloco.codec import CHUNK, E3M0, BFloat16, Float8, Float32, Int8, ThreeBit, TopK, TwoBit, pack, weighted
 from diloco.outer import SGD, Nesterov
-from diloco.reduce import State
+from diloco.reduce import State, words
 from diloco.reduce.mean import Encoded
 from tests.support.models import train
 from tests.support.processes import run
@@ -148,6 +148,42 @@ def test_the_next_state_has_the_same_bits_and_the_fingerprint_of_its_bits(level,
     assert same_bits(found.anchor, expected.anchor) and same_bits(found.outer, expected.outer)
     assert found.known == expected.fingerprint() == State(1, found.anchor, found.outer).fingerprint()
     assert state.fingerprint() == before
+
+
+@native
+@pytest.mark.parametrize("members", [1, 2, 3, 9, 32, 33])
+@pytest.mark.parametrize("wire", ["encoded", "any bytes"])
+@pytest.mark.parametrize("shift", [0, 1])
+def test_the_next_state_has_the_same_bits_for_any_members_any_bytes_and_any_place(level, members, wire, shift):
+    """Shift: the state does not begin where a vector of the processor does."""
+    n, rule = CHUNK + 771, kernels.Rule(0.4, 0.9, 0.7)
+    state = [values("zeros", n + 1)[shift:][:n], values("gaussian", n + 1)[shift:][:n]]
+    payloads = [pack(E3M0(), values("gaussian", n + m)[:n]) for m in range(members)]
+    if wire == "any bytes":
+        payloads = [torch.randint(0, 256, p.shape, dtype=torch.uint8) for p in payloads]
+    factors = [float(f) for f in np.random.default_rng(members).dirichlet(np.ones(members))]
+    mean = reference(E3M0(), payloads, factors, n)
+    velocity = state[1] * 0.7 + mean
+    anchor = state[0] - (velocity * 0.9 + mean) * 0.4
+    new = torch.empty(n + 1)[shift:][:n], torch.empty(n + 1)[shift:][:n]
+    with kernels.at_level(level):
+        sums = kernels.advance("e3m0", payloads, factors, rule, (state[0], state[1]), new)
+    assert same_bits(new[0], anchor) and same_bits(new[1], velocity)
+    assert [total % 2**64 for total in sums] == [words(made[: n // 2 * 2].clone()) % 2**64 for made in new]
+
+
+@native
+@pytest.mark.parametrize("n", [0, 1, 7, 8, 9, 257, 4099])
+@pytest.mark.parametrize("shift", [0, 1, 3])
+def test_what_the_hook_writes_has_the_same_bits_and_nothing_beside_it_changes(level, n, shift):
+    a, b, out = values("any bits", n + 1)[1:], values("any bits", n), torch.full((n + 16,), 5.0)
+    target = out[shift:][:n]
+    with kernels.at_level(level):
+        kernels.subtract(a, b, target)
+        assert same_bits(target, a - b)
+        kernels.copy(a, target)
+    assert torch.equal(target.view(torch.int32), a.view(torch.int32))
+    assert (out[:shift] == 5).all() and (out[shift + n :] == 5).all()
 
 
 @native
