@@ -40,14 +40,19 @@ def pack(codec: Codec, x: Tensor) -> Tensor:
 
 
 def pack_checked(codec: Codec, x: Tensor) -> tuple[Tensor, bool]:
-    """The payload, and whether all values are finite; if not, the payload means nothing."""
+    """The payload, and what `pack_into` says of it."""
     payload = torch.empty(codec.nbytes(len(x)), dtype=torch.uint8, device="cpu")
+    return payload, pack_into(codec, x, payload)
+
+
+def pack_into(codec: Codec, x: Tensor, payload: Tensor) -> bool:
+    """Encode chunk by chunk. Returns whether all values are finite; if not, the payload means nothing."""
     if isinstance(codec, _Shipped) and kernels.encodes(codec.name):
-        return payload, kernels.encode(codec.name, x, payload)
+        return kernels.encode(codec.name, x, payload)
     for values, data in chunks(codec, len(x)):
         payload[data] = codec.encode(x[values])
     # A sum, at a quarter of the cost, is enough to know that all are finite; a sum of large values may overflow.
-    return payload, bool(torch.isfinite(x.sum())) or bool(torch.isfinite(x).all())
+    return bool(torch.isfinite(x.sum())) or bool(torch.isfinite(x).all())
 
 
 def check_sizes(codec: Codec) -> None:

@@ -141,6 +141,7 @@ class FlatView:
             rows, new = span.rows(), span.of(values)
             if kernels.passes(rows, new):
                 kernels.copy(new, rows)
+                torch.autograd.graph.increment_version(rows)  # a live graph must notice, as it does after copy_
             else:
                 rows.copy_(new, non_blocking=True)
 

@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from diloco.codec import Codec, pack, weighted
+from diloco.codec import Codec, pack, pack_into, weighted
 from diloco.errors import ConfigError, DiLoCoError, Diverged, Mismatch, PeerLost
 from diloco.reduce import Contract, Delta, Dropped, Round, State
 from diloco.reduce.contract import compare, sources
@@ -27,12 +27,12 @@ from diloco.reduce.mean import (
     codec_of_mean,
     decode,
     decode_cuts,
-    encode_cuts,
     exact,
     gathers,
     mean_lr_sum,
     parts,
     pieces,
+    room_for_cuts,
     shares,
 )
 from diloco.reduce.thread import CommThread
@@ -212,31 +212,31 @@ class Collective:
     ) -> Round | Dropped:
         delta = delta_later()
         n, codec, before = len(delta.values), self._codecs[fragment], groups.sent
-        share = parts(n, self._ddp_ranks.size)[self._ddp_ranks.index]
-        # Encoded before the header goes, which says whether it is finite: half a nanosecond a value.
-        payloads, finite = encode_cuts(codec, delta.values[share], self.replicas)
-        faulty = not finite or self._ddp_ranks.size > 1  # the ranks of a replica must say the same
-        fault = -1 if not faulty or (found := delta.fault) is None else found
-        headers = groups.exchange(
-            Header(Kind.ROUND, delta.tokens, fragment, index, delta.weight, delta.lr_sum, delta.fingerprint, fault)
-        )
+        header = Header(Kind.ROUND, delta.tokens, fragment, index, delta.weight, delta.lr_sum, delta.fingerprint)
+        headers = groups.exchange(header)
         if settling(headers):
             return Dropped()
-        faults = _agree(groups, headers)
+        _agree(groups, headers)
         weights = [h.weight for h in headers]
         members = {str(m): weight for m, weight in enumerate(weights)}
-        if faults or not any(weights):  # nothing will be applied, so do not send
-            return Round(index, (), members, faults=faults)
+        if not any(weights):  # nothing will be applied, so do not send
+            return Round(index, (), members, faults=_faults(groups, header, delta))
+        share = parts(n, self._ddp_ranks.size)[self._ddp_ranks.index]
+        values = delta.values[share]
+        payloads = room_for_cuts(codec, len(values), self.replicas)
         average = self._mean_by_gather if gathers(codec, self.replicas) else self._mean_by_parts
-        arriving = average(groups, codec, payloads, share.stop - share.start, shares(weights))
-        if self._ddp_ranks.size > 1:
-            arriving = exact(groups.gather_ddp(decode(list(arriving)), n))
         lr_sum = mean_lr_sum(weights, [h.lr_sum for h in headers])
-        prepared, mean = delta.next(lr_sum) if delta.next else None, []
-        for part in arriving:
+        prepared = delta.next(lr_sum) if delta.next and self._ddp_ranks.size == 1 else None
+        mean, all_good = [], True
+        for part, good in average(groups, codec, values, payloads, shares(weights)):
             mean.append(part)
+            all_good = all_good and good
             if prepared is not None:
                 prepared.add(part)
+        if not groups.agree(all_good):
+            return Round(index, (), members, faults=_faults(groups, header, delta))
+        if self._ddp_ranks.size > 1:
+            mean = exact(groups.gather_ddp(decode(mean), n))
         state = prepared.state(index) if prepared else None
         sent = groups.sent - before + NBYTES * (self.replicas - 1)
         own = self._own(groups, codec, payloads, share, n) if delta.feedback else None
@@ -251,61 +251,76 @@ class Collective:
         return lambda: gathered
 
     def _mean_by_gather(
-        self, groups: Groups, codec: Codec, payloads: list[Tensor], n: int, factors: list[float]
-    ) -> Iterator[Encoded]:
-        """Each replica gets all deltas, its own as the others see it, and averages them."""
-        mine, cut = payloads[0], pieces(codec, n, n, self._streams)
+        self, groups: Groups, codec: Codec, values: Tensor, payloads: list[Tensor], factors: list[float]
+    ) -> Iterator[tuple[Encoded, bool]]:
+        """Each replica gets all deltas, its own as the others see it, and averages them. The first pieces travel while
+        the next ones are encoded. Yields a piece of the mean, and whether the deltas in it are finite."""
+        mine, cut = payloads[0], pieces(codec, len(values), len(values), self._streams)
         all_ = [mine if m == self.replica else torch.empty_like(mine) for m in range(self.replicas)]
         transfer = Transfer(groups, [[payload[data] for payload in all_] for _, data in cut], phase=0)
-        for _, data in cut:
-            transfer.send([mine[data]] * self.replicas)
-        for values, data in cut:
-            transfer.wait()
-            yield Encoded(values.start, values.stop - values.start, codec, [payload[data] for payload in all_], factors)
+        good = []
+        for here, data in cut:
+            good.append(pack_into(codec, values[here], mine[data]))
+            transfer.send([mine[data]] * self.replicas, good[-1])
+        for k, (here, data) in enumerate(cut):
+            theirs = transfer.wait()
+            part = Encoded(here.start, here.stop - here.start, codec, [payload[data] for payload in all_], factors)
+            yield part, theirs and good[k]
 
     def _mean_by_parts(
-        self, groups: Groups, codec: Codec, payloads: list[Tensor], n: int, factors: list[float]
-    ) -> Iterator[Encoded]:
-        """Each replica averages one part and sends it to all: unlike in a ring, partial sums are never quantised."""
+        self, groups: Groups, codec: Codec, values: Tensor, payloads: list[Tensor], factors: list[float]
+    ) -> Iterator[tuple[Encoded, bool]]:
+        """Each replica averages one part and sends it to all: unlike in a ring, partial sums are never quantised. What
+        one replica says of a piece, those that average say to all."""
         mean_codec, everyone = codec_of_mean(codec, self._mean_codec), range(self.replicas)
-        counts = [part.stop - part.start for part in parts(n, self.replicas)]
+        own, places = self.replica, parts(len(values), self.replicas)
+        counts = [place.stop - place.start for place in places]
         deltas = [pieces(codec, count, counts[0], self._streams) for count in counts]
         averages = [pieces(mean_codec, count, counts[0], self._streams) for count in counts]
-        mine = deltas[self.replica]
-        received = [torch.empty_like(payloads[self.replica]) for _ in everyone]
-        received[self.replica] = payloads[self.replica]
+        received = [payloads[own] if m == own else torch.empty_like(payloads[own]) for m in everyone]
         averaged = [torch.empty(mean_codec.nbytes(count) if count else 0, dtype=torch.uint8) for count in counts]
-        there = Transfer(groups, [[each[data] for each in received] for _, data in mine], phase=0)
-        back = Transfer(groups, [[averaged[m][averages[m][k][1]] for m in everyone] for k in range(len(mine))], phase=1)
-        for k in range(len(mine)):
-            there.send([payloads[m][deltas[m][k][1]] for m in everyone])
-        for (values, data), (_, place) in zip(mine, averages[self.replica], strict=True):
-            there.wait()
-            mean = weighted(codec, [each[data] for each in received], factors, values.stop - values.start)
-            averaged[self.replica][place] = pack(mean_codec, mean)
-            back.send([averaged[self.replica][place]] * self.replicas)
-        first = [part.start for part in parts(n, self.replicas)]
-        for k in range(len(mine)):
-            back.wait()
+        there = Transfer(groups, [[each[data] for each in received] for _, data in deltas[own]], phase=0)
+        steps = range(len(deltas[own]))
+        back = Transfer(groups, [[averaged[m][averages[m][k][1]] for m in everyone] for k in steps], phase=1)
+        good = []
+        for k in steps:
+            here = [deltas[m][k] for m in everyone]
+            fine = [pack_into(codec, values[places[m]][v], payloads[m][data]) for m, (v, data) in enumerate(here)]
+            good.append(all(fine))
+            there.send([payloads[m][data] for m, (_, data) in enumerate(here)], good[k])
+        for k in steps:
+            good[k] = there.wait() and good[k]
+            (here, data), (_, place) = deltas[own][k], averages[own][k]
+            mean = weighted(codec, [each[data] for each in received], factors, here.stop - here.start)
+            averaged[own][place] = pack(mean_codec, mean)
+            back.send([averaged[own][place]] * self.replicas, good[k])
+        for k in steps:
+            theirs = back.wait()
             for m in everyone:
-                values, data = averages[m][k]
-                at, count = first[m] + values.start, values.stop - values.start
-                yield Encoded(at, count, mean_codec, [averaged[m][data]], [1.0])
+                here, data = averages[m][k]
+                at, count = places[m].start + here.start, here.stop - here.start
+                yield Encoded(at, count, mean_codec, [averaged[m][data]], [1.0]), theirs and good[k]
 
     def _settle(self, groups: Groups) -> None:
         while not all(h.kind is Kind.SETTLE for h in groups.exchange(Header(Kind.SETTLE))):
             pass  # a replica still trains: drop the round that it has just started
 
 
-def _agree(groups: Groups, headers: Sequence[Header]) -> dict[str, int]:
-    """The faults known to any rank of this replica. An error found by one of them is raised on all."""
-    faults, wrong = {str(m): h.fault for m, h in enumerate(headers) if h.fault >= 0}, None
+def _agree(groups: Groups, headers: Sequence[Header]) -> None:
+    """Raise, on all ranks of this replica, the error that one of them has found."""
+    wrong = None
     try:
         check_round(headers)
     except DiLoCoError as error:
         wrong = [type(error).__name__, str(error)]
-    said = groups.gather_json_of_shards([wrong, faults])
-    for verdict, _ in said:
+    for verdict in groups.gather_json_of_shards(wrong):
         if verdict is not None:
             raise {"Mismatch": Mismatch, "Diverged": Diverged}[verdict[0]](verdict[1])
-    return {member: fault for _, each in said for member, fault in each.items()}
+
+
+def _faults(groups: Groups, header: Header, delta: Delta) -> dict[str, int]:
+    """Where inf or nan is, on all ranks of all replicas. Asked when a piece has told of it, which all have seen."""
+    fault = delta.fault
+    headers = groups.exchange(replace(header, fault=-1 if fault is None else fault))
+    said = groups.gather_json_of_shards({str(m): h.fault for m, h in enumerate(headers) if h.fault >= 0})
+    return {member: fault for each in said for member, fault in each.items()}

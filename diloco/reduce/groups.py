@@ -27,6 +27,10 @@ PATIENCE = 2.0
 """Seconds in which the others can say that their exchange broke too. They learn of it at once."""
 
 
+_GOOD, _BAD = 1, 2
+"""The byte behind a piece."""
+
+
 class Broken(Exception):
     """An exchange failed: a peer is gone or did not answer in time. The groups cannot be used any more."""
 
@@ -161,6 +165,11 @@ class Groups:
         """What each rank of this replica says."""
         return [value] if self._shards is None else self._gather_json(self._shards, self._shard_count, value)
 
+    def agree(self, good: bool) -> bool:
+        """Whether it is so for all ranks of this replica."""
+        of_ddp = [good] if self._ddp is None else self._gather_json(self._ddp, self._ddp_size, good)
+        return all(self.gather_json_of_shards(all(of_ddp)))  # asked by all ranks, whatever they know already
+
     def _gather_json(self, group: Any, size: int, value: object) -> list[Any]:
         data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         lengths = torch.empty(size, dtype=torch.int64)
@@ -230,8 +239,8 @@ class Transfer:
     order 99 % in all rounds).
 
     Sends and receives cannot be asked whether they are done. So a byte follows every piece on the same connection: when
-    it has changed in memory, the piece is there. A last exchange, which can be asked, ends with the transfer, or when a
-    peer is lost.
+    it has changed in memory, the piece is there. It also says whether the piece is good. A last exchange, which can be
+    asked, ends with the transfer, or when a peer is lost.
 
     Args:
         theirs: the memory for what comes, as theirs[piece][replica].
@@ -255,17 +264,18 @@ class Transfer:
             out.append(self._groups.post(kind, k, marks[i : i + 1], m, tag + 1))
         return out
 
-    def send(self, ours: Sequence[Tensor]) -> None:
-        """The next piece, one for each replica."""
+    def send(self, ours: Sequence[Tensor], good: bool) -> None:
+        """The next piece, one for each replica. `good`: what it was encoded from is finite."""
         k = self._sent
         self._sent += 1
-        self._sends += self._post("send", k, ours, torch.ones_like(self._marks[k]))
+        self._sends += self._post("send", k, ours, torch.full_like(self._marks[k], _GOOD if good else _BAD))
         self._groups.sent += sum(len(ours[m]) for m in self._groups.peers)
         if self._sent == len(self._receives):
             self._ends = self._groups.post_ends()
 
-    def wait(self) -> None:
-        """Until the next piece from every peer is here; with the last one, until all was sent too."""
+    def wait(self) -> bool:
+        """Until the next piece from every peer is here; with the last one, until all was sent too. Returns whether all
+        of them are good."""
         k, began = self._received, time.perf_counter()
         self._received += 1
         while not self._seen[k].all() and not any(end.is_completed() for end in self._ends):
@@ -274,6 +284,7 @@ class Transfer:
         self._groups.wait([*self._receives[k], *(self._sends if last else [])], poll=False)
         if last:
             self._groups.wait(self._ends)
+        return bool((self._seen[k] == _GOOD).all())
 
 
 def _explain(message: str, timeout: float) -> str:

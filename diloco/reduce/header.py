@@ -8,7 +8,7 @@ from dataclasses import astuple, dataclass
 from diloco.errors import Diverged, Mismatch
 
 _FORMAT = struct.Struct("<BB?xiqddqi")
-_PROTOCOL = 2
+_PROTOCOL = 3
 NBYTES = _FORMAT.size
 
 

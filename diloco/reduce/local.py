@@ -242,7 +242,7 @@ def _outcome(
     if named or not any(d.weight for d in deltas):
         return Round(index, (), members, faults=named), []
     replicas, n = len(deltas), len(deltas[0].values)
-    encoded = [encode_cuts(codec, d.values, replicas)[0] for d in deltas]
+    encoded = [encode_cuts(codec, d.values, replicas) for d in deltas]
     mean_codec = codec_of_mean(codec, mean_codec)
     mean = mean_of_encoded(codec, mean_codec, encoded, [d.weight for d in deltas], n)
     whole = codec.nbytes(n) if gathers(codec, replicas) else (codec.nbytes(n) + mean_codec.nbytes(n)) / replicas

@@ -6,15 +6,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from diloco.codec import CHUNK, Codec, Float32, is_sparse, pack, pack_checked, unpack, weighted
+from diloco.codec import CHUNK, Codec, Float32, is_sparse, pack, unpack, weighted
 
 GATHER = 3
 """Up to this many replicas, each gathers all deltas: one quantisation, one round trip; the fewest bytes at 2, and 1.5
 times the fewest at 3. With more, each replica averages one share, and the shares are gathered."""
 
 PIECES, PIECE = 16, 4 * CHUNK
-"""A payload travels in at most this many pieces, of at least this many values: 256 kB in E3M0. So a round ends when the
-last piece was decoded, one sixteenth of the work after it has arrived."""
+"""A payload travels in at most this many pieces, of at least this many values: 256 kB in E3M0. The first one leaves
+when one sixteenth of the delta is encoded, and a round ends one sixteenth of the decoding after the last has come."""
 
 
 @dataclass(frozen=True)
@@ -84,10 +84,14 @@ def cuts(codec: Codec, n: int, replicas: int) -> list[slice]:
     return [slice(0, n)] if gathers(codec, replicas) else parts(n, replicas)
 
 
-def encode_cuts(codec: Codec, values: Tensor, replicas: int) -> tuple[list[Tensor], bool]:
-    """The payloads, and whether all values are finite."""
-    encoded = [pack_checked(codec, values[cut]) for cut in cuts(codec, len(values), replicas)]
-    return [payload for payload, _ in encoded], all(finite for _, finite in encoded)
+def room_for_cuts(codec: Codec, n: int, replicas: int) -> list[Tensor]:
+    """Memory for the payloads of these parts of n values."""
+    counts = [cut.stop - cut.start for cut in cuts(codec, n, replicas)]
+    return [torch.empty(codec.nbytes(count) if count else 0, dtype=torch.uint8, device="cpu") for count in counts]
+
+
+def encode_cuts(codec: Codec, values: Tensor, replicas: int) -> list[Tensor]:
+    return [pack(codec, values[cut]) for cut in cuts(codec, len(values), replicas)]
 
 
 def decode_cuts(codec: Codec, payloads: Sequence[Tensor], n: int, replicas: int) -> Tensor:
@@ -111,7 +115,7 @@ def pieces(codec: Codec, n: int, longest: int, streams: int) -> list[tuple[slice
 
 def reference_mean(codec: Codec, mean_codec: Codec, deltas: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
     """What the replicas of a collective agree on, bit for bit."""
-    encoded = [encode_cuts(codec, delta, len(deltas))[0] for delta in deltas]
+    encoded = [encode_cuts(codec, delta, len(deltas)) for delta in deltas]
     return decode(mean_of_encoded(codec, mean_codec, encoded, weights, len(deltas[0])))
 
 
