@@ -16,8 +16,7 @@ from diloco import kernels, levels, topk
 from diloco.errors import ConfigError
 from diloco.formats import BLOCK, FORMATS, Sparse, blocks, format_named
 
-CHUNK = 1 << 17
-"""Values encoded at once; a multiple of every codec's block, so that the sizes of chunks add up exactly."""
+CHUNK = kernels.CHUNK
 
 
 class Codec(Protocol):

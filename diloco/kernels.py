@@ -7,16 +7,23 @@ where there was no compiler. Levels: "reference" (no native code), "plain" (C fo
 
 import ctypes
 import os
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from diloco.errors import ConfigError
+from diloco.formats import FORMATS
 
+T = TypeVar("T")
+CHUNK = 1 << 17
+"""Values encoded at once; a multiple of every codec's block, so that the sizes of chunks add up exactly."""
 LEVELS = ("reference", "plain", "wide")
 VARIABLE = "DILOCO_KERNELS"
 """Environment variable: a level below the best one, or the path of a library that was compiled in another way."""
@@ -103,6 +110,25 @@ def at_level(name: str) -> Iterator[None]:
         level = before
 
 
+_may = threading.local()
+
+
+def use_threads(threads: int) -> None:
+    """Let `encode`, `mean` and `advance` use this many threads when the calling thread asks for them."""
+    _may.pool = ThreadPoolExecutor(threads, "diloco-kernels") if threads > 1 else None
+    _may.threads = threads
+
+
+def _each(n: int, act: Callable[[int, int], T]) -> list[T]:
+    """act(first value, number of values) for runs of whole chunks of n values, one for each thread."""
+    threads: int = getattr(_may, "threads", 1)
+    size = max(-(-n // (threads * CHUNK)), 1) * CHUNK
+    runs = [(at, min(size, n - at)) for at in range(0, max(n, 1), size)]
+    if len(runs) == 1:
+        return [act(*runs[0])]
+    return list(_may.pool.map(lambda run: act(*run), runs))
+
+
 def decodes(codec: str) -> bool:
     """Whether `mean` has native code for a codec of this name."""
     return level != "reference" and codec in _CODECS
@@ -116,14 +142,18 @@ def encodes(codec: str) -> bool:
 def encode(codec: str, x: Tensor, payload: Tensor) -> bool:
     """Fill the payload of a flat fp32 tensor, as `pack` does. Returns whether all values are finite."""
     assert x.dtype == torch.float32 and x.is_contiguous() and payload.is_contiguous()
-    values, out = ctypes.c_void_p(x.data_ptr()), ctypes.c_void_p(payload.data_ptr())
-    function = getattr(_library, f"diloco_pack_{level}")
-    return bool(function(ctypes.c_int32(_CODECS[codec]), values, ctypes.c_int64(len(x)), out))
+    function, number = getattr(_library, f"diloco_pack_{level}"), ctypes.c_int32(_CODECS[codec])
+
+    def run(at: int, count: int) -> bool:
+        values, out = x.data_ptr() + 4 * at, payload.data_ptr() + FORMATS[codec].nbytes(at)
+        return bool(function(number, ctypes.c_void_p(values), ctypes.c_int64(count), ctypes.c_void_p(out)))
+
+    return all(_each(len(x), run))
 
 
 def mean(codec: str, payloads: Sequence[Tensor], factors: Sequence[float], out: Tensor) -> None:
     """out ← Σ factor · decoded payload, as `weighted` does."""
-    _run(_Round(rule=_MEAN, new_anchor=out.data_ptr()), codec, payloads, factors, len(out))
+    _run(codec, payloads, factors, len(out), lambda at: _Round(rule=_MEAN, new_anchor=out[at:].data_ptr()))
 
 
 def advance(
@@ -139,13 +169,17 @@ def advance(
     plain, n = rule.momentum is None, len(old[0])
     for tensor in (old[0], new[0]) if plain else (*old, *new):
         assert tensor.dtype == torch.float32 and tensor.is_contiguous() and len(tensor) == n
-    work = _Round(rule=_SGD if plain else _NESTEROV, lr=rule.lr)
-    work.anchor, work.new_anchor = old[0].data_ptr(), new[0].data_ptr()
-    if rule.momentum is not None:
-        work.momentum, work.decay = rule.momentum, rule.decay
-        work.velocity, work.new_velocity = old[1].data_ptr(), new[1].data_ptr()
-    _run(work, codec, payloads, factors, n)
-    return work.anchor_words, work.velocity_words
+
+    def begin(at: int) -> _Round:
+        work = _Round(rule=_SGD if plain else _NESTEROV, lr=rule.lr)
+        work.anchor, work.new_anchor = old[0][at:].data_ptr(), new[0][at:].data_ptr()
+        if rule.momentum is not None:
+            work.momentum, work.decay = rule.momentum, rule.decay
+            work.velocity, work.new_velocity = old[1][at:].data_ptr(), new[1][at:].data_ptr()
+        return work
+
+    done = _run(codec, payloads, factors, n, begin)
+    return sum(work.anchor_words for work in done), sum(work.velocity_words for work in done)
 
 
 def passes(*tensors: Tensor) -> bool:
@@ -172,9 +206,18 @@ def _pass(name: str, *tensors: Tensor) -> None:
     getattr(_library, f"diloco_{name}_{level}")(*places, ctypes.c_int64(tensors[0].numel()))
 
 
-def _run(work: _Round, codec: str, payloads: Sequence[Tensor], factors: Sequence[float], n: int) -> None:
-    held = [payload.contiguous() for payload in payloads]
-    work.codec, work.members = _CODECS[codec], len(held)
-    work.payloads = (ctypes.c_void_p * len(held))(*(payload.data_ptr() for payload in held))
-    work.factors = (ctypes.c_float * len(held))(*factors)
-    getattr(_library, f"diloco_round_{level}")(ctypes.byref(work), ctypes.c_int64(n))
+def _run(
+    codec: str, payloads: Sequence[Tensor], factors: Sequence[float], n: int, begin: Callable[[int], _Round]
+) -> list[_Round]:
+    """What becomes of the mean from a value on, `begin` says."""
+    held, function = [payload.contiguous() for payload in payloads], getattr(_library, f"diloco_round_{level}")
+
+    def run(at: int, count: int) -> _Round:
+        work, offset = begin(at), FORMATS[codec].nbytes(at)
+        work.codec, work.members = _CODECS[codec], len(held)
+        work.payloads = (ctypes.c_void_p * len(held))(*(payload.data_ptr() + offset for payload in held))
+        work.factors = (ctypes.c_float * len(held))(*factors)
+        function(ctypes.byref(work), ctypes.c_int64(count))
+        return work
+
+    return _each(n, run)

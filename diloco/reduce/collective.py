@@ -35,7 +35,7 @@ from diloco.reduce.mean import (
     room_for_cuts,
     shares,
 )
-from diloco.reduce.thread import CommThread
+from diloco.reduce.thread import CommThread, usual_threads
 from diloco.rendezvous import meet_at
 
 
@@ -83,6 +83,8 @@ class Collective:
         replica: with `at`, the number of this replica, from 0.
         replicas: with `at`, how many there are.
         streams: TCP connections to use at once; a single one does not fill a long link.
+        threads: that encode and decode a round, on as many cores, with the compiled kernels; by default one where
+            training needs the cores itself, and up to four beside an accelerator.
         timeout: seconds that an exchange may take, including the wait for slower replicas; then a peer counts as lost.
         mean_codec: the codec of the averaged shares (4 or more replicas); by default that of the deltas, or what
             it names: E3M0 for fewer bits. Sparse deltas are not averaged in shares.
@@ -100,12 +102,15 @@ class Collective:
         replica: int | None = None,
         replicas: int | None = None,
         streams: int = 1,
+        threads: int | None = None,
         timeout: float = 600.0,
         mean_codec: Codec | None = None,
     ) -> None:
-        if streams < 1 or timeout <= 0:
+        threads = usual_threads() if threads is None else threads
+        if streams < 1 or threads < 1 or timeout <= 0:
             raise ConfigError(
-                f"streams={streams}, timeout={timeout}: give at least 1 stream and a positive timeout in seconds"
+                f"streams={streams}, threads={threads}, timeout={timeout}: give at least 1 stream and 1 thread, and a "
+                "positive timeout in seconds"
             )
         self._at, self._across = at, Place()
         if at is not None:
@@ -126,6 +131,7 @@ class Collective:
         self._number = self._made[tuple(self.ranks)]
         self._ddp_ranks, self._shard_ranks = place_in(ddp_ranks), place_in(shards)
         self._streams, self._timeout, self._mean_codec = streams, timeout, mean_codec
+        self._threads = threads
         self._codecs: Sequence[Codec] = ()
         self._rounds: dict[tuple[int, int], Future[Round | Dropped]] = {}
         self._connection: _Connection | None = None
@@ -136,7 +142,7 @@ class Collective:
         if self._at is not None and self._connection is None:
             self._across = _meet(self._at, self.replica, self.replicas, self._timeout)
         if self._connection is None:
-            self._connection = _Connection(CommThread())
+            self._connection = _Connection(CommThread(self._threads))
         return self._submit("join", self._join, contract, states).result()
 
     def due(self, fragment: int, steps: int, slot: bool) -> bool:

@@ -1,6 +1,7 @@
 """The communication thread: jobs one after another, in the order in which they were submitted, beside training."""
 
 import atexit
+import os
 import queue
 import threading
 from collections.abc import Callable
@@ -9,12 +10,22 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
+from diloco import kernels
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
+def usual_threads() -> int:
+    """One beside training on the CPU, whose cores it would take; a few beside an accelerator."""
+    return min(4, max((os.cpu_count() or 1) // 2, 1)) if torch.accelerator.is_available() else 1
+
+
 class CommThread:
-    def __init__(self) -> None:
+    """Args: threads: that encode and decode; everything else is done by one."""
+
+    def __init__(self, threads: int = 1) -> None:
+        self._threads = threads
         self._jobs: queue.SimpleQueue[tuple[Callable[..., Any], tuple[Any, ...], Future[Any]] | None]
         self._jobs = queue.SimpleQueue()
         self._exit, self._exiting = threading.Lock(), False
@@ -55,6 +66,7 @@ class CommThread:
     def _serve(self, ready: threading.Event) -> None:
         torch.set_num_threads(1)  # one core; the others belong to training
         torch.get_num_threads()  # reading the value pins it for this thread
+        kernels.use_threads(self._threads)
         ready.set()
         while (queued := self._jobs.get()) is not None:
             job, args, future = queued

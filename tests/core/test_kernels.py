@@ -2,6 +2,7 @@
 
 import shutil
 import subprocess
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from diloco.codec import CHUNK, E3M0, BFloat16, Float8, Float32, Int8, ThreeBit,
 from diloco.outer import SGD, Nesterov
 from diloco.reduce import State, words
 from diloco.reduce.mean import Encoded
+from diloco.reduce.thread import CommThread
 from tests.support.models import train
 from tests.support.processes import run
 
@@ -199,6 +201,41 @@ def test_a_state_that_is_made_in_parts_has_the_same_bits(level, codec, cut):
     expected, found = next_state("reference", state, rule, parts), next_state(level, state, rule, parts[::-1])
     assert same_bits(found.anchor, expected.anchor) and same_bits(found.outer, expected.outer)
     assert found.fingerprint() == expected.fingerprint() and (found.known is None) == (cut % 2 == 1)
+
+
+@native
+@pytest.mark.parametrize("name", ENCODED)
+def test_any_number_of_threads_gives_the_same_bits(level, name):
+    n, rule, codec = 5 * CHUNK + 771, kernels.Rule(0.4, 0.9, 0.7), ENCODED[name]
+    x, old = values("gaussian", n), (values("zeros", n), values("gaussian", n + 1)[:n])
+
+    def work(threads):
+        kernels.use_threads(threads)
+        try:
+            payload, out, new = pack(codec, x), torch.empty(n), (torch.empty(n), torch.empty(n))
+            kernels.mean(name, [payload, payload], [0.25, 0.5], out)
+            sums = kernels.advance(name, [payload], [1.0], rule, old, new)
+            spoiled = x.clone()
+            spoiled[-1] = float("nan")
+            assert not kernels.encode(name, spoiled, payload.clone())
+            return payload, out, *new, torch.tensor([total % 2**62 for total in sums])
+        finally:
+            kernels.use_threads(1)
+
+    with kernels.at_level(level):
+        for one, many in zip(work(1), work(3), strict=True):
+            assert torch.equal(one, many)
+
+
+def test_the_communication_thread_encodes_with_as_many_threads_as_it_was_given():
+    thread = CommThread(3)
+    runs = thread.submit(
+        kernels._each, 5 * CHUNK, lambda at, count: (at, count, threading.current_thread().name)
+    ).result()
+    thread.close(lambda: None)
+    assert [(at, count) for at, count, _ in runs] == [(0, 2 * CHUNK), (2 * CHUNK, 2 * CHUNK), (4 * CHUNK, CHUNK)]
+    assert all(name.startswith("diloco-kernels") for *_, name in runs)
+    assert len(kernels._each(5 * CHUNK, lambda at, count: at)) == 1  # of this thread
 
 
 def test_memory_of_a_state_is_used_again_once_its_copies_are_done():
