@@ -24,6 +24,7 @@ VERBS = {
     "sample": "let the model of a run write: one answer, or a conversation",
     "export": "write the agreed weights as a Hugging Face folder",
     "plan": "know before the run whether the link suffices",
+    "fleet": "know what failures cost many chips",
     "doctor": "check this machine, and the link between replicas",
 }
 

@@ -71,7 +71,7 @@ class PlanConfig:
     put_price: float = _failures(0.0, "With --reduce bucket: price of a thousand writes.")
     get_price: float = _failures(0.0, "With --reduce bucket: price of a thousand reads.")
     write: Path | None = _output(None, "Write the recommendation to this file, as a recipe for `diloco train`.")
-    plot: Path | None = _output(None, "Draw utilisation over the rate of the link, to a .html or .png file.")
+    plot: Path | None = _output(None, "Draw utilisation over the rate of the link, to a .html, .svg or .png file.")
     json: bool = _output(False, "Print everything as JSON.")
     check: Path | None = _output(None, "Compare the prediction with a finished run, given by its folder.")
     # fmt: on
@@ -107,8 +107,7 @@ def main(config: PlanConfig) -> int:
     notes = table.notes(conditions, choice, memory)
     answer = table.verdict(conditions, lines, config.target, memory)
     if config.plot is not None:
-        title = f"{model.name}, {config.replicas} replicas, {group.step_seconds:g} s a step"
-        plot.write(config.plot, _curves(conditions, choice.settings), link.rate, title)
+        plot.write(config.plot, _plot(conditions, choice.settings))
     if config.write is not None:
         given = {"batch": config.batch, "context": config.context if config.batch is not None else None}
         given["tokens"] = None if config.tokens is None else quantity.count(config.tokens)
@@ -208,16 +207,23 @@ def _conditions(config: PlanConfig, model: Model, group: Group, link: Link, step
     )
 
 
-def _curves(conditions: Conditions, chosen: Settings) -> plot.Curves:
-    middle = conditions.link.rate
+def _plot(conditions: Conditions, chosen: Settings) -> plot.Plot:
+    group, middle = conditions.group, conditions.link.rate
     rates = np.geomspace(min(1e6, middle / 10), max(1e12, middle * 10), 200)
-    return {
-        f"{each.name} ({each.settings})": (
-            rates.tolist(),
-            utilization(each.method, conditions.group, conditions.link.scaled(rates)).tolist(),
-        )
-        for each in candidates(conditions, chosen)
-    }
+    return plot.Plot(
+        title=f"{conditions.model.name}, {group.replicas} replicas, {group.step_seconds:g} s a step",
+        share="utilisation",
+        axis="rate of the link (of its slower direction)",
+        tick=plot.rate_text,
+        curves={
+            f"{each.name} ({each.settings})": (
+                rates.tolist(),
+                utilization(each.method, group, conditions.link.scaled(rates)).tolist(),
+            )
+            for each in candidates(conditions, chosen)
+        },
+        mark=(middle, f"your link, {plot.rate_text(middle)}"),
+    )
 
 
 def _as_json(lines: list[Row], choice: Choice, notes: list[str]) -> str:

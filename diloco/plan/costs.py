@@ -1,12 +1,12 @@
 """What each method would cost on the user's link: the rows of `diloco plan`."""
 
-import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from diloco import laws
 from diloco.formats import FORMATS
 from diloco.plan import methods
 from diloco.plan.choose import Settings, method_of
+from diloco.plan.failures import Fleet, outcome
 from diloco.plan.model import Model, count_values
 from diloco.plan.simulate import Group, Method, required_rates, utilization
 from diloco.plan.traffic import CODECS, Link, Reduce, round_bytes
@@ -158,46 +158,19 @@ def _memory(parameters: float, largest: float, in_flight: int, encoded: float) -
 
 
 def _goodput(conditions: Conditions, method: Method) -> float:
-    """The share of computed steps that count. Failures are independent, with exponential times between them (mean
-    `mtbf` of one replica); a failed replica is away for `restart` seconds."""
+    """The share of computed steps that count: a replica is one chip of a fleet, back after `restart`.
+
+    With a quorum the others train on, and the failed replica takes their state: it loses what it had not yet sent.
+    """
     group = conditions.group
+    fleet = Fleet(chips=group.replicas, mtbf=conditions.mtbf, restart=conditions.restart)
     if method.reduce == "bucket" and conditions.quorum is not None:
         grace = max(conditions.grace - method.overlap * group.step_seconds, 0.0)  # overlap hides a part of it
-        lost = method.period * group.step_seconds / 2
-        return goodput_quorum(group.replicas, conditions.mtbf, conditions.restart, conditions.quorum, grace, lost)
-    save_seconds = conditions.save_every * group.step_seconds
-    return goodput_waiting(group.replicas, conditions.mtbf, conditions.restart, save_seconds)
-
-
-def goodput_waiting(replicas: int, mtbf: float, restart: float, save_seconds: float) -> float:
-    """Goodput if all wait for a failed replica, then repeat half of `save_seconds`, the time between checkpoints.
-
-    >>> round(goodput_waiting(4, 100_000, 600, 800), 3)
-    0.962
-    """
-    if math.isinf(mtbf):
-        return 1.0
-    return 1 / (1 + replicas / mtbf * (restart + save_seconds / 2))
-
-
-def goodput_quorum(
-    replicas: int, mtbf: float, restart: float, least: int, grace: float = 0.0, lost: float = 0.0
-) -> float:
-    """Goodput if the others continue without a failed replica, as long as `least` of them are there.
-
-    The failed replica loses `lost` seconds of its own work; the others wait for it once, for `grace` seconds.
-
-    >>> round(goodput_quorum(4, 100_000, 600, 1), 3)
-    0.994
-    """
-    if math.isinf(mtbf):
-        return 1.0
-    there = mtbf / (mtbf + restart)
-    counted = sum(
-        k / replicas * math.comb(replicas, k) * there**k * (1 - there) ** (replicas - k)
-        for k in range(least, replicas + 1)
-    )
-    return counted / (1 + lost / mtbf + (replicas - 1) / mtbf * grace)
+        round_seconds = method.period * group.step_seconds
+        fleet = replace(fleet, quorum=conditions.quorum, grace=grace, save_every=round_seconds)
+        return outcome(fleet, group.replicas, elastic=False).goodput
+    fleet = replace(fleet, save_every=conditions.save_every * group.step_seconds)
+    return outcome(fleet, 1, elastic=False).goodput
 
 
 def _price(conditions: Conditions, method: Method, traffic: list[tuple[float, float]], periods: float) -> float | None:

@@ -1,75 +1,99 @@
-"""Utilisation against the rate of the link, all methods, the user's link marked: one HTML file, or a PNG."""
+"""A share against something on a logarithmic axis, one curve a method, the user's own marked: HTML, SVG or PNG."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 
 from diloco.errors import ConfigError
 
 Curves = Mapping[str, tuple[Sequence[float], Sequence[float]]]
-"""By method: rates in bits a second, utilisations."""
+"""By method: where, and the share there."""
 
-AXIS = "rate of the link (of its slower direction)"
-COLORS = ("#7f7f7f", "#d1751c", "#1f6fb4", "#1d8a4b")
-WIDTH, HEIGHT, LEFT, TOP, RIGHT, BOTTOM = 840, 520, 64, 24, 40, 136
+COLORS = ("#7f7f7f", "#d1751c", "#1f6fb4", "#1d8a4b", "#8a4fbf", "#b5459a", "#3f8c8c")
+WIDTH, LEFT, TOP, RIGHT, INNER, LEGEND, LINE = 840, 64, 30, 40, 354, 64, 19
+"""Pixels. INNER: the height inside the axes. LEGEND: from there to the first line of the legend."""
 
 
-def write(path: Path, curves: Curves, link: float, title: str) -> None:
+@dataclass(frozen=True, kw_only=True)
+class Plot:
+    title: str
+    share: str
+    """What the curves show."""
+    axis: str
+    """What it is shown against."""
+    tick: Callable[[float], str]
+    """A value of that as text."""
+    curves: Curves
+    mark: tuple[float, str]
+    """The user's own value, and what it is."""
+    points: Mapping[str, Sequence[tuple[float, float]]] = field(default_factory=dict)
+    """Single values to show in the color of a curve."""
+
+
+def write(path: Path, plot: Plot) -> None:
     """Choose by the ending."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".html":
-        path.write_text(_html(curves, link, title), encoding="utf-8")
+        path.write_text(_html(plot), encoding="utf-8")
+    elif path.suffix == ".svg":
+        path.write_text(_svg(plot, ' xmlns="http://www.w3.org/2000/svg" font-family="sans-serif"'), encoding="utf-8")
     elif path.suffix == ".png":
-        _png(path, curves, link, title)
+        _png(path, plot)
     else:
-        raise ConfigError(f"plot={str(path)!r}: the name must end in .html or .png")
+        raise ConfigError(f"plot={str(path)!r}: the name must end in .html, .svg or .png")
 
 
-def _html(curves: Curves, link: float, title: str) -> str:
+def _html(plot: Plot) -> str:
     style = "body{font:15px system-ui,sans-serif;margin:2em auto;max-width:880px;color:#222;background:#fff}"
     return (
-        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{escape(title)}</title><style>{style}</style>'
-        f"<h1>{escape(title)}</h1>{_svg(curves, link)}</html>\n"
+        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{escape(plot.title)}</title>'
+        f"<style>{style}</style><h1>{escape(plot.title)}</h1>{_svg(plot)}</html>\n"
     )
 
 
-def _svg(curves: Curves, link: float) -> str:
-    rates = [rate for xs, _ in curves.values() for rate in xs]
-    low, high = math.log10(min(rates)), math.log10(max(rates))
+def _svg(plot: Plot, more: str = "") -> str:
+    places = [place for xs, _ in plot.curves.values() for place in xs]
+    low, high = math.log10(min(places)), math.log10(max(places))
+    bottom, height = TOP + INNER, TOP + INNER + LEGEND + LINE * len(plot.curves)
 
-    def x(rate: float) -> float:
-        return LEFT + (math.log10(rate) - low) / (high - low) * (WIDTH - LEFT - RIGHT)
+    def x(place: float) -> float:
+        return LEFT + (math.log10(place) - low) / (high - low) * (WIDTH - LEFT - RIGHT)
 
     def y(share: float) -> float:
-        return TOP + (1 - share) * (HEIGHT - TOP - BOTTOM)
+        return TOP + (1 - share) * INNER
 
-    out = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" font-size="13" fill="#222">']
+    out = [f'<svg viewBox="0 0 {WIDTH} {height}" role="img" font-size="13" fill="#222"{more}>']
+    if more:  # a file of its own, also before a dark page
+        out.append(f'<path d="M0 0H{WIDTH}V{height}H0Z" fill="#fff"/>')
     for decade in range(math.ceil(low), math.floor(high) + 1):
         at = x(10.0**decade)
-        out.append(f'<path d="M{at:.1f} {TOP}V{HEIGHT - BOTTOM}" stroke="#e4e4e4"/>')
-        out.append(
-            f'<text x="{at:.1f}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle">{rate_text(10.0**decade)}</text>'
-        )
+        out.append(f'<path d="M{at:.1f} {TOP}V{bottom}" stroke="#e4e4e4"/>')
+        out.append(f'<text x="{at:.1f}" y="{bottom + 18}" text-anchor="middle">{plot.tick(10.0**decade)}</text>')
     for percent in range(0, 101, 20):
         at = y(percent / 100)
         out.append(f'<path d="M{LEFT} {at:.1f}H{WIDTH - RIGHT}" stroke="#e4e4e4"/>')
         out.append(f'<text x="{LEFT - 8}" y="{at + 4:.1f}" text-anchor="end">{percent} %</text>')
-    for i, (name, (xs, ys)) in enumerate(curves.items()):
+    for i, (name, (xs, ys)) in enumerate(plot.curves.items()):
         color, points = COLORS[i % len(COLORS)], " ".join(f"{x(a):.1f},{y(b):.1f}" for a, b in zip(xs, ys, strict=True))
         out.append(f'<polyline points="{points}" fill="none" stroke="{color}" stroke-width="2.2"/>')
-        out.append(f'<text x="{LEFT}" y="{HEIGHT - 72 + 19 * i}" fill="{color}">{escape(name)}</text>')
-    if min(rates) <= link <= max(rates):
-        out.append(f'<path d="M{x(link):.1f} {TOP}V{HEIGHT - BOTTOM}" stroke="#c0392b" stroke-dasharray="5 4"/>')
-        out.append(
-            f'<text x="{x(link) + 6:.1f}" y="{HEIGHT - BOTTOM - 8}" fill="#c0392b">your link, {rate_text(link)}</text>'
-        )
+        out.append(f'<text x="{LEFT}" y="{bottom + LEGEND + LINE * i}" fill="{color}">{escape(name)}</text>')
+        for a, b in plot.points.get(name, ()):
+            out.append(f'<circle cx="{x(a):.1f}" cy="{y(b):.1f}" r="4.5" fill="{color}" stroke="#fff"/>')
+    value, text = plot.mark
+    if min(places) <= value <= max(places):
+        out.append(f'<path d="M{x(value):.1f} {TOP}V{bottom}" stroke="#c0392b" stroke-dasharray="5 4"/>')
+        left = x(value) < WIDTH * 0.7
+        side = f'x="{x(value) + 6:.1f}"' if left else f'x="{x(value) - 6:.1f}" text-anchor="end"'
+        out.append(f'<text {side} y="{bottom - 8}" fill="#c0392b">{escape(text)}</text>')
     middle = (LEFT + WIDTH - RIGHT) / 2
-    out.append(f'<text x="{middle}" y="{HEIGHT - BOTTOM + 40}" text-anchor="middle">{AXIS}</text></svg>')
+    out.append(f'<text x="{LEFT}" y="{TOP - 12}">{escape(plot.share)}</text>')
+    out.append(f'<text x="{middle}" y="{bottom + 40}" text-anchor="middle">{escape(plot.axis)}</text></svg>\n')
     return "".join(out)
 
 
-def _png(path: Path, curves: Curves, link: float, title: str) -> None:
+def _png(path: Path, plot: Plot) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -78,12 +102,13 @@ def _png(path: Path, curves: Curves, link: float, title: str) -> None:
         ) from None
     figure = Figure(figsize=(8.4, 5.6), dpi=150, layout="constrained")
     axes = figure.subplots()
-    for i, (name, (xs, ys)) in enumerate(curves.items()):
-        axes.semilogx(
-            [rate / 1e9 for rate in xs], [100 * share for share in ys], color=COLORS[i % len(COLORS)], label=name
-        )
-    axes.axvline(link / 1e9, color="#c0392b", linestyle="--", label=f"your link, {rate_text(link)}")
-    axes.set(title=title, xlabel=f"{AXIS} (Gbit/s)", ylabel="utilisation (%)", ylim=(0, 102))
+    for i, (name, (xs, ys)) in enumerate(plot.curves.items()):
+        color, points = COLORS[i % len(COLORS)], plot.points.get(name, ())
+        axes.semilogx(xs, [100 * share for share in ys], color=color, label=name)
+        axes.plot([a for a, _ in points], [100 * b for _, b in points], "o", color=color)
+    axes.axvline(plot.mark[0], color="#c0392b", linestyle="--", label=plot.mark[1])
+    axes.set(title=plot.title, xlabel=plot.axis, ylabel=f"{plot.share} (%)", ylim=(0, 102))
+    axes.xaxis.set_major_formatter(lambda value, _: plot.tick(value))
     axes.grid(color="#e4e4e4")
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.13), frameon=False)
     figure.savefig(path)

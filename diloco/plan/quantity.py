@@ -7,8 +7,8 @@ from diloco.errors import ConfigError
 
 RATES = {f"{prefix}{unit}": scale for prefix, scale in (("", 1.0), ("k", 1e3), ("m", 1e6), ("g", 1e9), ("t", 1e12))
          for unit in ("bit", "bps")}  # fmt: skip
-TIMES = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
-LONG = {"second": "s", "sec": "s", "minute": "min", "hour": "h", "hr": "h", "day": "d"}
+TIMES = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0, "y": 365.25 * 86400.0}
+LONG = {"second": "s", "sec": "s", "minute": "min", "hour": "h", "hr": "h", "day": "d", "year": "y"}
 """Names of times that are taken too, also with an s at the end."""
 COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 SIZES = {"b": 1.0, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12,
@@ -39,7 +39,7 @@ def seconds(text: str, name: str = "round_trip", *, zero: bool = True) -> float:
     >>> seconds("80ms"), seconds("7d"), seconds("7 days")
     (0.08, 604800.0, 604800.0)
     """
-    return _quantity(text, name, TIMES, "80ms, 1.5s, 10min, 2h or 7d", zero=zero)
+    return _quantity(text, name, TIMES, "80ms, 1.5s, 10min, 2h, 7d or 1y", zero=zero)
 
 
 def count(text: str, name: str = "tokens") -> int:

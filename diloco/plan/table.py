@@ -74,18 +74,18 @@ def plan_tables(conditions: Conditions, rows: list[Row], choice: Choice, notes: 
     costs_head = ["method", "sent a day", "burst", "time", *(["goodput"] if failing else []),
                   *(["price a day"] if priced else []), "more on device", "on host", "loss (estimate)"]  # fmt: skip
     chosen = [[name, str(value), choice.reasons[name]] for name, value in asdict(choice.settings).items()]
-    width = _width()
+    columns = width()
     return (
-        textwrap.fill(answer, width)
+        textwrap.fill(answer, columns)
         + "\n\n"
-        + textwrap.fill(title, width)
+        + textwrap.fill(title, columns)
         + "\n\n"
         + text_table(
             f"Utilisation on this link, and the rate for a utilisation, {ways}", head, busy, spare=(0, 0, 5, 3, 2, 1, 4)
         )
         + text_table("What it costs", costs_head, costs, spare=(0, 1, 2, 0, *[0] * (failing + priced), 5, 4, 3))
         + text_table("Recommended", ["setting", "value", "why"], chosen, left=3)
-        + "".join(f"{textwrap.fill(note, width)}\n" for note in notes)
+        + "".join(f"{textwrap.fill(note, columns)}\n" for note in notes)
     )
 
 
@@ -153,7 +153,7 @@ def text_table(title: str, head: list[str], lines: list[list[str]], left: int = 
     cells = zip(*lines, strict=True)
     columns = [Column(name, each, i < left, when[i]) for i, (name, each) in enumerate(zip(head, cells, strict=True))]
     text = io.StringIO()
-    console = Console(file=text, width=_width(), color_system=None)
+    console = Console(file=text, width=width(), color_system=None)
     console.print(Fitted(columns))
     missing = len(head) - len(Fitted(columns).kept(console.width))
     hint = f" ({missing} more columns in a wider terminal)" if missing else ""
@@ -165,7 +165,7 @@ def text_table(title: str, head: list[str], lines: list[list[str]], left: int = 
     )
 
 
-def _width() -> int:
+def width() -> int:
     return min(shutil.get_terminal_size((WIDEST, 24)).columns, WIDEST)
 
 

@@ -209,7 +209,7 @@ def test_the_recipe_is_one_that_train_accepts(tmp_path, capsys):
     assert all(comment.startswith("# ") and len(comment) > 2 for comment in lines[::2])
 
 
-@pytest.mark.parametrize("ending", ["html", "png"])
+@pytest.mark.parametrize("ending", ["html", "svg", "png"])
 def test_plots_are_drawn(tmp_path, capsys, ending):
     path = tmp_path / f"out.{ending}"
     assert main(PlanConfig(**GIVEN, plot=path)) == 0
@@ -219,7 +219,7 @@ def test_plots_are_drawn(tmp_path, capsys, ending):
     else:
         text = data.decode()
         assert text.count("<polyline") == 4 and "your link, 100 Mbit/s" in text
-        assert "http" not in text  # self-contained
+        assert "http" not in text.replace('xmlns="http://www.w3.org/2000/svg"', "")  # self-contained
 
 
 def test_planning_on_a_machine_whose_speed_is_known_needs_no_torch_and_names_the_assumption(remembered):
@@ -295,7 +295,7 @@ def test_the_recommendation_syncs_less_often_where_the_hook_is_slow(remembered, 
         ({"memory": "80"}, "allowed: b, kb"),
         ({"quorum": 3, "reduce": "bucket"}, "give 1 to 2"),
         ({"quorum": 1}, "only --reduce bucket"),
-        ({"plot": "out.pdf"}, ".html or .png"),
+        ({"plot": "out.pdf"}, "end in .html, .svg or .png"),
     ],
 )
 def test_bad_input_is_refused_in_one_line_that_says_what_is_allowed(change, says, tmp_path):

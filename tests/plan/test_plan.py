@@ -1,5 +1,6 @@
 """The simulator is the paper's, obeys its bounds, and agrees with what can be derived without it."""
 
+import json
 import math
 
 import numpy as np
@@ -7,12 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from diloco.cli.plan import PlanConfig, main
 from diloco.codec import codec_named
 from diloco.errors import ConfigError
 from diloco.fragment import Balanced, Sequential, Strided
 from diloco.plan import methods as method
 from diloco.plan import simulate as simulation
-from diloco.plan.costs import goodput_quorum, goodput_waiting
+from diloco.plan.failures import Fleet, outcome
 from diloco.plan.model import count_values, model_of_layers, model_of_preset
 from diloco.plan.simulate import Group, Method, required_rates, simulate, utilization
 from diloco.plan.traffic import CODECS, GATHER, Link, break_even, least_rate, round_bytes, round_trips
@@ -376,12 +378,21 @@ def test_goodput_agrees_with_a_simulated_year(least):
             at += restart
     there = replicas - away.sum(axis=0)
     expected = np.where(there >= least, there, 0).mean() / replicas
-    assert goodput_quorum(replicas, mtbf, restart, least) == pytest.approx(expected, rel=0.01)
+    fleet = Fleet(chips=replicas, mtbf=mtbf, restart=restart, quorum=least)
+    assert outcome(fleet, replicas, elastic=False).goodput == pytest.approx(expected, rel=0.01)
 
 
-def test_goodput_without_failures_is_one_and_waiting_for_all_is_worse():
-    assert goodput_waiting(8, math.inf, 600, 500) == goodput_quorum(8, math.inf, 600, 4) == 1
-    assert goodput_waiting(8, 1e5, 600, 500) < goodput_quorum(8, 1e5, 600, 4, grace=30, lost=50)
+def test_replicas_that_fail_cost_less_if_the_others_do_not_wait_for_them(capsys):
+    def goodput(**given):
+        plan = {"model": "1b", "step_seconds": "1", "link": ("1gbit",), "codec_ns": 0.0, "hook_ns": 0.0, "replicas": 8}
+        main(PlanConfig(**plan, json=True, **given))
+        return json.loads(capsys.readouterr().out)["methods"][-1]["goodput"]
+
+    assert goodput() == goodput(reduce="bucket", quorum=4) == 1
+    waiting = goodput(mtbf="1d", save_every=500)
+    # Eight replicas, each away for 600 s a day; after each failure half of 500 steps are lost.
+    assert waiting == pytest.approx(1 / (1 + 8 / 86_400 * (600 + 250)), rel=3e-3)
+    assert waiting < goodput(mtbf="1d", reduce="bucket", quorum=4, grace="30s") < 1
 
 
 def test_an_overlap_as_long_as_sync_every_is_refused():
