@@ -61,6 +61,10 @@ def main(config: TrainConfig) -> int:
         from diloco.train import preflight
 
         preflight.check(config, 1)
+        if config.dry_run:  # the bucket is not touched
+            preflight.say(config, 1)
+            print(preflight.outline(config, config.replicas or 2))
+            return 0
         return _be_member(config)
     world = own_world(config.shards, config.replicas)
     if world is None:

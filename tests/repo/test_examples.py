@@ -1,0 +1,68 @@
+"""The examples run as their pages show them, at a smaller size; examples/lora in tests/integrations/test_lora.py."""
+
+import re
+import runpy
+import shlex
+from pathlib import Path
+
+import pytest
+
+from tests.support.commands import ended, run, run_here, start, wait_for
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+
+
+def shown(page: Path) -> list[list[str]]:
+    """The words of the commands of a page, in order."""
+    blocks = re.findall(r"^```console\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+    return [shlex.split(line.removeprefix("$ ")) for block in blocks for line in block.splitlines()]
+
+
+@pytest.mark.slow
+def test_a_new_outer_rule_is_compared_with_the_shipped_ones(capsys):
+    main = runpy.run_path(str(EXAMPLES / "outer_rule.py"))["main"]
+    main(
+        ["--replicas", "2", "--steps", "60", "--sync-every", "4", "--seeds", "2"]
+    )  # the shipped rule is SGD for ten rounds
+    rows = re.findall(r"^(\w+) +loss ([\d.]+) +([+-][\d.]+) ± ([\d.]+) % against shipped, 2 seeds$",
+                      capsys.readouterr().out, re.MULTILINE)  # fmt: skip
+    assert [name for name, *_ in rows] == ["average", "paper", "shipped", "adam"]
+    losses = {name: float(loss) for name, loss, *_ in rows}
+    assert len(set(losses.values())) == 4 and losses["shipped"] < 4.5  # ln 256 = 5.5
+    assert rows[2][2:] == ("+0.00", "0.00")
+    assert len((EXAMPLES / "outer_rule.py").read_text().splitlines()) <= 100
+
+
+def test_two_sites_pretrain_one_model_through_a_bucket(tmp_path):
+    plan, north, south, watch, report, export, sample = shown(EXAMPLES / "two-sites/README.md")
+    fewer = ["--model", "tiny", "--context", "32", "--batch", "4", "--steps", "40", "--sync-every", "10",
+             "--no-compile", "--overlap", "2", "--eval-tokens", "2048", "--quorum", "2"]  # fmt: skip
+    here = {"s3://my-bucket/run-1": tmp_path / "bucket", "examples/two-sites/run.toml": EXAMPLES / "two-sites/run.toml"}
+    sites = {}
+    for name, words in (("north", north), ("south", south)):
+        site = tmp_path / name
+        site.mkdir()
+        (site / f"{name}.txt").write_text(f"In the {name} it is " + "cold and windy and " * 2000)
+        sites[name] = start(site, *(here.get(word, word) for word in words[1:]), *fewer)
+        if name == "north":
+            wait_for((tmp_path / "bucket/run.json").exists, sites[name])
+    results = {name: ended(process) for name, process in sites.items()}
+    assert [code for code, _, _ in results.values()] == [0, 0], results
+    assert re.search(r"created run \w+, as north", results["north"][2])
+    assert re.search(r"joined run \w+ at round \d+, as south", results["south"][2])
+    for words in (plan, watch, report, export):
+        code, out, err = run_here(tmp_path / "north", *(here.get(word, word) for word in words[1:]))
+        assert code == 0 and (out or err), (words, err)
+    code, _, err = run_here(tmp_path / "south", *export[1:])
+    assert code == 0, err
+    exported = [(tmp_path / name / "model/model.safetensors").read_bytes() for name in sites]
+    assert exported[0] == exported[1]  # the same bits
+    code, out, err = run(tmp_path / "north", *sample[1:], "--tokens", "4")
+    assert code == 0 and out, err
+
+
+def test_a_dry_run_with_the_recipe_of_the_two_sites_leaves_the_bucket_alone(tmp_path):
+    code, out, err = run_here(tmp_path, "train", EXAMPLES / "two-sites/run.toml", "--bucket", "b", "--dry-run")
+    assert code == 0 and "19M parameters" in out, err
+    assert {path.name for path in tmp_path.iterdir()} <= {"cache"}
