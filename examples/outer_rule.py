@@ -1,4 +1,4 @@
-"""Is a new outer rule better? It is tried on M replicas in one process, beside those that are shipped, over seeds.
+"""A new outer rule, tried on M replicas in one process beside those that are shipped, over seeds.
 
     python examples/outer_rule.py                  about a minute of one core
     python examples/outer_rule.py --replicas 8 --steps 400 --seeds 5

@@ -25,6 +25,7 @@ VERBS = {
     "export": "write the agreed weights as a Hugging Face folder",
     "plan": "know before the run whether the link suffices",
     "fleet": "know what failures cost many chips",
+    "recipes": "list, print or copy the recipes and examples that come with it",
     "doctor": "check this machine, and the link between replicas",
 }
 

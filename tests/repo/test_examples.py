@@ -35,10 +35,10 @@ def test_a_new_outer_rule_is_compared_with_the_shipped_ones(capsys):
 
 
 def test_two_sites_pretrain_one_model_through_a_bucket(tmp_path):
-    plan, north, south, watch, report, export, sample = shown(EXAMPLES / "two-sites/README.md")
+    plan, north, south, watch, report, export, sample = shown(EXAMPLES / "bucket/README.md")
     fewer = ["--model", "tiny", "--context", "32", "--batch", "4", "--steps", "40", "--sync-every", "10",
              "--no-compile", "--overlap", "2", "--eval-tokens", "2048", "--quorum", "2"]  # fmt: skip
-    here = {"s3://my-bucket/run-1": tmp_path / "bucket", "examples/two-sites/run.toml": EXAMPLES / "two-sites/run.toml"}
+    here = {"s3://my-bucket/run-1": tmp_path / "bucket", "examples/bucket/run.toml": EXAMPLES / "bucket/run.toml"}
     sites = {}
     for name, words in (("north", north), ("south", south)):
         site = tmp_path / name
@@ -62,7 +62,25 @@ def test_two_sites_pretrain_one_model_through_a_bucket(tmp_path):
     assert code == 0 and out, err
 
 
+def test_recipes_and_examples_are_listed_printed_and_copied(tmp_path):
+    code, out, _ = run_here(tmp_path, "recipes")
+    listed = [line.split()[0] for line in out.splitlines()]
+    own = [path.stem for folder in ("recipes", "examples") for path in sorted((ROOT / folder).iterdir())]
+    assert (
+        code == 0 and listed == [name for name in own if not name.startswith("_")] and len(set(listed)) == len(listed)
+    )
+    assert all(len(line.split(maxsplit=1)[1]) > 10 for line in out.splitlines())
+    code, out, _ = run_here(tmp_path, "recipes", "demo")
+    assert code == 0 and out == (ROOT / "recipes/demo.toml").read_text()
+    code, out, _ = run_here(tmp_path, "recipes", "bucket", "--to", "mine")
+    assert code == 0 and (tmp_path / "mine/bucket/run.toml").read_bytes() == (EXAMPLES / "bucket/run.toml").read_bytes()
+    for words, says in ((["bucket", "--to", "mine"], "exists already"), (["dmo"], "give one of demo, paper-35m"),
+                        (["--to", "mine"], "without a name")):  # fmt: skip
+        code, _, err = run_here(tmp_path, "recipes", *words)
+        assert code == 2 and says in err and err.count("\n") == 1
+
+
 def test_a_dry_run_with_the_recipe_of_the_two_sites_leaves_the_bucket_alone(tmp_path):
-    code, out, err = run_here(tmp_path, "train", EXAMPLES / "two-sites/run.toml", "--bucket", "b", "--dry-run")
+    code, out, err = run_here(tmp_path, "train", EXAMPLES / "bucket/run.toml", "--bucket", "b", "--dry-run")
     assert code == 0 and "19M parameters" in out, err
     assert {path.name for path in tmp_path.iterdir()} <= {"cache"}

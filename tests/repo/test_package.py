@@ -1,12 +1,14 @@
 """The package as a user meets it, imports and examples, and as a reader does, sizes and directions."""
 
 import ast
+import importlib.metadata
 import os
 import re
 import runpy
 import statistics
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -35,6 +37,16 @@ def test_importing_the_package_imports_no_torch_and_knows_its_names():
     flags, names = result.stdout.splitlines()
     assert flags == "set()"
     assert {"DiLoCo", "E3M0", "Nesterov", "Strided", "Collective", "PeerLost"} <= set(names.split())
+
+
+def test_the_version_stands_in_one_place():
+    import diloco
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert "version" in project["project"]["dynamic"] and "version" not in project["project"]
+    assert project["tool"]["hatch"]["version"] == {"path": "diloco/__init__.py"}
+    assert importlib.metadata.version("diloco") == diloco.__version__
+    assert f"\nversion: {diloco.__version__}\n" in (ROOT / "CITATION.cff").read_text()
 
 
 def test_every_public_name_can_be_imported_and_a_wrong_one_says_so():
