@@ -1,8 +1,9 @@
 """The next state of a fragment: what the mean of a round makes of the state that is held, in memory of its own.
 
-The thread that has the payloads makes it, while training reads the state that is held; applying the round is then an
-exchange of the two. With the kernels, decoding, mean and outer rule are one pass over the memory, which also gives the
-fingerprint. Without them, or with an outer rule or codec that they do not know, the same bits come from `Outer.step`.
+The thread that has the payloads makes it, while training reads the state that is held; applying the round then puts the
+one in the place of the other. With the kernels, decoding, mean and outer rule are one pass over the memory, which also
+gives the fingerprint. Without them, or with an outer rule or codec that they do not know, the same bits come from
+`Outer.step`.
 """
 
 import threading
@@ -22,8 +23,8 @@ from diloco.reduce.mean import Encoded, decode, exact
 class Buffers:
     """Host memory that is used again: fresh pages cost several times what a pass over them does.
 
-    What was given back is kept until another size is asked for. So fragments of one size, in turn, share the memory of
-    one, and at most what was in use at the same time is kept.
+    What was given back is kept until another size is asked for. So fragments of equal size that are synced in turn
+    share the memory of one, and no more is kept than was in use at one time.
     """
 
     def __init__(self, pinned: bool = False) -> None:
@@ -52,7 +53,8 @@ class Buffers:
 
 
 class Memory:
-    """Of all fragments: for deltas in flight, and for next states. `pinned`: an accelerator copies from and to it."""
+    """What all fragments share: memory for deltas in flight and for next states. `pinned`: an accelerator copies from
+    and to it."""
 
     def __init__(self, pinned: bool = False) -> None:
         self.deltas, self.anchors, self.outers = Buffers(pinned), Buffers(pinned), Buffers()
@@ -63,7 +65,7 @@ class NextState:
         self._old, self._outer, self._stage = state, outer, Stage(state.index + 1, lr_sum)
         self._rule = _native_rule(outer, self._stage, state.outer)
         self._parts: list[Encoded] = []  # without a native rule: all of them, until the end
-        kept = type(outer) is SGD  # has no state, and leaves that of another rule as it is
+        kept = type(outer) is SGD  # SGD has no state of its own, and leaves that of another rule as it is
         spare = state.outer if kept else memory.outers.take(len(state.outer))
         self._new = memory.anchors.take(len(state.anchor)), spare
         self._words: tuple[int, int] | None = None if kept and len(state.outer) else (0, 0)

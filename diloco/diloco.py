@@ -90,7 +90,7 @@ class DiLoCo:
             raise ConfigError(f"feedback={feedback}: give a number from 0 (off) to 1 (all that the codec lost)")
         check_sizes(codec)
         mistakes.hint_momentum(codec, outer)
-        self._optimizers = as_list(optimizer)  # refuses what is none, before anything is done
+        self._optimizers = as_list(optimizer)  # refuses what is not an optimizer, before anything is done
         self._model = model = unwrap(model)
         reshard(model)  # after a forward without a backward FSDP2 shows gathered parameters, which it frees later
         parameters: dict[str, Tensor] = dict(trainable(model))
@@ -272,7 +272,7 @@ class DiLoCo:
         if self._life is _Life.ANCHORS:
             self._check_open()
         before, self._life = self._life, _Life.ANCHORS
-        # Not pinned: torch would keep so much pinned memory for ever.
+        # Not pinned: torch never gives pinned memory back.
         saved = [(fragment, torch.empty_like(fragment.state.anchor)) for fragment in self._fragments]
         with torch.no_grad():
             for fragment, values in saved:
@@ -291,13 +291,14 @@ class DiLoCo:
     def state_dict(self) -> dict[str, Any]:
         """Anchors, outer state, step, and the deltas under way, which are sent again on resume. Never waits.
 
-        Resuming is exact if all replicas have the same overlap; else who merges later takes what others have at once.
+        Resuming is exact if all replicas have the same overlap. Otherwise a replica that still waited for a
+        round which another had applied takes that replica's state at once.
         Not the model and not the optimizer: save these as always. The tensors are the live ones, not copies.
         """
         mistakes.has_end(self)
         parts = {str(fragment.number): fragment.state_dict() for fragment in self._all_fragments()}
         # One entry per shard: torch.distributed.checkpoint takes equal names on several ranks for equal values. It does
-        # not load a state with a name that the saved one lacks, so the replica has no name of its own.
+        # not load a state with a name that the saved one lacks: so the replica's number is kept under an old name.
         tokens = self._tokens, getattr(self.reduce, "replica", None)
         return {
             str(self._shard): {
@@ -338,7 +339,7 @@ class DiLoCo:
 
     @property
     def fragments(self) -> list[Fragment]:
-        """What is synced in turn: of each fragment its pieces, which are rows of parameters by name."""
+        """The pieces of each fragment. A piece is a range of rows of a named parameter."""
         return [fragment.pieces for fragment in self._fragments]
 
     @property
@@ -375,7 +376,7 @@ class DiLoCo:
         }
 
     def _leave(self) -> None:
-        """Closes the line, so that the others do not wait for this replica."""
+        """Detach and leave the others, so that they do not wait for this replica."""
         if self._life not in (_Life.FINISHED, _Life.LEFT):
             self._detach()
             mistakes.release(self._model, self.reduce, self)

@@ -160,8 +160,8 @@ class FlatView:
                 o.copy_(delta, non_blocking=True)
 
     def mark(self) -> Callable[[], None]:
-        """A function that waits for all copies so far, both ways. Call it before using what was read here, and before
-        changing what was written from."""
+        """A function that waits for all copies so far, both ways. Call it before you use what was read, and before
+        you change memory that was written from."""
         devices = {span.tensor.device for span in self.spans} - {torch.device("cpu")}
         # Blocking: a thread that waits for it sleeps instead of keeping a core busy.
         events = [(torch.Event(device, blocking=True), torch.accelerator.current_stream(device)) for device in devices]

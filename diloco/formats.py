@@ -9,7 +9,7 @@ BLOCK = 256
 
 
 PLACES, KEPT = 4096, 64
-"""Of this many values so many are sent by a sparse format, each with a place of 12 bits and a code of 2."""
+"""A sparse format sends KEPT of each PLACES values, each as a place of 12 bits and a code of 2."""
 
 
 def blocks(n: int) -> int:
@@ -17,12 +17,12 @@ def blocks(n: int) -> int:
 
 
 def kept(n: int) -> int:
-    """Values that are sent of a chunk of n, at most PLACES: also of a short one the same share."""
+    """How many values of a chunk of n are sent; n is at most PLACES. The share is the same for a short chunk."""
     return -(-n * KEPT // PLACES)
 
 
 def sparse_nbytes(n: int) -> int:
-    """Of a chunk of n values: two magnitudes, places, codes."""
+    """Bytes of a chunk of n values: two magnitudes, places, codes."""
     return 4 + -(-3 * kept(n) // 2) + -(-kept(n) // 4)
 
 

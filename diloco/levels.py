@@ -30,7 +30,7 @@ STEPS = 2
 
 
 def encode(x: Array, bits: int) -> Array:
-    """Of each block the scale as bfloat16, whose sign bit says which table; then all codes: magnitude, sign above."""
+    """The scale of each block as bfloat16 (its sign bit says which table), then all codes: magnitude, sign above."""
     n, count = len(x), blocks(len(x))
     rows = np.zeros((count, BLOCK), np.float32)
     rows.reshape(-1)[:n] = x

@@ -44,7 +44,7 @@ class Speed:
     """By codec, of one replica's delta."""
     outer: float
     hook: float
-    """Of the training thread: take the delta, write the result."""
+    """What the training thread does: take the delta, write the result."""
 
     def codec_ns(self, codec: str, replicas: int, gather: int = 3) -> float:
         """What the communication thread computes in a round. Above `gather` replicas it encodes and decodes shares."""

@@ -51,7 +51,7 @@ class InFlight:
     values: Tensor
     ready: Callable[[], None]  # wait for copies from the device
     sent_at: float
-    seconds: float = 0.0  # that the training thread took to take the delta
+    seconds: float = 0.0  # of the training thread, spent on taking the delta
 
 
 LAST = SGD(lr=1.0)
@@ -190,17 +190,17 @@ class FragmentSync:
         self.view.write(self.state.anchor)
 
     def go_back(self, trained: Trained) -> None:
-        """Set the local values to the anchor. A delta in flight stays so; if it is not counted, its work is lost."""
+        """Set the local values to the anchor. A delta in flight remains; if it is not counted, its work is lost."""
         self.view.write(self.state.anchor)
         self.counted = trained
         self._forget_residual()
 
     def find(self, tensors: Mapping[str, Tensor]) -> None:
-        """Read and write these from now on."""
+        """Use these tensors instead, from here on."""
         self.view = FlatView(self.pieces, {s.name: s.tensor for s in self.view.spans} | dict(tensors))
 
     def _copy(self, state: State) -> State:
-        """In memory of this fragment. The old one is not used again: a thread may still read a delta against it."""
+        """A copy in new memory. That of the old state is not given back: a thread may still read a delta against it."""
         anchor, outer = self.memory.anchors.take(len(state.anchor)), self.memory.outers.take(len(state.outer))
         return State(state.index, anchor.copy_(state.anchor), outer.copy_(state.outer))
 
@@ -269,7 +269,7 @@ class FragmentSync:
 
 
 def sync_of_buffers(number: int, buffers: dict[str, Tensor], memory: Memory) -> list[FragmentSync]:
-    """Buffers stay local, and finish() averages those that training changes, exactly: a fragment without a slot."""
+    """Buffers stay local until finish(), which averages those that training changes: a fragment without a slot."""
     if not buffers:
         return []
     pieces = tuple(Piece(name, 0, len(b) if b.dim() else 1) for name, b in buffers.items())

@@ -23,7 +23,7 @@ STEPS = 2
 
 
 def encode(x: Array) -> Array:
-    """Of each chunk both magnitudes as bfloat16, then places, then codes: magnitude, sign above."""
+    """For each chunk: both magnitudes as bfloat16, then places, then codes: magnitude, sign above."""
     whole = len(x) // PLACES * PLACES
     rows = [_encode_rows(x[:whole].reshape(-1, PLACES))] if whole else []
     if whole < len(x):
@@ -44,7 +44,7 @@ def _encode_rows(x: Array) -> Array:
     count, width = x.shape
     k = kept(width)
     words = np.ascontiguousarray(x).view(np.uint32)
-    # Of equal magnitudes the first ones are taken: a lower place makes a larger key, and all keys differ.
+    # The first ones of equal magnitudes are taken: a lower place makes a larger key, and all keys differ.
     keys = (words & 0x7FFFFFFF).astype(np.int64) << 12 | (PLACES - 1 - np.arange(width))
     least = np.partition(keys, width - k, axis=1)[:, width - k, None]
     places = np.nonzero(keys >= least)[1].reshape(count, k)
@@ -53,7 +53,7 @@ def _encode_rows(x: Array) -> Array:
     magnitudes = to_bfloat16(_two_means(values))
     low, high = (from_bfloat16(each) for each in np.split(magnitudes, 2, axis=1))
     code = (values >= (low + high) / np.float32(2)).astype(np.uint8) | (chosen >> 31 << 1).astype(np.uint8)
-    # Only full rows come together, and theirs are whole bytes.
+    # Either all rows are full, and their codes fill bytes exactly, or there is one row.
     codes = pack_codes(code.reshape(-1), 2).reshape(count, -1)
     return np.concatenate([magnitudes.view(np.uint8), _pack_places(places), codes], axis=1)
 
@@ -80,7 +80,7 @@ def _decode_rows(data: Array, k: int, out: Array) -> None:
     places = _unpack_places(packed, k)
     code = unpack_codes(codes.reshape(-1), k * len(data), 2).reshape(-1, k).astype(np.intp)
     signed = np.concatenate([magnitudes, -magnitudes], axis=1)
-    # Of a place that is given twice, which no encoder does, the last value counts.
+    # If a place is given twice, which no encoder does, the last value counts.
     np.put_along_axis(out, places, np.take_along_axis(signed, code, 1), 1)
 
 

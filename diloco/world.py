@@ -71,7 +71,7 @@ def job_from(environment: Mapping[str, str]) -> str:
 
 def _is_slurm_task(environment: Mapping[str, str]) -> bool:
     """Whether srun has started this process. The shell of a batch script is told SLURM_NTASKS and SLURM_PROCID as well,
-    but it is no task, and there is nobody to wait for."""
+    but it is not a task, and there is nobody to wait for."""
     by_srun = not {"SLURM_STEP_ID", "SLURM_STEP_NODELIST"}.isdisjoint(environment)
     return by_srun and "SLURM_PROCID" in environment and int(environment.get("SLURM_NTASKS", 1)) > 1
 

@@ -11,8 +11,8 @@ REACH = 8
 
 
 class Listing:
-    """Each listing is used once by each fragment: who asks again wants to see what is new. What is known to be closed
-    needs no new one."""
+    """Each fragment uses a listing once: if it asks again, it wants to see what is new. A round that is known to be
+    closed needs no new listing."""
 
     def __init__(self, timing: Timing) -> None:
         self._timing = timing

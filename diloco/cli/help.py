@@ -54,7 +54,7 @@ def _name(field: Field[Any]) -> str:
     if meaning(field).positional:
         return field.name.removesuffix("s").upper() + more
     if kind is bool:
-        return spelled(field.name)
+        return spelled(field.name) if field.default is False else spelled(f"[no-]{field.name}")
     allowed = "|".join(choices(field))
     value = VALUES.get(kind, "NAME") if not allowed else allowed if len(allowed) <= SHORT else "NAME"
     return f"{spelled(field.name)} {value}{more}"
@@ -74,9 +74,8 @@ def _default(field: Field[Any]) -> str:
         return "" if meaning(field).positional else "Required."
     if field.default is None or field.default == ():
         return f"Default: {why}." if why else ""
-    value = (
-        "off" if field.default is False else f"{field.default:g}" if value_type(field)[0] is float else field.default
-    )
+    kind = value_type(field)[0]
+    value = f"{field.default:g}" if kind is float else ("off", "on")[field.default] if kind is bool else field.default
     return f"Default: {value} ({why})." if why else f"Default: {value}."
 
 

@@ -1,4 +1,4 @@
-"""Reduce: the mean of the deltas over the replicas. Three implementations of one protocol.
+"""Reduce: the mean of the deltas over the replicas. One protocol, three implementations.
 
 `reduce.local` runs M replicas in one process, `reduce.collective` uses a torch.distributed group with fixed members,
 and `diloco.bucket` lets members come and go, with a folder or an object store between them. A reducer sees
@@ -47,7 +47,7 @@ class Next(Protocol):
 class Delta:
     """What a replica brings to a round."""
 
-    values: Tensor  # anchor − local, flat fp32 on the host; used again once its round was applied
+    values: Tensor  # anchor − local, flat fp32 on the host; its memory is reused once its round was applied
     weight: float  # work since the last round that counted: tokens, or steps
     tokens: bool  # whether the weight counts tokens
     fingerprint: int  # of the state that the delta is against
@@ -136,7 +136,7 @@ class Reduce(Protocol):
 
 
 def fingerprint(anchor: int, outer: int) -> int:
-    """Of a state, from the sums over its words."""
+    """The fingerprint of a state, from the sums over its words."""
     return (anchor + 0x9E3779B97F4A7C15 * outer) % ((1 << 63) - 25)
 
 

@@ -78,16 +78,16 @@ class Collective:
             inside a replica, the group of the mesh's replica dimension: `mesh.get_group("replica")`.
         shards: with FSDP2 inside a replica, its ranks: an error in a round on one of them ends it on all.
         ddp_ranks: with DDP inside a replica, its ranks: each of them carries its share of the traffic.
-        at: instead of a group: where replicas meet that are jobs of their own, each with its own process group or with
-            none. "host:port" of the first process of replica 0, or a store. Rank r of one meets rank r of the others.
+        at: instead of a group, for replicas that are separate jobs, each with its own process group or with none.
+            "host:port" of the first process of replica 0, or a store. Rank r of one meets rank r of the others.
         replica: with `at`, the number of this replica, from 0.
         replicas: with `at`, how many there are.
         streams: TCP connections to use at once; a single one does not fill a long link.
         threads: that encode and decode a round, on as many cores, with the compiled kernels; by default one where
             training needs the cores itself, and up to four beside an accelerator.
         timeout: seconds that an exchange may take, including the wait for slower replicas; then a peer counts as lost.
-        mean_codec: the codec of the averaged shares (4 or more replicas); by default that of the deltas, or what
-            it names: E3M0 for fewer bits. Sparse deltas are not averaged in shares.
+        mean_codec: the codec of the averaged shares (4 or more replicas); by default that of the deltas, or E3M0
+            if the deltas have fewer bits. Sparse deltas are not averaged in shares.
     """
 
     _made: ClassVar[Counter[tuple[int, ...]]] = Counter()
@@ -194,7 +194,7 @@ class Collective:
         groups.introduce()
         own = {"mean_codec": repr(self._mean_codec), "streams": self._streams,
                "ranks of a replica": self._ddp_ranks.size,
-               # Two models of equal shapes that are joined in another order on one rank would be exchanged.
+               # If one rank joined two models of equal shapes in another order, each would get the other's values.
                "place in the order of construction": self._number}  # fmt: skip
         compare(groups.gather_json({**contract, **own}))
         groups.open(self._streams, self._ddp_ranks, self._shard_ranks)

@@ -42,7 +42,7 @@ class Place:
     index: int = 0
     size: int = 1
     store: dist.Store | None = None
-    name: str = ""  # the same on all of them, and another one for others at the same store
+    name: str = ""  # equal on all of these processes; others at the same store have another
 
 
 def own_name() -> str:
@@ -63,9 +63,9 @@ class RollCall:
     """Which replica does not answer, after an exchange has broken.
 
     A broken connection has an address, but often one of a port that nobody knows, or that of another survivor that
-    gave up first. So each replica whose exchange breaks says so in the store through which all found each other: who
-    does not is gone, or was not in the exchange at all. Begins at once, on a thread of its own: the store may never
-    answer.
+    gave up first. So each replica whose exchange breaks says so in the store through which all found each other: a
+    replica that does not is gone, or was not in the exchange at all. Begins at once, on a thread of its own: the store
+    may never answer.
     """
 
     def __init__(self, store: dist.Store, replica: int, names: Sequence[str]) -> None:

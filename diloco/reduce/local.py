@@ -126,7 +126,7 @@ class Local:
         self._board, self.replica, self.replicas = board, replica, board.replicas
         self._codecs: Sequence[Codec] = ()
         self._began: dict[tuple[int, int], float] = {}
-        self._sends = 0  # since all were at the same place
+        self._sends = 0  # since all replicas joined or settled together
         self._joins = 0
 
     def join(self, contract: Contract, states: Sequence[State], codecs: Sequence[Codec]) -> list[State | None]:
@@ -245,7 +245,7 @@ def _outcome(
     encoded = [encode_cuts(codec, d.values, replicas) for d in deltas]
     mean_codec = codec_of_mean(codec, mean_codec)
     mean = mean_of_encoded(codec, mean_codec, encoded, [d.weight for d in deltas], n)
-    whole = codec.nbytes(n) if gathers(codec, replicas) else (codec.nbytes(n) + mean_codec.nbytes(n)) / replicas
-    nbytes = round((replicas - 1) * whole)
+    to_each = codec.nbytes(n) if gathers(codec, replicas) else (codec.nbytes(n) + mean_codec.nbytes(n)) / replicas
+    nbytes = round((replicas - 1) * to_each)
     lr_sum = mean_lr_sum([d.weight for d in deltas], [d.lr_sum for d in deltas])
     return Round(index, mean, members, lr_sum, sent=nbytes, received=nbytes), encoded

@@ -103,8 +103,8 @@ def decode_cuts(codec: Codec, payloads: Sequence[Tensor], n: int, replicas: int)
 
 def pieces(codec: Codec, n: int, longest: int, streams: int) -> list[tuple[slice, slice]]:
     """(values, bytes) of the pieces in which a payload of n values travels, each of whole chunks, so that it can be
-    decoded by itself: at least one for each stream, if there are enough chunks. `longest`: of all payloads that travel
-    together, which have equally many pieces; the last ones of shorter payloads are empty."""
+    decoded by itself: at least one for each stream, if there are enough chunks. `longest`: values of the longest
+    payload that travels with it. All have equally many pieces; the last ones of shorter payloads are empty."""
     size = max(PIECE, -(-longest // (PIECES * CHUNK)) * CHUNK)
     if streams > 1:
         size = min(size, max(-(-longest // (streams * CHUNK)), 1) * CHUNK)

@@ -52,7 +52,7 @@ class CommThread:
             atexit.unregister(self._at_exit)
 
     def unless_exiting(self, act: Callable[[], None]) -> None:
-        """Call `act`, unless the interpreter is ending, when it would abort the process: then sleep until the end."""
+        """Call `act`. While the interpreter ends, that would abort the process: then sleep until the end instead."""
         with self._exit:
             if not self._exiting:
                 act()

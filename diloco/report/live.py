@@ -25,7 +25,7 @@ _BLOCKS = "▁▂▃▄▅▆▇█"
 _HISTORY = 512
 COLUMNS = (("replica", 0), ("step", 0), ("loss", 0), ("", 3), ("tokens/s", 1), ("in flight", 5), ("sent", 2),
            ("hidden", 6), ("exposed", 4))  # fmt: skip
-"""Of each replica. The number says in which order they are left out in a narrow terminal, see `Column`."""
+"""The columns of a replica's row, and the order in which they are left out in a narrow terminal, see `Column`."""
 
 
 class Live:
@@ -60,7 +60,7 @@ class Live:
 
     def _set_echo(self) -> None:
         """Keep the terminal from printing ^C, which would shift the panel by a line."""
-        with contextlib.suppress(termios.error, OSError, ValueError):  # the input is no terminal
+        with contextlib.suppress(termios.error, OSError, ValueError):  # the input is not a terminal
             self.echo = termios.tcgetattr(sys.stdin)
             quiet = [*self.echo]
             quiet[3] &= ~termios.ECHOCTL

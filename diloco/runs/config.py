@@ -83,7 +83,7 @@ class TrainConfig:
         why="as --codec, or e3m0 if that is less", methods=STREAMING, choices=FORMATS)
     feedback: float | None = _sync(None,
         "Error feedback: share of what the codec lost of a delta that goes into the next one. 0 is off, 1 is all.",
-        why="by the codec: 0.9 for twobit, 0.95 for topk, else 0", methods=SYNCED)
+        why="by the codec: 0.9 for twobit, 0.95 for topk, 0 for others", methods=SYNCED)
     outer: str = _sync("nesterov",
         "Outer rule: nesterov, sgd, or with values as in nesterov:0.6,0.9 (lr, momentum) and sgd:1 (lr).",
         why="as in the paper", methods=SYNCED)

@@ -80,14 +80,14 @@ class Figures:
 
     steps: int = 0
     tokens: int = 0
-    """Of all replicas together."""
+    """All replicas together."""
     seconds: float | None = None
     parameters: int | None = None
     loss: Annotated[float | None, "eval/loss"] = None
-    """Of the anchors, on held-out text, in nats per token."""
+    """The loss of the anchors on held-out text, in nats per token."""
     bits_per_byte: Annotated[float | None, "eval/bits_per_byte"] = None
     replica_loss: Annotated[float | None, "eval/replica_loss"] = None
-    """Of the first replica's own weights."""
+    """The same for the first replica's own weights."""
     unigram_loss: float | None = None
     bytes_sent: int | None = None
     bytes_data_parallel: int | None = None

@@ -80,7 +80,7 @@ def _taken(field: Field[Any], value: Any) -> Any:
         good = isinstance(value, (int, float)) and abs(value) <= LARGEST.get(field.name, 1e15)
         good &= kind is float or (kind is int and isinstance(value, int))
     if not good:
-        raise ConfigError(f"the run in the bucket says {field.name}={value!r:.60}: that is no value of "
+        raise ConfigError(f"the run in the bucket says {field.name}={value!r:.60}: that is not a value of "
                           f"{spelled(field.name)}; do not join a run that you do not trust")  # fmt: skip
     return value
 

@@ -73,7 +73,7 @@ class Prepared:
     batches: Batches
     parameters: int
     tokens_per_step: int
-    """Of one replica."""
+    """One replica's."""
     start: int = 0
     """Step of the checkpoint that was loaded; 0 at the beginning of a run."""
     diloco: DiLoCo | None = None

@@ -1,4 +1,4 @@
-"""A folder and a store that others have a hand in: what lies there and is no object, and refusals that come and go."""
+"""A folder and a store that others change too: what lies there and is not an object, and refusals that come and go."""
 
 import os
 import threading
@@ -143,7 +143,7 @@ def test_one_refused_object_is_left_alone_while_the_store_does_the_rest(no_pause
     assert store.perform(Read("x", 9)) == Forbidden()
     before = backend.now
     assert store.perform(Read("x", 9, patient=True)) == Forbidden()
-    assert backend.now - before > store_module.REFUSED  # what decides for ever is asked for longer
+    assert backend.now - before > store_module.REFUSED  # a final answer is asked for longer
     assert told == []  # and nobody says that the store does not answer
 
 

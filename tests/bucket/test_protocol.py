@@ -239,7 +239,7 @@ def test_without_slots_a_bad_closing_record_would_squat_the_round_for_ever(monke
     bad = World()
     for module in (round_, round_store):
         monkeypatch.setattr(module, "record_name", lambda f, i, slot: f"{folder(f, i)}closed.0")
-    bad.check = lambda: None  # it, too, would look for the next slot for ever
+    bad.check = lambda: None  # it, too, would look for the next slot forever
     for fragment in range(FRAGMENTS):
         bad.objects[f"{folder(fragment, 1)}closed.0"] = b"garbage"
     with pytest.raises(Violation, match="stuck"):

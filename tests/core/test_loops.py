@@ -34,7 +34,7 @@ def test_a_compiled_model_is_synced_without_recompiling_and_has_the_same_names(p
 
 @pytest.fixture(scope="module")
 def plain():
-    """Of each replica of an ordinary loop: its weights, and the names of what is synced."""
+    """What each replica of an ordinary loop ends with: its weights, and the names of what is synced."""
     return run(2, _plain_names)
 
 

@@ -3,7 +3,7 @@ master process alone, and resumes."""
 
 import shutil
 
-from tests.support.frameworks import after, launch, shown
+from tests.support.frameworks import after, launch_forked, shown
 
 NANO = shown("Loops of one's own")
 SETUP = """
@@ -40,12 +40,12 @@ said(model, losses=losses, rounds=diloco.stats.rounds)
 def test_the_diff_is_short_and_the_loop_agrees_learns_and_resumes_bit_for_bit(tmp_path):
     added = sum(line[0] == "+" for line in NANO.splitlines())
     assert added - sum(line[0] == "-" for line in NANO.splitlines()) <= 12
-    (one,), (two,) = launch(tmp_path, SETUP + after(NANO) + END)
+    (one,), (two,) = launch_forked(tmp_path, SETUP + after(NANO) + END)
     assert one["hash"] == two["hash"] and one["losses"] == two["losses"] and one["losses"][-1] < one["losses"][0]
     assert one["rounds"] >= 4
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"replica-0", "replica-1"}
     (tmp_path / "resume").touch()  # from the checkpoint at step 6
-    for (again,) in launch(tmp_path, SETUP + after(NANO) + END):
+    for (again,) in launch_forked(tmp_path, SETUP + after(NANO) + END):
         assert again["hash"] == one["hash"] and again["losses"] == one["losses"][1:]
     shutil.rmtree(tmp_path / "out")
 
@@ -53,6 +53,6 @@ def test_the_diff_is_short_and_the_loop_agrees_learns_and_resumes_bit_for_bit(tm
 def test_without_the_diff_it_is_a_loop_that_uses_ddp(tmp_path):
     """So the test above has changed what such a script does."""
     before = "\n".join(line[1:] for line in NANO.splitlines() if not line.startswith("+"))
-    said = launch(tmp_path, SETUP + before + "\nsaid(model, wrapped=type(model).__name__)\n")
+    said = launch_forked(tmp_path, SETUP + before + "\nsaid(model, wrapped=type(model).__name__)\n")
     assert [each["wrapped"] for (each,) in said] == ["DistributedDataParallel"] * 2
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["ckpt.pt"]

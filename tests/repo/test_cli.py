@@ -58,7 +58,8 @@ def test_the_help_of_every_verb_fits_80_columns_and_names_every_flag_once(verb):
     assert max(map(len, text.splitlines())) <= 80
     assert "None" not in text and "{" not in text and "MISSING" not in text
     for field in fields(module.CONFIG):
-        shown = field.name.removesuffix("s").upper() if meaning(field).positional else spelled(field.name)
+        name = spelled(f"[no-]{field.name}" if field.default is True else field.name)
+        shown = field.name.removesuffix("s").upper() if meaning(field).positional else re.escape(name)
         (entry,) = re.findall(rf"^  {shown}\b(?!-)(.*(?:\n {{24}}.*)*)", text, re.MULTILINE)
         assert " ".join(entry.split()).endswith(".") and len(entry.split()) > 2
     assert text.count("examples:") == 1 and module.EXAMPLES
@@ -67,6 +68,7 @@ def test_the_help_of_every_verb_fits_80_columns_and_names_every_flag_once(verb):
 def test_the_help_says_what_a_default_is_and_why():
     text = " ".join(render("train", TrainConfig, ["diloco train"], width=80).split())
     for said in ("Default: by scaling law.", "Default: strided:3 (as in the paper).", "Default: 600.", "Default: off.",
+                 "--[no-]outer-follow", "Default: on (otherwise",
                  "e3m0, float8, int8, bfloat16, float32, threebit, twobit or topk.", "--pace decoupled|strict",
                  "Weight decay, applied to matrices only."):  # fmt: skip
         assert said in text

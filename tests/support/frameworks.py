@@ -3,10 +3,12 @@
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
+from tests.support.commands import ended, start_ranks
 from tests.support.s3 import free_port
 
 ROOT = Path(__file__).parents[2]
@@ -52,8 +54,7 @@ def after(diff):
 
 def launch(folder, code, replicas=2):
     """What each of the processes says, each started as torchrun would."""
-    script = folder / "train.py"
-    script.write_text(COMMON + code)
+    script = _script(folder, code)
     common = {**os.environ, "WORLD_SIZE": str(replicas), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
               "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1"}  # fmt: skip
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "cwd": folder}
@@ -62,6 +63,24 @@ def launch(folder, code, replicas=2):
     outs = [process.communicate(timeout=800)[0] for process in processes]
     for process, out in zip(processes, outs, strict=True):
         assert process.returncode == 0, out
+    return _said(outs)
+
+
+def launch_forked(folder, code, replicas=2):
+    """The same in processes that have torch already, for scripts that need no framework."""
+    processes = start_ranks(folder, replicas, runpy.run_path, str(_script(folder, code)))
+    results = [ended(process) for process in processes]
+    assert [code for code, _, _ in results] == [0] * replicas, results
+    return _said([out for _, out, _ in results])
+
+
+def _script(folder, code):
+    path = folder / "train.py"
+    path.write_text(COMMON + code)
+    return path
+
+
+def _said(outs):
     return [[json.loads(line.removeprefix("SAID ")) for line in out.splitlines() if line.startswith("SAID")]
             for out in outs]  # fmt: skip
 

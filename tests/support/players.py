@@ -66,7 +66,7 @@ class World:
         raise TypeError(operation)
 
     def check(self):
-        """Guarantee 1: one record per round, for ever. 6: a delta is in at most one record, once."""
+        """Guarantee 1: one record per round, forever. 6: a delta is in at most one record, once."""
         counted = set()
         for fragment in range(self.fragments):
             previous, index = Link(), 1

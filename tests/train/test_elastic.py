@@ -91,7 +91,7 @@ def test_a_member_leaves_returns_with_its_checkpoint_and_a_killed_one_stops_nobo
 
 
 def first_windows(tmp_path, folder, start=0, position=0):
-    """Of one life of member a, with the folder of an earlier one or without."""
+    """The first windows of text in one life of member a, with the folder of an earlier life or without."""
     corpus = prepare([str(tmp_path / "corpus.txt")], "bytes", tmp_path / "cache")
     config = TrainConfig(bucket=str(tmp_path / "bucket"), member="a", steps=10, sync_every=5, context=16)
     elastic = Elastic(config, 16, World(0, 1, 0), "")

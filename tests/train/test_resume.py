@@ -8,10 +8,13 @@ from pathlib import Path
 
 import pytest
 
+import diloco.train.run
+from diloco.cli import main
 from diloco.cli.train import complete
 from diloco.errors import ConfigError
 from diloco.runs.folder import locked
 from tests.support.commands import (
+    Command,
     check_anchors,
     check_same,
     children,
@@ -69,8 +72,13 @@ def test_ctrl_c_leaves_a_checkpoint_of_one_step_and_a_report_and_resumes(place):
     assert (place / "runs/stopped/config.toml").read_text() == before.replace("= 2000", f"= {stops[0] + 5}")
 
 
+def _wait_before_the_first_step(words):
+    diloco.train.run.fit = lambda run: signal.pause()
+    return main(words)
+
+
 def test_a_closed_terminal_during_the_start_stops_all_and_promises_no_checkpoint(place):
-    process = start(place, *training("early", "--steps", "2000"))
+    process = Command(place, _wait_before_the_first_step, training("early", "--steps", "2000"))
     wait_for(lambda: (place / "runs/early/replica-1/log.txt").exists(), process)
     replicas = children(process)
     process.send_signal(signal.SIGHUP)

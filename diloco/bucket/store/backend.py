@@ -105,10 +105,10 @@ def _race(backend: Backend) -> None:
     second = backend.attempt(Read(name, 16))
     backend.attempt(Delete(name))
     if not won and first == second:
-        raise Failure("of 9 that raced for one name none was told that it won: replies were lost")
+        raise Failure("9 puts raced for one name, and none was told that it won: replies were lost")
     if len(won) != 1 or first != won[0] or second != first:
         raise ConfigError(
-            f"the store has no create-only puts: 9 raced for one name, {len(won)} were told that they won, and "
+            f"the store has no create-only puts: 9 puts raced for one name, {len(won)} were told that they won, and "
             f"{'the name was' if first == second else 'it was overwritten: it'} read as {second!r}. Members could "
             "disagree on who is in a round. Use S3, R2, GCS, Azure, MinIO, a local folder or NFS."
         )

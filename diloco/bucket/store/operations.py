@@ -20,7 +20,7 @@ class Oversized:
 
 @dataclass(frozen=True)
 class Forbidden:
-    """In place of bytes: the store refuses to read this object, while it does what else it is asked."""
+    """In place of bytes: the store refuses to read this object, while other operations succeed."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Write:
 @dataclass(frozen=True)
 class Read:
     """→ bytes, Oversized, Forbidden, or None if there is no such object. `first`: only this many bytes, whatever the
-    size. `patient`: the answer decides for ever, so a refusal is only believed when it lasts."""
+    size. `patient`: the answer is final for all members, so a refusal is believed only if it lasts."""
 
     name: str
     limit: int

@@ -18,7 +18,7 @@ LONGEST_PAUSE = 10.0
 REFUSED = 900.0
 """Seconds for which a store may refuse everything that it has allowed before."""
 REFUSALS = 3
-"""Of one object, while the store does other things for us: then the object is left alone."""
+"""Refusals to read one object, while other operations succeed, after which the object is left alone."""
 SILENT = 10.0
 """Seconds without any success after which a store that fails is said not to answer: two heartbeats."""
 T = TypeVar("T")
