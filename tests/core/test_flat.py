@@ -2,8 +2,12 @@
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from diloco.flat import FlatView, checksum, pinned
+from diloco.flat import WHOLE, FlatView, ShardId, checksum, first_row, forget_not_finite, pinned, shard_id
 from diloco.fragment import Piece
 from diloco.outer import CHUNK
 
@@ -39,3 +43,44 @@ def test_a_checksum_changes_with_the_only_value_and_not_with_the_memory_it_lies_
     assert checksum(one) != checksum(other) and checksum(torch.empty(0, dtype=dtype)) == 0
     table = torch.arange(6, dtype=dtype).reshape(2, 3)
     assert checksum(table.T) == checksum(table.T.contiguous())
+
+
+def test_an_optimizer_forgets_the_state_of_each_parameter_that_is_not_finite_and_of_no_other():
+    good, bad = torch.nn.Parameter(torch.zeros(2)), torch.nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.AdamW([good, bad])
+    for parameter, moment in ((good, 1.0), (bad, float("nan"))):
+        optimizer.state[parameter] = {"exp_avg": torch.tensor([1.0, moment]), "steps": torch.tensor(3), "other": None}
+    forget_not_finite(optimizer)
+    assert optimizer.state[good]["steps"] == 3 and len(optimizer.state[good]) == 3
+    assert optimizer.state[bad] == {}
+
+
+@pytest.fixture
+def ranks():
+    """A mesh of two rows of three ranks, of which this process is the fifth; no other process is there."""
+    dist.init_process_group("fake", rank=4, world_size=6, store=FakeStore())
+    yield init_device_mesh("cpu", (2, 3), mesh_dim_names=("tensor", "shard"))
+    dist.destroy_process_group()
+
+
+def test_a_process_knows_its_shard_by_the_widest_mesh_and_where_its_rows_begin(ranks):
+    rows = DTensor.from_local(torch.zeros(2, 5), ranks["shard"], [Shard(0)], run_check=False)
+    columns = DTensor.from_local(torch.zeros(2, 5), ranks["shard"], [Shard(1)], run_check=False)
+    both = DTensor.from_local(torch.zeros(2, 5), ranks, [Shard(0), Shard(0)], run_check=False)
+    scalar = DTensor.from_local(torch.tensor(1.0), ranks["shard"], [Replicate()], run_check=False)
+    assert shard_id([torch.zeros(1), rows]) == ShardId(1, 3)
+    assert shard_id([rows, both, scalar]) == ShardId(4, 6)
+    assert shard_id([torch.zeros(1)]) == WHOLE
+    assert [first_row(each) for each in (rows, columns, both, scalar, torch.zeros(9))] == [2, 0, 8, 0, 0]
+    view = FlatView((Piece("rows", 1, 6), Piece("scalar", 0, 1)), {"rows": rows, "scalar": scalar})
+    assert [(span.start, span.stop, span.position) for span in view.spans] == [(0, 2, 0), (0, 1, 10)]
+    assert FlatView((Piece("rows", 0, 2),), {"rows": rows}).size == 0  # those of the rank before
+
+
+def test_a_mesh_of_one_rank_holds_the_model_unsharded():
+    dist.init_process_group("fake", rank=0, world_size=1, store=FakeStore())
+    try:
+        alone = DTensor.from_local(torch.zeros(2), init_device_mesh("cpu", (1,)), [Shard(0)], run_check=False)
+        assert shard_id([alone]) == WHOLE
+    finally:
+        dist.destroy_process_group()

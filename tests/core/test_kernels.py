@@ -247,6 +247,9 @@ def test_memory_of_a_state_is_used_again_once_its_copies_are_done():
     buffers.give(first, lambda: waited.append("copied"))
     assert not waited
     assert buffers.take(100) is first and waited == ["copied"]
+    for tensor in (first, other):
+        buffers.give(tensor, lambda: None)
+    assert buffers.take(100) is first and buffers.take(100) is other
     buffers.give(first, lambda: waited.append("again"))
     assert len(buffers.take(50)) == 50  # another size: what was kept is freed
     assert buffers.take(100) is not first and waited == ["copied"]

@@ -39,16 +39,16 @@ def _adapted(model):
         (_adapted, "parameter adapter is trained, but not there"),
     ],
 )
-@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("late", ["join", "send", "finish"])
 def test_parameters_that_come_after_construction_are_refused(change, message, late):
     def loop(reduce):
         model = Tiny()
         optimizer = adamw(model)
-        diloco = DiLoCo(model, optimizer, sync_every=5, reduce=reduce)
-        if late:
-            list(steps(model, optimizer, 0, 1, 2))
+        diloco = DiLoCo(model, optimizer, sync_every=5, fragments=Balanced(1), reduce=reduce)
+        if late != "join":
+            list(steps(model, optimizer, 0, 1, 4))
         change(model)
-        diloco.finish() if late else diloco.join()
+        diloco.step() if late == "send" else getattr(diloco, late)()  # the fragment is due after step 5
 
     with pytest.raises(ConfigError, match=message):
         _alone(loop)

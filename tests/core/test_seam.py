@@ -38,6 +38,50 @@ def test_a_round_that_this_replica_did_not_send_is_applied_at_once():
     assert [(i, d.values.item()) for _, i, d in script.sent] == [(3, 11.0 - 15.0)]  # index = index held + 1
 
 
+def test_a_round_that_was_not_sent_costs_the_training_thread_its_wait_and_its_hook():
+    diloco, step = start(Script({(0, 1): [(1, mean(1, -10.0, counted=False))]}))
+    step()
+    (fragment,), outcome = diloco._fragments, mean(2, 0.0, counted=False)
+    figures = fragment.statistics(outcome, None, 7, waited=0.25, hook=0.5)
+    assert (figures.sent_step, figures.seconds_exposed, figures.seconds_waited) == (None, 0.75, 0.25)
+    sent = replace(fragment.take_delta(5, Trained()), seconds=2.0)
+    figures = fragment.statistics(outcome, sent, 7, waited=0.25, hook=0.5)
+    assert (figures.sent_step, figures.applied_step, figures.seconds_exposed) == (5, 7, 2.75)
+
+
+def test_a_state_that_the_reducer_has_made_is_taken_as_it_is():
+    made = State(1, torch.tensor([40.0]), torch.empty(0))
+    script = Script({(0, 1): [(4, replace(mean(1, -4.0, counted=True), state=made))]})
+    diloco, step = start(script, overlap=0)
+    assert [step() for _ in range(5)] == [1, 2, 3, 40, 41]
+    assert diloco._fragments[0].state is made
+
+
+def test_states_and_deltas_take_turns_in_the_same_memory():
+    script = Script({(0, k): [(4 * k, mean(k, -4.0, counted=True))] for k in range(1, 9)})
+    diloco, step = start(script, overlap=0, outer=Nesterov(1.0, 0.5))
+    seen = set()
+    for _ in range(32):
+        step()
+        state = diloco._fragments[0].state
+        seen |= {state.anchor.data_ptr(), state.outer.data_ptr()}
+    assert diloco.indices == [8] and len(seen) == 4
+
+
+def test_buffers_that_training_changes_are_averaged_at_the_end_and_stay_local_until_then():
+    def loop(reduce):
+        model = Tiny()
+        model.register_buffer("seen", torch.tensor(0.0))
+        with DiLoCo(model, sync_every=2, reduce=reduce) as diloco:
+            for _ in range(4):
+                model.seen += 1 + 2 * reduce.replica
+                diloco.step()
+            before = model.seen.item()
+        return before, model.seen.item()
+
+    assert run_replicas(2, loop) == [(4.0, 8.0), (12.0, 8.0)]
+
+
 def test_a_jump_takes_anchor_outer_state_and_index_and_overwrites_local():
     state = State(7, torch.tensor([100.0]), torch.tensor([0.5, 0.0]))
     script = Script({(0, 1): [(1, Jump(state))], (0, 8): [(5, mean(8, 1.0, counted=True))]})

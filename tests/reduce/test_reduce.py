@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from diloco import E3M0, BFloat16, Collective, Diverged, Float8, Float32, Int8, Mismatch, ThreeBit, TopK, TwoBit
 from diloco.codec import CHUNK, pack, unpack
-from diloco.reduce import Delta, State, local
+from diloco.reduce import Delta, Dropped, State, local
 from diloco.reduce.header import NBYTES, Header, Kind, check_round, settling
 from diloco.reduce.mean import PIECE, PIECES, codec_of_mean, gathers, mean, parts, pieces, reference_mean, shares
 from tests.support.processes import run
@@ -95,6 +95,32 @@ def test_in_one_process_too_the_mean_of_parts_is_that_of_an_independent_reckonin
         replicas, lambda r: _all_rounds(r, E3M0(), SIZES, r.replica, replicas, weights), mean_codec=Float32()
     )
     assert _check(results, E3M0(), replicas, weights, Float32())
+
+
+@pytest.mark.parametrize(("replicas", "sent"), [(1, 0), (2, 129), (3, 2 * 129), (4, round(3 * (129 + 1024) / 4))])
+def test_in_one_process_a_round_counts_the_bytes_that_a_collective_would_send(replicas, sent):
+    """Each delta to all others; from four replicas on a share to each, and the mean of a share from each."""
+    weights = [1.0] * replicas
+    results = local.run(
+        replicas, lambda r: _all_rounds(r, E3M0(), [256], r.replica, replicas, weights), mean_codec=Float32()
+    )
+    assert [result[0][2] for result in results] == [sent] * replicas
+
+
+def test_in_one_process_a_round_that_not_all_have_sent_is_dropped_and_the_next_is_paired_anew():
+    def loop(reduce):
+        def send(index):
+            reduce.send(0, index, lambda: Delta(torch.full((3,), float(reduce.replica)), 1.0, True, 0))
+
+        reduce.join({}, [State(0, torch.zeros(3), torch.zeros(0))], [Float32()])
+        if reduce.replica:
+            send(1)
+        reduce.settle()
+        dropped = reduce.take(0, 1)
+        send(1)
+        return dropped, reduce.take(0, 1).mean.tolist()
+
+    assert local.run(2, loop) == [(None, [0.5] * 3), (Dropped(), [0.5] * 3)]
 
 
 def test_any_number_of_replicas_gathers_sparse_deltas_and_coarse_means_are_sent_finer():

@@ -68,10 +68,14 @@ def launch(folder, code, replicas=2):
 
 def launch_forked(folder, code, replicas=2):
     """The same in processes that have torch already, for scripts that need no framework."""
-    processes = start_ranks(folder, replicas, runpy.run_path, str(_script(folder, code)))
+    processes = start_ranks(folder, replicas, _execute, str(_script(folder, code)))
     results = [ended(process) for process in processes]
     assert [code for code, _, _ in results] == [0] * replicas, results
     return _said([out for _, out, _ in results])
+
+
+def _execute(path):
+    runpy.run_path(path)
 
 
 def _script(folder, code):
