@@ -1,5 +1,6 @@
 """The own delta for a fragment's next round: when it is due, how it gets into the store, and what becomes of it."""
 
+import enum
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -23,14 +24,11 @@ class Delivered:
     delta: Contribution
 
 
-@dataclass(frozen=True)
-class Spoiled:
-    """The delta holds inf or nan and is not sent."""
+class Undelivered(enum.Enum):
+    """Why the store does not have the delta."""
 
-
-@dataclass(frozen=True)
-class Abandoned:
-    """The delta was replaced by a newer one, or its round is over."""
+    SPOILED = enum.auto()  # it holds inf or nan and is not sent
+    ABANDONED = enum.auto()  # it was replaced by a newer one, or its round is over
 
 
 @dataclass(frozen=True)
@@ -92,7 +90,7 @@ class Outbox:
         self._never_sent, self._steps_from, self._began = False, 0, self._session.clock()
         self._waiting, self._newest = _Waiting(index, delta), None
 
-    def deliver(self, is_open: Callable[[int], bool]) -> Task[Delivered | Spoiled | Abandoned]:
+    def deliver(self, is_open: Callable[[int], bool]) -> Task[Delivered | Undelivered]:
         """Encode the waiting delta and put it. `is_open`: whether the round with this index still is."""
         waiting = self._waiting
         assert waiting is not None
@@ -102,16 +100,16 @@ class Outbox:
             self._unit_agreed = True
         encoded = yield Work(lambda: self._encode(waiting.index, delta))
         if self._waiting is not waiting:
-            return Abandoned()
+            return Undelivered.ABANDONED
         self._waiting = None
         self._next = None if delta.next is None else (waiting.index, delta.next)
         if encoded is None:
-            return Spoiled()
+            return Undelivered.SPOILED
         sealed, own = encoded
         self._own[own.digest] = own
         self._newest = own.digest if delta.feedback else None
         if not is_open(waiting.index):
-            return Abandoned()  # it may still count: put in an earlier incarnation, it is the same object
+            return Undelivered.ABANDONED  # it may still count: put in an earlier incarnation, it is the same object
         self._putting = True
         began = self._session.clock()
         there = yield from put(sealed, stale=lambda: self._waiting is not None or not is_open(waiting.index))
@@ -119,7 +117,7 @@ class Outbox:
         # Also if the round was closed meanwhile: that is when the grace of the others was too short.
         self._session.timing.uploaded(self._fragment, self._session.clock() - began)
         if not there or own.digest not in self._own:
-            return Abandoned()
+            return Undelivered.ABANDONED
         self._sent += sealed.nbytes
         self.acknowledged, self._waiting = own, None  # it stands, even if a newer one was about to replace it
         return Delivered(sealed.name, own)

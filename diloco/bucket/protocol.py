@@ -17,7 +17,7 @@ from math import inf
 
 from torch import Tensor
 
-from diloco.bucket.outbox import Abandoned, Delivered, Outbox, Spoiled
+from diloco.bucket.outbox import Delivered, Outbox, Undelivered
 from diloco.bucket.round_store import RoundStore
 from diloco.bucket.rounds import (
     Contribution,
@@ -220,10 +220,10 @@ class FragmentProtocol:
         match (yield from self.outbox.deliver(is_open=lambda index: index == self.frontier + 1)):
             case Delivered(name, delta):
                 self._saw(name, delta)
-            case Spoiled():
+            case Undelivered.SPOILED:
                 self.session.event("not finite", fragment=self.number, index=self.held + 1)
                 self._ready.append(Dropped(reset=True))
-            case Abandoned():
+            case Undelivered.ABANDONED:
                 pass
 
     def _saw(self, name: str, delta: Contribution) -> None:

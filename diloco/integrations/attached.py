@@ -113,3 +113,21 @@ class Attached:
         if not hasattr(self._reduce, name):
             raise ConfigError(f"{type(self._reduce).__name__} gives no {name}: divide the data by names of your own")
         return getattr(self._reduce, name)
+
+
+class AttachedCallback:
+    """What users ask of a framework's callback: its DiLoCo, and which part of the data is this replica's."""
+
+    _attached: Attached
+
+    @property
+    def diloco(self) -> Any:
+        return self._attached.diloco
+
+    @property
+    def replica(self) -> int:
+        return self._attached.replica
+
+    @property
+    def replicas(self) -> int:
+        return self._attached.replicas

@@ -7,11 +7,11 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only  # pyright: igno
 from lightning.pytorch.callbacks import Callback  # pyright: ignore[reportMissingImports]
 
 from diloco.errors import ConfigError
-from diloco.integrations.attached import Attached
+from diloco.integrations.attached import Attached, AttachedCallback
 from diloco.reduce import Reduce
 
 
-class DiLoCoCallback(Callback):
+class DiLoCoCallback(AttachedCallback, Callback):
     """Make this process a replica, and keep its model in agreement with the others'.
 
     Make it before the Trainer, which takes `devices=1` and `callbacks=[…]`. Every replica trains on data of its own
@@ -29,18 +29,6 @@ class DiLoCoCallback(Callback):
         self._attached, self._saved, self._jobs = Attached(reduce, settings), None, reduce is not None
         if reduce is None:
             rank_zero_only.rank = 0  # read from RANK when lightning was imported: others would log nothing
-
-    @property
-    def diloco(self) -> Any:
-        return self._attached.diloco
-
-    @property
-    def replica(self) -> int:
-        return self._attached.replica
-
-    @property
-    def replicas(self) -> int:
-        return self._attached.replicas
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         if trainer.world_size > 1 and not self._jobs:

@@ -9,13 +9,13 @@ from transformers import TrainerCallback
 
 from diloco.errors import ConfigError
 from diloco.flat import WHOLE
-from diloco.integrations.attached import Attached
+from diloco.integrations.attached import Attached, AttachedCallback
 from diloco.reduce import Reduce
 
 STATE = "diloco.pt"
 
 
-class DiLoCoCallback(TrainerCallback):
+class DiLoCoCallback(AttachedCallback, TrainerCallback):
     """Make this process a replica, and keep its model in agreement with the others'.
 
     Make it before `TrainingArguments`, which looks at the variables of torchrun; then `Trainer(callbacks=[…])`. Every
@@ -39,18 +39,6 @@ class DiLoCoCallback(TrainerCallback):
         **settings: Any,
     ) -> None:
         self._attached, self._resume_from = Attached(reduce, settings), resume_from
-
-    @property
-    def diloco(self) -> Any:
-        return self._attached.diloco
-
-    @property
-    def replica(self) -> int:
-        return self._attached.replica
-
-    @property
-    def replicas(self) -> int:
-        return self._attached.replicas
 
     def on_init_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._take_folder(args)

@@ -141,34 +141,20 @@ def test_muon_for_matrices_and_adamw_for_the_rest_count_as_one_step():
     assert torch.equal(one[1], two[1])
 
 
-def _without_hook(rank):
+def _without_with(rank, hook):
     model = Tiny()
     optimizer = adamw(model)
-    diloco = DiLoCo(model, sync_every=5)
-    diloco.join()
+    diloco = DiLoCo(model, optimizer if hook else None, sync_every=5)
     for _ in steps(model, optimizer, rank, 1, 20):
-        diloco.step()
+        if not hook:
+            diloco.step()
     diloco.finish()
     return flat(model)
 
 
-def test_calling_step_oneself_is_the_same_as_the_hook(plain):
-    for weights in run(2, _without_hook):
-        assert torch.equal(weights, plain[0][0])
-
-
-def _without_with(rank):
-    model = Tiny()
-    optimizer = adamw(model)
-    diloco = DiLoCo(model, optimizer, sync_every=5)
-    for _ in steps(model, optimizer, rank, 1, 20):
-        pass
-    diloco.finish()
-    return flat(model)
-
-
-def test_without_with_the_first_step_joins(plain):
-    for weights in run(2, _without_with):
+@pytest.mark.parametrize("hook", [True, False])
+def test_without_with_the_first_step_joins_and_calling_step_oneself_is_the_same_as_the_hook(plain, hook):
+    for weights in run(2, _without_with, hook):
         assert torch.equal(weights, plain[0][0])
 
 

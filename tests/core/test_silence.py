@@ -153,12 +153,9 @@ def test_a_step_after_finish_warns_once_and_a_new_diloco_ends_the_warning():
     def loop(reduce):
         model = Tiny()
         optimizer = adamw(model)
-        with DiLoCo(model, optimizer, sync_every=4, reduce=reduce):
-            for _ in steps(model, optimizer, 0, 1, 4):
-                pass
-        with DiLoCo(model, optimizer, sync_every=4, reduce=reduce):
-            for _ in steps(model, optimizer, 0, 1, 4):
-                pass
+        for _ in range(2):
+            with DiLoCo(model, optimizer, sync_every=4, reduce=reduce):
+                list(steps(model, optimizer, 0, 1, 4))
         with pytest.warns(RuntimeWarning, match=r"steps after DiLoCo has left .* drift apart. Make a new DiLoCo"):
             optimizer.step()
         with warnings.catch_warnings():

@@ -6,9 +6,16 @@ from pathlib import Path
 
 import torch
 
-from diloco import formats, outer
+from diloco import Bucket, Collective, DiLoCo, formats, outer
+from diloco.advance import NextState
+from diloco.bucket.outbox import Outbox
+from diloco.bucket.protocol import FragmentProtocol
+from diloco.bucket.store.envelope import Envelope
+from diloco.bucket.store.store import Store
 from diloco.codec import _Shipped, codec_named
+from diloco.reduce.groups import Groups, Transfer
 from diloco.runs.config import TrainConfig
+from diloco.sync import FragmentSync
 from diloco.train import setup
 from diloco.train.defaults import resolve
 from tests.support.models import Tiny, adamw, loss_of, steps
@@ -85,6 +92,16 @@ def test_a_class_and_a_row_make_a_codec_of_the_flag(monkeypatch):
     assert TrainConfig(codec="twice").codec == "twice"
     assert codec_named("twice") == Twice()
     assert Twice().nbytes(100) == 800
+
+
+def test_the_way_of_a_delta_goes_through_what_there_is():
+    way = TEXT.partition("## The way of a delta")[2].partition("\n## ")[0]
+    homes = {home.__name__: home for home in (Bucket, Collective, DiLoCo, Envelope, FragmentProtocol, FragmentSync,
+                                              Groups, NextState, Outbox, Store, Transfer)}  # fmt: skip
+    named = re.findall(r"`(\w+)\.(\w+)`", way)
+    assert {home for home, _ in named} == homes.keys()
+    assert all(callable(getattr(homes[home], name)) for home, name in named)
+    assert way.partition("Into a bucket, six changes")[2].count("→") == 6
 
 
 def test_the_files_and_names_of_the_list_exist():

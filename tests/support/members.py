@@ -7,7 +7,7 @@ from diloco import Balanced, DiLoCo
 from diloco.bucket import Bucket
 from tests.support.models import Tiny, adamw, steps
 
-PATIENT = 60.0
+PATIENT = 150.0
 """Seconds: only a guard against hanging, never a measure."""
 
 

@@ -1,6 +1,7 @@
 """Run a function in n real processes joined by gloo, and give back what each returned."""
 
 import contextlib
+import functools
 import multiprocessing
 import os
 import pickle
@@ -31,8 +32,9 @@ class Died:
         self.exitcode = exitcode
 
 
-def run(n: int, function: Callable[..., Any], *args: Any, seconds: float = 60, may_die: bool = False) -> list[Any]:
-    """`function(rank, *args)` in n processes with a default gloo group. The first error is raised here."""
+def run(n: int, function: Callable[..., Any], *args: Any, seconds: float = 150, may_die: bool = False) -> list[Any]:
+    """`function(rank, *args)` in n processes with a default gloo group. The first error is raised here. `seconds` only
+    end a test that hangs."""
     with tempfile.TemporaryDirectory() as folder:
         pipes = [context.Pipe(duplex=False) for _ in range(n)]
         processes = [
@@ -68,6 +70,23 @@ def run(n: int, function: Callable[..., Any], *args: Any, seconds: float = 60, m
         if isinstance(result, BaseException):
             raise result
     return results
+
+
+def message_of(kind: type[Exception]) -> Callable[[Callable[..., Any]], Callable[..., str | None]]:
+    """Decorates a function that is expected to fail: what the error of this kind says, or None without one."""
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., str | None]:
+        @functools.wraps(function)
+        def call(*args: Any) -> str | None:
+            try:
+                function(*args)
+            except kind as error:
+                return str(error)
+            return None
+
+        return call
+
+    return decorate
 
 
 def _main(rank: int, n: int, folder: str, pipe: Any, function: Callable[..., Any], args: tuple[Any, ...]) -> None:

@@ -37,7 +37,7 @@ class Server:
             [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(self.port)],
             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env={"PATH": "/usr/bin:/bin"} | environment,
         )  # fmt: skip
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 150  # against a hang
         while not self._answers():
             if time.monotonic() > deadline or self.process.poll() is not None:
                 self.end()
