@@ -34,14 +34,17 @@ def _train(rank, count, settings):
     return train(rank, count, **settings)
 
 
-@pytest.mark.parametrize("settings", SETTINGS, ids=lambda s: repr(s["codec"]))
+def _train_with_all_settings(rank, count):
+    return [train(rank, count, **settings) for settings in SETTINGS]
+
+
 @pytest.mark.parametrize("replicas", [2, 3, 4])
-def test_1_anchors_are_bit_identical_on_all_replicas_after_every_step(replicas, settings):
-    results = run(replicas, _train, 40, settings)
-    assert len({tuple(h) for h in results[0]["history"]}) > 3  # they moved
-    for other in results[1:]:
-        assert other["history"] == results[0]["history"]
-        assert torch.equal(other["weights"], results[0]["weights"])
+def test_1_anchors_are_bit_identical_on_all_replicas_after_every_step(replicas):
+    for settings, first, *others in zip(SETTINGS, *run(replicas, _train_with_all_settings, 40), strict=True):
+        assert len({tuple(h) for h in first["history"]}) > 3, settings  # they moved
+        for other in others:
+            assert other["history"] == first["history"], settings
+            assert torch.equal(other["weights"], first["weights"]), settings
 
 
 def _train_with_own_overlap(rank, count, overlaps):

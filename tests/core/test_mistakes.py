@@ -1,15 +1,13 @@
 """Mistakes around the loop: each is refused or warned of, with what to do."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
+import atexit
 
 import pytest
 import torch
 from torch import nn
 
 from diloco import SGD, Balanced, ConfigError, DiLoCo, Mismatch, Nesterov, TopK, run_replicas
+from tests.support.commands import Command, ended
 from tests.support.models import Tiny, adamw, steps
 
 
@@ -151,31 +149,24 @@ def test_a_sparse_codec_with_outer_momentum_is_told_of_plain_sgd():
     assert "codec=TopK(), outer=SGD(lr=1.0), feedback=0.95, reduce=Local" in text
 
 
-ENDS = """
-import os, sys
-from diloco import DiLoCo, run_replicas
-from tests.support.models import Tiny, adamw, steps
-def loop(reduce):
-    model = Tiny()
-    optimizer = adamw(model)
-    diloco = DiLoCo(model, optimizer, sync_every=5, reduce=reduce)
-    list(steps(model, optimizer, 0, 1, 3))
-    end(diloco)
-for name in ("none", "finish", "state_dict"):
-    end = getattr(DiLoCo, name, lambda diloco: None)
-    if os.fork() == 0:  # a process that ends as any interpreter does
-        os.dup2(os.open(name, os.O_CREAT | os.O_WRONLY), 2)
-        run_replicas(1, loop)
-        sys.exit()
-    assert os.wait()[1] == 0, name
-"""
+def _end(name):
+    """Train, call the method of DiLoCo if there is one of that name, and end as an interpreter does."""
+
+    def loop(reduce):
+        model = Tiny()
+        optimizer = adamw(model)
+        diloco = DiLoCo(model, optimizer, sync_every=5, reduce=reduce)
+        list(steps(model, optimizer, 0, 1, 3))
+        getattr(diloco, name, lambda: None)()
+        return diloco
+
+    kept = run_replicas(1, loop)
+    atexit._run_exitfuncs()
+    del kept
 
 
 def test_a_process_that_ends_without_finish_is_warned_of(tmp_path):
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
-    command = [sys.executable, "-c", ENDS]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=150, cwd=tmp_path, env=environment)
-    assert done.returncode == 0, done.stderr
-    warned = [path.name for path in tmp_path.iterdir()
-              if "ended without finish(), so the replicas end with different weights" in path.read_text()]  # fmt: skip
-    assert warned == ["none"] and len(list(tmp_path.iterdir())) == 3
+    ends = [ended(Command(tmp_path, _end, name)) for name in ("none", "finish", "state_dict")]
+    assert [code for code, _, _ in ends] == [0] * 3, ends
+    text = "ended without finish(), so the replicas end with different weights"
+    assert [text in err for _, _, err in ends] == [True, False, False]

@@ -101,18 +101,20 @@ def test_two_models_that_are_joined_crosswise_are_not_exchanged():
 
 
 def test_steps_without_a_single_token_are_said():
-    def loop(reduce):
+    def loop(reduce, tokens=lambda replica, step: 0):
         model = Tiny()
         optimizer = adamw(model)
-        with DiLoCo(model, optimizer, sync_every=4, reduce=reduce) as diloco:
-            for _ in range(5):
-                diloco.count(0)
+        with DiLoCo(model, optimizer, sync_every=4, fragments=Balanced(1), reduce=reduce) as diloco:
+            for step in range(9):
+                diloco.count(tokens(reduce.replica, step))
                 optimizer.step()
 
     with pytest.warns(UserWarning, match=r"count\(\) has had 0 tokens on all replicas so far"):
         local.run(2, loop)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        for tokens in (lambda replica, step: 7 * (step == 0), lambda replica, step: 7 * replica):
+            local.run(2, lambda reduce, tokens=tokens: loop(reduce, tokens))  # some rounds, or some replicas, have any
         diloco, step = start(Script())
         step()  # steps count as work
         diloco.finish()

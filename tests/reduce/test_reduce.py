@@ -64,6 +64,8 @@ def _check(results, codec, replicas, weights, mean_codec=None):
         if gathered or mean_codec == Float32():
             torch.testing.assert_close(values.double(), exact, rtol=1e-5, atol=1e-6)
         whole = codec.nbytes(n) if gathered else (codec.nbytes(n) + second.nbytes(n)) / replicas
+        if gathered:  # and, of the collective, the header
+            assert sent - (replicas - 1) * codec.nbytes(n) in (0, (replicas - 1) * NBYTES)
         if n > 100_000 and mean_codec is None:
             assert sent <= 1.01 * (replicas - 1) * whole + 300
     return True

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 def command(*words: str, **kwargs) -> subprocess.CompletedProcess[str]:
     environment = {k: v for k, v in os.environ.items() if not k.startswith("GLOO")}
     environment |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
-    return subprocess.run(words, capture_output=True, text=True, timeout=100, cwd=ROOT, env=environment, **kwargs)
+    return subprocess.run(words, capture_output=True, text=True, cwd=ROOT, env=environment, **kwargs)
 
 
 def example(name: str) -> None:
