@@ -361,7 +361,8 @@ def test_a_record_that_says_of_a_delta_what_it_is_not_does_not_count():
     world.objects[name] = Envelope(world.run, KEY).seal(name, "record", *lie.sealed()).body
     until_closed(a, 2)
     assert record_name(0, 1, 1) in world.objects
-    assert [(e["index"], e["by"]) for e in a.reduce.events() if e["event"] == "lie"] == [(1, "x")]
+    lies = [(e["fragment"], e["index"], e["by"]) for e in a.reduce.events() if e["event"] == "lie"]
+    assert lies == [(0, 1, "x")]
 
 
 def test_what_is_told_is_finite_and_others_take_it():

@@ -48,6 +48,17 @@ def test_a_round_tells_the_bytes_of_the_others_deltas_alone():
         assert round.received in theirs
 
 
+def test_a_run_of_three_rounds_ends_with_the_third_of_every_fragment():
+    world = World()
+    a = Player(world, "a", rounds=3)
+    for _ in range(40):
+        a.turn()
+        a.step()
+        world.now += 1.0
+        assert a.reduce.ended == (min(a.held) == 3)
+    assert a.held == [3] * FRAGMENTS and {world.closed(f) for f in range(FRAGMENTS)} == {3}
+
+
 def test_the_unit_is_agreed_on_once_a_fragment(monkeypatch):
     world = World()
     puts, attempt = Counter(), world.attempt

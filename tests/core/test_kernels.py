@@ -190,6 +190,17 @@ def test_what_the_hook_writes_has_the_same_bits_and_nothing_beside_it_changes(le
 
 
 @native
+def test_the_last_round_leaves_the_state_of_the_rule_before_as_it_is(level):
+    n = 2305
+    state, x = state_for(Nesterov(0.4, 0.9), n), values("gaussian", n)
+    before, outer = state.fingerprint(), state.outer.clone()
+    mean = [Encoded(0, n, E3M0(), [pack(E3M0(), x)], [1.0])]
+    expected, found = next_state("reference", state, SGD(1.0), mean), next_state(level, state, SGD(1.0), mean)
+    assert same_bits(found.anchor, expected.anchor) and found.fingerprint() == expected.fingerprint()
+    assert torch.equal(found.outer, outer) and torch.equal(expected.outer, outer) and state.fingerprint() == before
+
+
+@native
 @pytest.mark.parametrize("codec", [*CODECS.values(), Float8()], ids=repr)
 @pytest.mark.parametrize("cut", [CHUNK, CHUNK + 1])
 def test_a_state_that_is_made_in_parts_has_the_same_bits(level, codec, cut):

@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -144,14 +145,31 @@ def test_the_second_leg_may_be_wider():
     assert _check(results, E3M0(), 4, [1.0] * 4, Float32())
 
 
-def _inner(rank, weights):
-    """Two replicas of two ranks each, every rank with the whole fragment."""
-    import torch.distributed as dist
-
+def _two_of_two(rank):
+    """The reducer of two replicas of two ranks each."""
     across = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     within = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    reduce = Collective(across[rank % 2], ddp_ranks=within[rank // 2])
-    return _all_rounds(reduce, E3M0(), [140_001, 3, 0], rank // 2, 2, weights, feedback=True)
+    return Collective(across[rank % 2], ddp_ranks=within[rank // 2])
+
+
+def _inner(rank, weights):
+    """Every rank has the whole fragment."""
+    return _all_rounds(_two_of_two(rank), E3M0(), [140_001, 3, 0], rank // 2, 2, weights, feedback=True)
+
+
+def _spoiled(rank):
+    """The second replica's delta is not finite, in the half that its first rank encodes."""
+    values, reduce = torch.ones(600), _two_of_two(rank)
+    values[7] = float("nan") if rank // 2 else 1.0
+    reduce.join({}, [State(0, torch.zeros(600), torch.zeros(0))], [E3M0()])
+    reduce.send(0, 1, lambda: Delta(values, 1.0, True, 0, find_fault=lambda: 5 if values.isnan().any() else None))
+    faults = reduce.take(0, 1).faults
+    reduce.leave()
+    return faults
+
+
+def test_ranks_inside_a_replica_all_learn_of_a_fault_that_one_of_them_encodes():
+    assert run(4, _spoiled) == [{"1": 5}] * 4
 
 
 def test_ranks_inside_a_replica_share_the_traffic_and_all_get_the_whole_mean():
