@@ -50,7 +50,7 @@ def _swap(groups: Groups, pieces: Sequence[Tensor]) -> None:
     """As in a round: one piece on each stream."""
     transfer = Transfer(groups, [[torch.empty_like(piece) for _ in range(2)] for piece in pieces], 0)
     for piece in pieces:
-        transfer.send([piece, piece])
+        transfer.send([piece, piece], good=True)
     for _ in pieces:
         transfer.wait()
 
