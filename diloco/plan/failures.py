@@ -114,9 +114,16 @@ def rigid_group(fleet: Fleet, members: int) -> Group:
     slices, spares = slices_of(fleet, members), spare_slices(fleet, members)
     trained = 1 - spares / slices
     rate, stall = fleet.chips / members * trained / fleet.mtbf, rigid_stall(fleet, members)
-    running = float(_at_most(slices, _broken(fleet), spares)[-1]) / (1 + rate * stall)
-    waited = running * rate * min(stall, fleet.grace)
-    return Group(running, running * rate, waited, trained * kept(rate, fleet.save_every))
+    complete = _at_most(slices, _broken(fleet), spares)
+    running = float(complete[-1]) / (1 + rate * stall)
+    waited = min(stall, fleet.grace)
+    if (
+        running and fleet.repair and fleet.grace > stall
+    ):  # if it was the last spare's turn, it is away until one of them is back
+        last = 1 - float(complete[-2] / complete[-1]) if spares else 1.0
+        back = fleet.repair / (spares + 1)
+        waited += last * back * -math.expm1((stall - fleet.grace) / back)
+    return Group(running, running * rate, running * rate * waited, trained * kept(rate, fleet.save_every))
 
 
 def slices_of(fleet: Fleet, members: int) -> int:

@@ -27,10 +27,10 @@ def main(words: list[str] | None = None) -> None:
     tokenizer.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>").save_pretrained(folder / "model")
     torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = LlamaConfig(
-        vocab_size=len(letters), max_position_embeddings=256, bos_token_id=256, eos_token_id=256, **sizes
-    )
+        vocab_size=len(letters), hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
+        max_position_embeddings=256, bos_token_id=256, eos_token_id=256,
+    )  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(folder / "model")
     for name, module in PEOPLE.items():
         lines = [json.dumps({"text": text}) for text in inspect.getsource(module).split("\n\n") if text.strip()]
