@@ -15,7 +15,8 @@ SOME = Speed({"e3m0": 1.0}, {"e3m0": 0.5}, 2.0, 3.0)
 def test_it_is_measured_for_every_codec_and_remembered(tmp_path):
     measured = speed.known(tmp_path)
     assert set(measured.encode) == set(measured.decode) == set(FORMATS)
-    assert all(ns > 0 for ns in (*measured.encode.values(), *measured.decode.values(), measured.outer, measured.hook))
+    assert all(ns > 0 for ns in (*measured.encode.values(), *measured.decode.values(), measured.hook))
+    assert measured.outer >= 0  # done while decoding: it may cost nothing more
     assert speed.known(tmp_path) == measured  # two measurements are never equal
 
 
