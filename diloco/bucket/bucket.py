@@ -19,13 +19,15 @@ import torch
 
 from diloco.bucket.members import check_name, register
 from diloco.bucket.protocol import FragmentProtocol
+from diloco.bucket.roster import check_listed, load_newest
 from diloco.bucket.round_store import RoundStore
 from diloco.bucket.rounds import Merge
 from diloco.bucket.run import UNSHARDED, Run, backend_of_shard, contract_of, find_or_create, starting_state
 from diloco.bucket.session import Session
 from diloco.bucket.snapshots import Snapshots
 from diloco.bucket.store.backend import Backend, Failure, open_store, probe
-from diloco.bucket.store.envelope import Envelope
+from diloco.bucket.store.cipher import Encrypted
+from diloco.bucket.store.keys import Key, KeyPair, Listed
 from diloco.bucket.store.operations import Task, Write, together
 from diloco.bucket.store.store import Closed, Store
 from diloco.bucket.timing import MemberOptions, Pace, Timing
@@ -44,7 +46,9 @@ class Bucket:
     Args:
         url: a folder, or s3://, gs://, az:// (credentials are taken from the environment, as usual for each store).
         name: name of this member. Keep it when the member returns. If two processes use one name, the older one stops.
-        key: if given, all objects are signed with it, and objects that are not are ignored.
+        key: a secret that all members share: all objects are signed with it, and objects that are not are ignored. Or
+            the own `KeyPair`: objects are ignored unless they are signed by a member that the run's founder lists.
+        encrypt: a secret with which all objects are encrypted.
         join_only: refuse to create a new run.
         pace: "decoupled" never waits for the others; "strict" waits for all members in every round.
         quorum: the fewest members of a round.
@@ -67,7 +71,8 @@ class Bucket:
         url: str,
         name: str,
         *,
-        key: bytes | None = None,
+        key: Key = None,
+        encrypt: bytes | None = None,
         join_only: bool = False,
         pace: Pace = "decoupled",
         quorum: int = 1,
@@ -90,7 +95,9 @@ class Bucket:
         self._key, self._join_only, self._rounds, self._max_work = key, join_only, rounds, max_work
         self._note = dict(note)
         self._options = MemberOptions(pace, quorum, grace, heartbeat, poll)
-        self._root = self._backend = backend if backend is not None else open_store(url, create=not join_only)
+        self._encrypt = encrypt
+        plain = backend if backend is not None else open_store(url, create=not join_only)
+        self._root = self._backend = plain if encrypt is None else Encrypted(plain, encrypt)
         self._lock = threading.Condition()
         self._store = Store(self._backend)
         self._threads: list[threading.Thread] = []
@@ -108,7 +115,7 @@ class Bucket:
         self._end_threads()
         probe(self._root)  # Probe first: it fails at once, where a retried operation would hang.
         self._backend = backend_of_shard(
-            str(contract.get("shard", UNSHARDED)), self._root, self.url, self._options.strict
+            str(contract.get("shard", UNSHARDED)), self._root, self.url, self._options.strict, self._encrypt
         )
         self._store, self._error = Store(self._backend, report=self._event), None
         self._store.run(self.introducing(contract, states, codecs), self._lock)
@@ -133,9 +140,12 @@ class Bucket:
                               "others say would be cut away as unusual; give merge='mean' or another codec"
             )  # fmt: skip
         agreed = contract_of(contract, self._rounds, self._max_work, self._merge)
-        proposal = Run(secrets.token_hex(8), agreed, (), self._note, created=True)
+        listed = Listed(0, {self.name: self._key.public}) if isinstance(self._key, KeyPair) else None
+        proposal = Run(secrets.token_hex(8), agreed, (), self._note, created=True, listed=listed)
         self.run = yield from find_or_create(proposal, self._key, states, self._join_only)
-        envelope = Envelope(self.run.id, self._key)
+        envelope = self.run.envelope(self._key)
+        yield from load_newest(envelope)
+        check_listed(envelope, self.name)
         mine = yield from register(envelope, self.name, float(secrets.randbits(48)))
         sync_every = contract.get("sync_every")
         assert isinstance(sync_every, int)

@@ -20,6 +20,7 @@ class Listing:
         self._from = 0
         self._names: dict[tuple[int, int], dict[str, int]] = {}
         self._used: set[int] = set()  # by which fragments
+        self._closed: set[tuple[int, int]] = set()  # was said to be closed; who asks again found that it is not
         self._at = -inf  # when it was asked for
 
     def names(self, fragment: int, index: int) -> Task[dict[str, int]]:
@@ -27,7 +28,8 @@ class Listing:
         if index < self._newest - REACH:
             return (yield List(folder(fragment, index)))
         known = self._names.get((fragment, index), {})
-        if index >= self._from and any("/closed." in name for name in known):
+        if index >= self._from and (fragment, index) not in self._closed and any("/closed." in name for name in known):
+            self._closed.add((fragment, index))
             return known
         old = self._timing.clock() - self._at > self._timing.poll
         if old or fragment in self._used or index < self._from:
@@ -43,6 +45,7 @@ class Listing:
             if (place := _place(name)) is not None:
                 names.setdefault(place, {})[name] = size
         self._from, self._names, self._used, self._at = first, names, set(), asked
+        self._closed = {place for place in self._closed if place[1] >= first}
 
 
 def _place(name: str) -> tuple[int, int] | None:

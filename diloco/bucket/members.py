@@ -24,6 +24,10 @@ class Superseded(DiLoCoError):
     """Another process has joined under the name of this member."""
 
 
+class StruckOff(DiLoCoError):
+    """This member is no longer listed."""
+
+
 @dataclass(frozen=True)
 class Member:
     """What a member says about itself."""
@@ -170,14 +174,17 @@ class Roll:
         self._read_at: dict[str, int] = {}  # entry: when it was read last
         self._over: set[str] = set()  # entries of members that have left, which do not change any more
         self._bad: set[str] = set()
+        self._version = 0  # of the list of members
         self._looks = 0
         self.spread = 1  # looks that it takes to see everybody
 
     def read(self, envelope: Envelope, reject: Callable[[str, Invalid], None]) -> Task[list[Member]]:
         """The newest lives of some members, all if they are few; each in its turn, and the new ones first."""
         self._looks += 1
-        if self._looks % SAMPLE == 0:
-            self._bad.clear()  # an owner may have written over what was bad
+        version = 0 if envelope.roster is None else envelope.roster.newest.version
+        if self._looks % SAMPLE == 0 or version != self._version:
+            self._bad.clear()  # an owner may have written over what was bad, or may be listed since
+        self._version = version
         lives = lives_of((yield List(PREFIX_OF_ALL)))
         newest = [next((path for path in paths if path not in self._bad), None) for paths in lives.values()]
         paths = sorted((p for p in newest if p and p not in self._over), key=lambda p: (self._read_at.get(p, 0), p))
@@ -243,4 +250,6 @@ def register(envelope: Envelope, name: str, nonce: float) -> Task[Member]:
 
 
 def write_member(envelope: Envelope, mine: Member) -> Task[None]:
+    if envelope.roster is not None and envelope.roster.newest.members.get(mine.name) != envelope.signer:
+        raise StruckOff(f"the founder of the run has struck {mine.name!r} off, or listed another key for it")
     yield Write(mine.object_name, mine.sealed(envelope))

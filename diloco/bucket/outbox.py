@@ -142,7 +142,7 @@ class Outbox:
         )
         norm = norm_of(self._codec, payload, self._n)
         own = me, sealed.digest, delta.fingerprint, delta.weight, norm, payload, sealed.nbytes, delta.lr_sum
-        return sealed, Contribution(*own)
+        return sealed, Contribution(*own, self._session.envelope.signer)
 
     def fate(self, record: Record) -> Fate:
         counted = next((self._own[e.digest] for e in record.entries if e.digest in self._own), None)

@@ -37,6 +37,7 @@ from diloco.bucket.rounds import (
 from diloco.bucket.session import Session
 from diloco.bucket.snapshots import Snapshots
 from diloco.bucket.store.envelope import Invalid
+from diloco.bucket.store.lists import admitted
 from diloco.bucket.store.operations import Task, Work
 from diloco.codec import Codec
 from diloco.errors import Diverged
@@ -255,6 +256,8 @@ class FragmentProtocol:
             if proposal is None:
                 return False
             record = yield from self.round_store.close(proposal, slot, lies)
+            if record is None:
+                return False
         return (yield from self._average(record))
 
     def _off_the_run(self) -> Task[bool]:
@@ -296,12 +299,16 @@ class FragmentProtocol:
         own, first_seen, session = self.outbox.acknowledged, self._round.first_seen, self.session
         if own is None or self.held != self.frontier or first_seen is None:
             return None
-        deltas = one_per_member(self._round.deltas.values(), self.fingerprint, own.digest)
+        previous = self.round_store.in_force(index, self.previous)
+        listed = admitted(session.envelope, previous.keys, self._round.deltas.values())
+        deltas = one_per_member(listed, self.fingerprint, own.digest)
+        if own.digest not in {delta.digest for delta in deltas}:
+            return None  # another list of members counts
         present, waited = {delta.member for delta in deltas}, session.clock() - first_seen
         if not may_close(present, session.awaited(index), waited, session.grace(index), session.options.quorum):
             return None
         entries = entries_of(deltas, session.max_work, own.digest)
-        return Record(self.number, index, self.previous, self.fingerprint, session.me, entries)
+        return Record(self.number, index, previous, self.fingerprint, session.me, entries)
 
     def _average(self, record: Record) -> Task[bool]:
         """Read the deltas that the record names, and compute their mean."""
@@ -314,7 +321,8 @@ class FragmentProtocol:
             self.session.event("gone", fragment=self.number, index=record.index)
             self._mode = _Jumping(self.frontier + 1)
             return False
-        if not truthful(record, deltas, self.session.max_work):
+        listed = admitted(self.session.envelope, record.previous.keys, deltas.values())
+        if len(listed) < len(deltas) or not truthful(record, deltas, self.session.max_work):
             self._round.lies.add(record.digest)
             self.session.event("lie", fragment=self.number, index=record.index, by=record.by)
             return True

@@ -2,11 +2,14 @@
 caller's decision."""
 
 from collections.abc import Callable, Collection
+from dataclasses import replace
 
 from diloco.bucket.rounds import Branched, Contribution, Link, Record, place_of, read_delta, read_record, record_name
 from diloco.bucket.store.envelope import HEADER, PREFIX, Answer, Envelope, Invalid, get
+from diloco.bucket.store.keys import Listed, version_of
+from diloco.bucket.store.lists import check_round, open_list
 from diloco.bucket.store.operations import Read, Size, Task, Work, create, together
-from diloco.codec import Codec
+from diloco.codec import Codec, Float32
 
 RECORD = PREFIX.size + HEADER + (1 << 20)
 AT_ONCE = 16
@@ -18,6 +21,17 @@ class RoundStore:
         self, fragment: int, n: int, codec: Codec, envelope: Envelope, reject: Callable[[str, Invalid], None]
     ) -> None:
         self._fragment, self._n, self._codec, self._envelope, self._reject = fragment, n, codec, envelope, reject
+        self._changes: dict[str, Listed] = {}  # by name: changes of the list of members
+        self._in_force: dict[int, str] = {}  # index: the list that the last change seen there names
+
+    @classmethod
+    def reader(cls, fragment: int, envelope: Envelope) -> "RoundStore":
+        """Of records only."""
+        return cls(fragment, 0, Float32(), envelope, lambda name, reason: None)
+
+    def in_force(self, index: int, previous: Link) -> Link:
+        """What a record of this round has to follow, behind the changes that were seen there."""
+        return _under(previous, self._in_force.get(index, ""))
 
     def record(
         self, index: int, previous: Link | None, names: Collection[str] | None = None, lies: Collection[str] = ()
@@ -30,6 +44,9 @@ class RoundStore:
             found = yield from self._read_slot(index, slot, previous)
             if found is None:
                 break
+            if isinstance(found, Listed) and previous is not None:
+                previous = _under(previous, found.tail)
+                self._in_force[index] = previous.keys
             if isinstance(found, Record) and found.digest not in lies:
                 branched |= names is not None and record_name(self._fragment, index, slot + 1) in names
                 return found, slot, branched
@@ -45,9 +62,10 @@ class RoundStore:
                 return found if isinstance(found, Record) else None
         return None
 
-    def close(self, record: Record, slot: int, lies: Collection[str] = ()) -> Task[Record]:
+    def close(self, record: Record, slot: int, lies: Collection[str] = ()) -> Task[Record | None]:
         """Create the record in the first slot without a valid one. This is a single put, so no round is half closed.
-        Returns the record of the round, which another member may have written."""
+        Returns the record of the round, which another member may have written; None if another list of members came
+        before it, so that its deltas have to be judged again."""
         fields, payload = record.sealed()
         while True:
             name = record_name(self._fragment, record.index, slot)
@@ -55,25 +73,45 @@ class RoundStore:
             found = yield from self._read_slot(record.index, slot, record.previous)
             if isinstance(found, Record) and found.digest not in lies:
                 return found
+            if isinstance(found, Listed) and _under(record.previous, found.tail) != record.previous:
+                return None
             slot += found is not None
 
-    def _read_slot(self, index: int, slot: int, previous: Link | None) -> Task[Record | Invalid | None]:
+    def _read_slot(self, index: int, slot: int, previous: Link | None) -> Task[Record | Listed | Invalid | None]:
         """The content of a slot. A record judged invalid must be invalid for all members, forever. So look twice: a
         reply may have been cut off on its way."""
         name = record_name(self._fragment, index, slot)
+        if name in self._changes:
+            return self._changes[name]
         before: Answer | None = None
         while True:
             data = yield Read(name, RECORD, patient=True)
             if data is None:
                 return None
+            if self._envelope.roster is not None and (listed := self._change(name, data)) is not None:
+                return listed
             try:
                 found = self._envelope.open(name, "record", data, None)
-                return read_record(found, self._fragment, index, previous)
+                record = read_record(found, self._fragment, index, previous)
+                yield from check_round(self._envelope, (self._fragment, index), record.previous.keys, record.by,
+                                       found.signer, [e.member for e in record.entries])  # fmt: skip
+                return record
             except Invalid as reason:
                 if data == before:
                     self._reject(name, reason)
                     return reason
                 before = data
+
+    def _change(self, name: str, data: Answer) -> Listed | None:
+        """The list in the place of a record, if it is one of the founder's."""
+        try:
+            listed = open_list(self._envelope, name, data)
+        except Invalid:
+            return None
+        assert self._envelope.roster is not None
+        self._envelope.roster.add(listed)
+        self._changes[name] = listed
+        return listed
 
     def reaches(self, index: int) -> Task[bool]:
         """Whether the round was closed, judged by its first slot alone."""
@@ -97,3 +135,8 @@ class RoundStore:
         except Invalid as reason:
             self._reject(name, reason)
             return reason
+
+
+def _under(link: Link, tail: str) -> Link:
+    """Versions only grow."""
+    return replace(link, keys=tail) if version_of(tail) > version_of(link.keys) else link

@@ -17,8 +17,9 @@ from diloco.reduce import State
 from diloco.reduce.mean import Encoded, exact
 
 LIMIT, LIMIT_OF_FEW, FEW = 2.0, 10.0, 2
-"""How many times the usual norm, and the usual work, count of one delta; and with at most FEW members, where nothing
-tells the unusual from the usual."""
+"""How much one delta counts, its norm times its work, as a multiple of what is usual: a third of what the other members
+count together, so that one that pulls the other way leaves half of the speed, but at least the usual and at most LIMIT.
+With at most FEW members nothing tells the unusual from the usual."""
 FREE = 8
 """First rounds in which a member that is alone has no limit: nothing is usual yet."""
 LARGEST_LR_SUM = 1e9
@@ -76,6 +77,7 @@ class Contribution:
     payload: Tensor  # encoded
     nbytes: int
     lr_sum: float = 0.0
+    signer: bytes = b""
 
 
 def delta_fields(
@@ -100,7 +102,7 @@ def read_delta(found: Opened, fragment: int, index: int, codec: Codec, n: int) -
     norm = norm_of(codec, payload, n)
     if not norm < float("inf"):
         raise Invalid("it holds inf or nan")
-    return Contribution(member, found.digest, fingerprint, tokens, norm, payload, found.nbytes, lr_sum)
+    return Contribution(member, found.digest, fingerprint, tokens, norm, payload, found.nbytes, lr_sum, found.signer)
 
 
 def norm_of(codec: Codec, payload: Tensor, n: int) -> float:
@@ -126,6 +128,7 @@ class Link:
 
     digest: str = ""  # of the previous record
     usual: float = 0.0  # norm of deltas, as of the rounds so far
+    keys: str = ""  # the list of members that counts, if they have keys of their own
 
 
 @dataclass(frozen=True)
@@ -144,16 +147,21 @@ class Record:
     def sealed(self) -> tuple[dict[str, Any], bytes]:
         """Fields and payload of the object."""
         fields = {"fragment": self.fragment, "index": self.index, "fingerprint": self.fingerprint, "by": self.by,
-                  "previous": self.previous.digest, "usual": self.previous.usual}  # fmt: skip
+                  "previous": self.previous.digest, "usual": self.previous.usual,
+                  "keys": self.previous.keys}  # fmt: skip
         return fields, json.dumps([[e.member, e.digest, e.tokens, e.norm, e.lr_sum] for e in self.entries]).encode()
+
+    @cached_property
+    def _works(self) -> list[float]:
+        """Work done, in units of that of the median member, within the limit."""
+        usual = _usual([e.tokens for e in self.entries])
+        return [min(e.tokens / usual, self._limit) if usual else 0.0 for e in self.entries]
 
     @cached_property
     def shares(self) -> list[float]:
         """By work done, within the limit."""
-        most = self._limit * _usual([e.tokens for e in self.entries])
-        works = [min(e.tokens, most) for e in self.entries]
-        total = sum(works)
-        return [work / total if total else 0.0 for work in works]
+        total = sum(self._works)
+        return [work / total if total else 0.0 for work in self._works]
 
     @cached_property
     def lr_sum(self) -> float:
@@ -163,22 +171,26 @@ class Record:
 
     @cached_property
     def clips(self) -> list[float]:
-        """Factors that keep norms within the limit. With several members, what most of them have is usual at once."""
+        """Factors that keep norm times work within the limit. With several members, what most of them have is usual at
+        once."""
         usual, alone = self.previous.usual, len(self.entries) == 1
         if not (alone and self.index > FREE):
             usual = max(usual, _usual([e.norm for e in self.entries]))
-        return [clip_of(e.norm, self._limit * usual) for e in self.entries]
+        most = self._limit * usual
+        works = zip(self.entries, self._works, strict=True)
+        return [clip_of(e.norm, most / max(work, 1.0)) for e, work in works]
 
     @property
     def _limit(self) -> float:
-        return LIMIT if len(self.entries) > FEW else LIMIT_OF_FEW
+        members = len(self.entries)
+        return LIMIT_OF_FEW if members <= FEW else min(max((members - 1) / 3, 1.0), LIMIT)
 
     @property
     def link(self) -> Link:
         """What the next record has to follow. What was clipped counts as it was clipped."""
         now = _usual([e.norm * clip for e, clip in zip(self.entries, self.clips, strict=True)])
         before = self.previous.usual
-        return Link(self.digest, before + (now - before) / 4 if before else now)
+        return Link(self.digest, before + (now - before) / 4 if before else now, self.previous.keys)
 
     @property
     def members(self) -> dict[str, float]:
@@ -226,7 +238,7 @@ def read_record(found: Opened, fragment: int, index: int, previous: Link | None)
     `previous`: None if it is not known."""
     if (found.header.get("fragment"), found.header.get("index")) != (fragment, index):
         raise Invalid("it belongs to another round")
-    follows = Link(found.text("previous"), found.number("usual", 0, 1e300))
+    follows = Link(found.text("previous"), found.number("usual", 0, 1e300), found.text("keys"))
     fingerprint = integer(found.header.get("fingerprint"), "fingerprint", 0, FINGERPRINTS)
     record = Record(fragment, index, follows, fingerprint, found.text("by"), _read_entries(found), found.digest)
     if previous is not None and previous != follows:

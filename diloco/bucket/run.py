@@ -10,9 +10,11 @@ from typing import Any
 from diloco.bucket.protocol import BEHIND, FragmentProtocol
 from diloco.bucket.rounds import Link
 from diloco.bucket.snapshots import index_of, seal_snapshot
-from diloco.bucket.store.backend import Backend, open_store, patiently
-from diloco.bucket.store.envelope import HEADER, PART, PREFIX, Envelope, Invalid, get, put
-from diloco.bucket.store.operations import Size, Task, Work, create, together
+from diloco.bucket.store.backend import Backend, patiently
+from diloco.bucket.store.cipher import open_encrypted
+from diloco.bucket.store.envelope import HEADER, PART, PREFIX, Envelope, Invalid, Opened, put
+from diloco.bucket.store.keys import Key, KeyPair, Listed, Roster, read_list, shown
+from diloco.bucket.store.operations import Read, Size, Task, Work, create, together
 from diloco.bucket.store.store import Store
 from diloco.errors import ConfigError, DiLoCoError, Mismatch
 from diloco.reduce import Contract, State
@@ -20,6 +22,8 @@ from diloco.reduce.contract import compare
 
 NAME = "run.json"
 UNSHARDED = "shard 0 of 1"
+KEYS = "keys"
+"""How run.json says that members have keys of their own."""
 SHARD = "shard-{}"
 """Where ranks of sharded replicas meet those that hold the same shard. Each shard has rounds of its own, as each
 fragment has, so the ranks of one replica need not agree on anything."""
@@ -32,17 +36,28 @@ class Run:
     snapshots: tuple[str, ...]
     note: Mapping[str, Any]  # settings published by the member that created the run
     created: bool  # by this member
+    founder: bytes | None = None  # public key, if members have keys of their own
+    listed: Listed | None = None  # who may take part at first
+
+    def envelope(self, key: Key) -> Envelope:
+        if self.founder is None or self.listed is None:
+            return Envelope(self.id, key)
+        return Envelope(self.id, key, Roster(self.founder, self.listed))
 
 
-def read_run(key: bytes | None) -> Task[Run | None]:
-    """The run in the bucket. Raises ConfigError if what is there cannot be used."""
+def read_run(key: Key) -> Task[Run | None]:
+    """The run in the bucket. Raises ConfigError if what is there cannot be used. A run whose members have keys of their
+    own can be read without one."""
     try:
-        found = yield from get(Envelope("", key), NAME, "run", None)
-        if found is None:
+        data = yield Read(NAME, PREFIX.size + HEADER + PART)
+        if data is None:
             return None
-        if found.header.get("signed") is not (key is not None):
-            remedy = "signed: give its key with --key-file" if key is None else "not signed: leave the key out"
-            raise ConfigError(f"the run is {remedy}")
+        signed = Envelope("").open(NAME, "run", data, None).header.get("signed")
+        if signed != KEYS and (signed is not (key is not None) or isinstance(key, KeyPair)):
+            raise ConfigError(f"the run is {_REMEDIES[signed is True, key is None]}")
+        found = Envelope("", KeyPair() if signed == KEYS else key).open(NAME, "run", data, None)
+        if signed == KEYS:
+            _check_founder(found, key)
         value = json.loads(found.payload)
         contract, snapshots, note = value["contract"], value["snapshots"], value["note"]
         if not isinstance(note, dict) or not isinstance(contract, dict) or not isinstance(snapshots, list):
@@ -51,18 +66,39 @@ def read_run(key: bytes | None) -> Task[Run | None]:
             raise Invalid("it names something that is not a first snapshot")
         if not re.fullmatch("[0-9a-f]{16}", found.text("run")):
             raise Invalid("its run id is not one")
-        return Run(found.text("run"), contract, tuple(snapshots), note, created=False)
+        run = Run(found.text("run"), contract, tuple(snapshots), note, created=False)
+        if signed == KEYS:
+            run = replace(run, founder=found.signer, listed=read_list(json.dumps(value["list"]).encode()))
+        return run
     except (Invalid, ValueError, KeyError, TypeError, RecursionError) as reason:
         raise ConfigError(f"{NAME} in the bucket cannot be used: {reason}") from None
 
 
-def find_or_create(proposal: Run, key: bytes | None, states: Sequence[State], join_only: bool) -> Task[Run]:
+_REMEDIES = {
+    (True, True): "signed: give its key with --key-file",
+    (True, False): "signed with a secret that all members share: give that one with --key-file",
+    (False, False): "not signed: leave the key out",
+}
+
+
+def _check_founder(found: Opened, key: Key) -> None:
+    if isinstance(key, bytes):
+        raise ConfigError("the members of the run have keys of their own: give yours with --key-file; `diloco keys new "
+                          "FILE` makes one")  # fmt: skip
+    if key is not None and key.founder not in (None, found.signer):
+        raise ConfigError(f"the founder of the run is {shown(found.signer)}, not the one that you gave: do not join it")
+
+
+def find_or_create(proposal: Run, key: Key, states: Sequence[State], join_only: bool) -> Task[Run]:
     """The run in the bucket; if there is none, create the proposed one. Raises Mismatch if the contracts differ."""
     run = yield from read_run(key)
     if run is None:
         if join_only:
             raise ConfigError("there is no run in the bucket: check the address, or leave --join-only out to begin one")
         run = yield from _create_run(proposal, key, states)
+    if run.founder is not None and not (isinstance(key, KeyPair) and key.private is not None):
+        raise ConfigError("the members of the run have keys of their own: give yours with --key-file; `diloco keys new "
+                          "FILE` makes one")  # fmt: skip
     mine = json.loads(json.dumps(proposal.contract))
     # A run that an older version has begun does not say all that is compared today.
     compare([run.contract, {key: mine.get(key) for key in run.contract}], ("the run", "this member"))
@@ -71,15 +107,22 @@ def find_or_create(proposal: Run, key: bytes | None, states: Sequence[State], jo
     return run
 
 
-def _create_run(proposal: Run, key: bytes | None, states: Sequence[State]) -> Task[Run]:
+def _create_run(proposal: Run, key: Key, states: Sequence[State]) -> Task[Run]:
     """Put the snapshots that everybody starts from, then create run.json, which names them. If several members do so at
     once, one wins, and all take what its run.json names: equal seeds do not give equal bits on different machines."""
     envelope = Envelope(proposal.id, key)
     sealed = yield Work(lambda: [seal_snapshot(envelope, f, state, "") for f, state in enumerate(states)])
     yield from together([put(each) for each in sealed])
     value = {"contract": proposal.contract, "snapshots": [each.name for each in sealed], "note": proposal.note}
+    signed: bool | str = key is not None
+    if isinstance(key, KeyPair):
+        if key.founder not in (None, key.public):
+            raise ConfigError("there is no run in the bucket, and you are not the founder that you gave: check the "
+                              "address, or leave --founder out to found one")  # fmt: skip
+        signed, listed = KEYS, proposal.listed or Listed(0, {})
+        value["list"] = json.loads(listed.payload)
     payload = json.dumps(value, sort_keys=True).encode()
-    body = envelope.seal(NAME, "run", {"signed": key is not None}, payload).body
+    body = envelope.seal(NAME, "run", {"signed": signed}, payload).body
     yield from create(NAME, body, PREFIX.size + HEADER + PART)
     run = yield from read_run(key)
     if run is None:
@@ -137,9 +180,9 @@ def contract_of(contract: Contract, rounds: int | None, max_work: float, merge: 
     }
 
 
-def find_run(url: str, key: bytes | None = None, *, create: bool = False) -> Run | None:
+def find_run(url: str, key: Key = None, *, encrypt: bytes | None = None, create: bool = False) -> Run | None:
     """The run in a bucket, if there is one. `create`: make the folder if it does not exist."""
-    backend = open_store(url, create=create)
+    backend = open_encrypted(url, encrypt, create=create)
     patiently(lambda: backend.attempt(Size(NAME)), url)
     return Store(backend).run(read_run(key), contextlib.nullcontext())
 
@@ -149,7 +192,7 @@ def below(url: str, shard: int) -> str:
     return f"{url.rstrip('/')}/{SHARD.format(shard)}"
 
 
-def backend_of_shard(shard: str, root: Backend, url: str, strict: bool) -> Backend:
+def backend_of_shard(shard: str, root: Backend, url: str, strict: bool, encrypt: bytes | None = None) -> Backend:
     """Where this rank meets others: the bucket itself, or the part of its shard. All members must have the same number
     of shards. The contract compares the numbers; this finds sharded and unsharded members in one bucket."""
     other = f"{SHARD.format(0)}/{NAME}" if shard == UNSHARDED else NAME
@@ -161,4 +204,4 @@ def backend_of_shard(shard: str, root: Backend, url: str, strict: bool) -> Backe
     if strict:
         raise ConfigError("pace='strict' with several ranks: two members could wait for each other crosswise, each "
                           "with another rank; give 'decoupled'")  # fmt: skip
-    return open_store(below(url, int(shard.split()[1])))
+    return open_encrypted(below(url, int(shard.split()[1])), encrypt)

@@ -164,7 +164,10 @@ class Snapshots:
                 self.reject(head.name, Invalid("the record that it names is not there"))
                 return None
             link = record.link
-        following, _, _ = yield from self._rounds.record(index + 1, link)
+        following, _, branched = yield from self._rounds.record(index + 1, link)
+        if following is None and branched:
+            self.reject(head.name, Invalid("the run went on from another record than it names"))
+            return None
         if following is not None and following.fingerprint != head.header["fingerprint"]:
             self.reject(head.name, Invalid("the run went on from other bits"))
             return None

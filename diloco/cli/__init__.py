@@ -21,6 +21,7 @@ VERBS = {
     "report": "show a run: table here, curves and timeline as one HTML file",
     "ls": "list the runs, each with its state",
     "watch": "show a run that meets in a bucket, live, from anywhere",
+    "keys": "make a key, list who may take part in a run in a bucket",
     "sample": "let the model of a run write: one answer, or a conversation",
     "export": "write the agreed weights as a Hugging Face folder",
     "plan": "know before the run whether the link suffices",

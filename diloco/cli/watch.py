@@ -15,7 +15,11 @@ class WatchConfig:
     """Show members, rounds and losses of the run in a bucket."""
 
     url: str = flag(REQUIRED, "The folder or s3://, gs://, az://… that the members were given.", positional=True)
-    key_file: Path | None = flag(None, "The key of a signed run.", why="the run is not signed")
+    key_file: Path | None = flag(None, "The secret that the members share.", why="they have none, or keys of their own")
+    founder: str | None = flag(
+        None, "The public key of the run's founder.", why="the one that the run names is believed"
+    )
+    encrypt: Path | None = flag(None, "The file with which the run is encrypted.", why="it is not encrypted")
     every: float = flag(2.0, "Seconds between two looks.")
     once: bool = flag(False, "Look once and end.")
 
@@ -25,9 +29,11 @@ EXAMPLES = ("diloco watch s3://bucket/run", "diloco watch shared/run --once")
 
 
 def main(config: WatchConfig) -> int:
+    from diloco.bucket.store.keys import read_key, read_secret
     from diloco.report.bucket import Watch
 
-    watch = Watch(config.url, config.key_file.read_bytes().strip() if config.key_file else None)
+    key = read_key(config.key_file, config.founder)
+    watch = Watch(config.url, key, None if config.encrypt is None else read_secret(config.encrypt))
     console = Console()
     if config.once or not console.is_terminal:
         console.print(watch.look())

@@ -11,11 +11,13 @@ from rich.table import Table
 from rich.text import Text
 
 from diloco.bucket.members import Member, read_members
+from diloco.bucket.roster import load_newest
 from diloco.bucket.round_store import RoundStore
 from diloco.bucket.rounds import Record, folder
 from diloco.bucket.run import NAME, SHARD, below, find_run
 from diloco.bucket.store.backend import open_store
-from diloco.bucket.store.envelope import Envelope
+from diloco.bucket.store.cipher import open_encrypted
+from diloco.bucket.store.keys import Key
 from diloco.bucket.store.operations import List, Size
 from diloco.bucket.store.store import Store
 from diloco.codec import Float32
@@ -39,21 +41,22 @@ class _Seen:
 class Watch:
     """What can be seen of a run. Signs of life are counted from the first look on, by the local clock."""
 
-    def __init__(self, url: str, key: bytes | None) -> None:
-        run = find_run(url, key)
+    def __init__(self, url: str, key: Key, encrypt: bytes | None = None) -> None:
+        run = find_run(url, key, encrypt=encrypt)
         if run is None and Store(open_store(url, create=False)).perform(Size(f"{SHARD.format(0)}/{NAME}")) is not None:
             url = below(url, 0)  # where members have several ranks: the ranks that hold the first shard
-            run = find_run(url, key)
+            run = find_run(url, key, encrypt=encrypt)
         if run is None:
             raise ConfigError(
                 f"there is no run in {url}: check the address, or start one with diloco train --bucket {url}"
             )
         self.url, self.run = url, run
-        self._envelope, self._store = Envelope(run.id, key), Store(open_store(url, create=False))
+        self._envelope, self._store = run.envelope(key), Store(open_encrypted(url, encrypt, create=False))
         self._seen: dict[tuple[str, int], _Seen] = {}
         self._rejected = 0
 
     def look(self) -> RenderableType:
+        self._store.run(load_newest(self._envelope), nullcontext())
         members = self._store.run(read_members(self._envelope, self._reject), nullcontext())
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
         for name in ("member", "state", "round", "step", "loss", "anchors", "tokens/s", "step time"):

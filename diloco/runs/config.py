@@ -116,8 +116,15 @@ class TrainConfig:
     grace: float | None = _members(None, "With --bucket: seconds that a round waits for members that are expected.",
         why="by their step time", scope="member", methods=SYNCED)
     key_file: Path | None = _members(None,
-        "With --bucket: a file whose content signs all objects. Objects without that signature are ignored.",
+        "With --bucket: a file whose content signs all objects: a secret that all members share, or this member's own "
+        "key, from `diloco keys new FILE`. What is not signed so is ignored.",
         why="objects are not signed", scope="member", methods=SYNCED)
+    founder: str | None = _members(None,
+        "With --bucket: the public key of the run's founder. A run of another founder is refused.",
+        why="the founder that the run names is believed", scope="member", methods=SYNCED)
+    encrypt: Path | None = _members(None,
+        "With --bucket: a file whose content encrypts all objects. All members need the same.",
+        why="objects are not encrypted", scope="member", methods=SYNCED)
     eval_every: int = _output(100, "Steps between two evaluations on held-out text.", scope="member")
     eval_tokens: int = _output(16_384, "Held-out tokens in an evaluation.", scope="member")
     save_every: int = _output(500, "Steps between two checkpoints. There is always one at the end.", scope="member",

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from diloco.bucket import Bucket, below, find_run
 from diloco.bucket.run import Run
+from diloco.bucket.store.keys import Key, read_key, read_secret
 from diloco.diloco import DiLoCo
 from diloco.errors import ConfigError, Mismatch
 from diloco.flags import choices, spelled, value_type
@@ -94,8 +95,8 @@ class Elastic:
         self.rounds = math.ceil(config.steps / config.sync_every)
         settled = {k: v for k, v in asdict(config).items() if k in (*names("run"), "data")} | {DIGEST: tokenizer}
         self.reduce = Bucket(
-            config.bucket, member_name(config), key=_key(config), join_only=config.join_only, pace=config.pace,
-            quorum=config.quorum, grace=config.grace, rounds=self.rounds,
+            config.bucket, member_name(config), key=_key(config), encrypt=_encrypt(config),
+            join_only=config.join_only, pace=config.pace, quorum=config.quorum, grace=config.grace, rounds=self.rounds,
             max_work=float(CARRIES * config.sync_every * per_step), note=settled,
         )  # fmt: skip
         self._position = self._joined_at = self._index = self._order = 0
@@ -192,17 +193,12 @@ def check_folder(folder: Path, config: TrainConfig) -> bool:
 def _run(config: TrainConfig) -> Run | None:
     assert config.bucket is not None
     url = config.bucket if config.shards == 1 else below(config.bucket, 0)
-    return find_run(url, _key(config), create=not config.join_only)
+    return find_run(url, _key(config), encrypt=_encrypt(config), create=not config.join_only)
 
 
-def _key(config: TrainConfig) -> bytes | None:
-    if config.key_file is None:
-        return None
-    try:
-        key = config.key_file.read_bytes().strip()
-    except OSError as error:
-        raise ConfigError(f"key_file={config.key_file}: {error.strerror}") from None
-    if len(key) < 16:
-        raise ConfigError(f"key_file={config.key_file} holds {len(key)} bytes: give at least 16, as from "
-                          "`openssl rand -hex 32`")  # fmt: skip
-    return key
+def _key(config: TrainConfig) -> Key:
+    return read_key(config.key_file, config.founder)
+
+
+def _encrypt(config: TrainConfig) -> bytes | None:
+    return None if config.encrypt is None else read_secret(config.encrypt)

@@ -166,7 +166,7 @@ def test_a_member_with_other_settings_is_told_which():
         Player(world, "b", rounds=5).turn()
 
 
-RECORD = {"fragment": 0, "index": 1, "previous": "p", "usual": 2.0, "fingerprint": 7, "by": "a"}
+RECORD = {"fragment": 0, "index": 1, "previous": "p", "usual": 2.0, "fingerprint": 7, "by": "a", "keys": ""}
 GOOD = [["a", "0" * 64, 100.0, 3.0, 0.1], ["b", "1" * 64, 300.0, 3.0, 0.3]]
 
 
@@ -280,7 +280,7 @@ def test_any_header_is_read_or_refused(changes, kind):
     from diloco import Float32
 
     member = json.loads(json.dumps(vars(Member("x", 0))))
-    head = {"protocol": 2, "run": "r", "kind": kind, "size": 0, "sha256": [], "member": "x",
+    head = {"protocol": PROTOCOL, "run": "r", "kind": kind, "size": 0, "sha256": [], "member": "x",
             "tokens": 1, **RECORD, **({"member": member} if kind == "member" else {}), **changes}  # fmt: skip
     header = json.dumps(head).encode()
     name = delta_name(0, 1, "x", hashlib.sha256(header).hexdigest()) if kind == "delta" else "members/x/000000"
@@ -316,7 +316,8 @@ def closed(*pairs, usual=0.0, index=1):
 def test_shares_follow_work_up_to_a_limit():
     assert closed((10.0, 1.0), (30.0, 1.0)).shares == [0.25, 0.75]
     assert closed((1.0, 1.0), (1e15, 1.0)).shares == [1 / 11, 10 / 11]
-    assert closed((2.0, 1.0), (2.0, 1.0), (2.0, 1.0), (64.0, 1.0)).shares == [0.2, 0.2, 0.2, 0.4]
+    assert closed((2.0, 1.0), (2.0, 1.0), (2.0, 1.0), (64.0, 1.0)).shares == [0.25] * 4
+    assert closed(*[(2.0, 1.0)] * 8, (64.0, 1.0)).shares == [0.1] * 8 + [0.2]
     assert closed((0.0, 1.0)).shares == [0.0]
     assert [e.tokens for e in entries_of([contribution("a", 10.0)], 8.0, mine="d")] == [8.0]
 
@@ -325,17 +326,27 @@ def test_the_sum_of_learning_rates_is_weighed_by_work_up_to_a_limit():
     rates = (0.1, 0.1, 0.2, 1e6)
     entries = tuple(Entry(chr(97 + k), "0" * 64, 1.0, 1.0, rate) for k, rate in enumerate(rates))
     record = Record(0, 1, Link(), 7, "a", entries)
-    assert record.lr_sum == pytest.approx((0.1 + 0.1 + 0.2 + 2 * 0.2) / 4)
+    assert record.lr_sum == pytest.approx((0.1 + 0.1 + 0.2 + 0.2) / 4)
 
 
 def test_norms_count_up_to_a_limit_from_the_first_round_on():
     three = ((1.0, 1.0), (1.0, 1.2), (1.0, 1.1))
-    assert closed(*three, (1.0, 1000.0)).clips == [1.0, 1.0, 1.0, 2.0 * 1.2 / 1000.0]
+    assert closed(*three, (1.0, 1000.0)).clips == [1.0, 1.0, 1.0, 1.2 / 1000.0]
     assert closed((1.0, 1.0), (1.0, 1000.0)).clips == [1.0, 0.01]  # of two, the smaller one is the measure
     assert closed(*three, usual=10.0).clips == [1.0, 1.0, 1.0]
     assert closed((1.0, 1000.0), usual=1.0, index=8).clips == [1.0] and closed((1.0, 0.0)).clips == [1.0]
     assert closed((1.0, 1000.0), usual=1.0, index=9).clips == [0.01]  # alone, against what was usual
     assert closed((1.0, 5.0), (1.0, 5.0), (1.0, 5.0), usual=1.0).clips == [1.0] * 3  # what most have is usual
+
+
+def test_one_delta_counts_a_third_of_what_the_others_count_together_but_no_less_than_usual_and_at_most_twice():
+    """Norm times work, so that who claims both has no more of it."""
+    for members, limit in ((3, 1.0), (4, 1.0), (5, 4 / 3), (7, 2.0), (50, 2.0)):
+        honest = [(1.0, 1.0)] * (members - 1)
+        large, works, both = (closed(*honest, liar) for liar in ((1.0, 1e6), (1e6, 1.0), (1e6, 1e6)))
+        for record, norm in ((large, 1e6), (works, 1.0), (both, 1e6)):
+            counts = record.shares[-1] * record.clips[-1] * norm / record.shares[0]
+            assert counts == pytest.approx(limit)
 
 
 def test_what_is_usual_follows_from_the_records_alone_and_one_member_cannot_raise_it():

@@ -10,7 +10,7 @@ from diloco import Float32
 from diloco.bucket.round_store import RoundStore
 from diloco.bucket.rounds import Entry, Link, Record, delta_name, place_of, record_name
 from diloco.bucket.snapshots import KEEP, Snapshots, index_of, read_snapshot, seal_snapshot, superfluous
-from diloco.bucket.store.envelope import DIGEST, Envelope, Invalid
+from diloco.bucket.store.envelope import DIGEST, PREFIX, Envelope, Invalid
 from diloco.bucket.store.operations import Read, advance
 from diloco.reduce import State
 from tests.support.players import World, complete
@@ -28,9 +28,9 @@ def snapshots(rejected=None):
     return Snapshots(rounds, ENVELOPE, 0, state(0), "", reject, 8)
 
 
-def close(world, index, fingerprint=7):
+def close(world, index, fingerprint=7, previous=Link("p", 1.0)):
     """Put a record; returns its digest, and what the next one has to follow."""
-    record = Record(0, index, Link("p", 1.0), fingerprint, "a", (Entry("a", "0" * 64, 1.0, 1.0),))
+    record = Record(0, index, previous, fingerprint, "a", (Entry("a", "0" * 64, 1.0, 1.0),))
     sealed = ENVELOPE.seal(record_name(0, index, 0), "record", *record.sealed())
     world.objects[sealed.name] = sealed.body
     return sealed.digest, replace(record, digest=sealed.digest).link
@@ -43,7 +43,7 @@ def read(sealed):
 def changed(**changes):
     """A snapshot whose header says something else."""
     good = seal_snapshot(ENVELOPE, 0, state(4), "record")
-    header, _ = json.JSONDecoder().raw_decode(good.body[40:].decode("latin-1"))
+    header, _ = json.JSONDecoder().raw_decode(good.body[PREFIX.size :].decode("latin-1"))
     return ENVELOPE.seal(f"anchors/0000/00000004-{DIGEST}", "snapshot", header | changes, good.body[-12:])
 
 
@@ -103,11 +103,11 @@ def test_a_snapshot_that_does_not_belong_to_what_was_closed_is_not_used():
     """One names a record that is not there; from the bits of another the run did not go on."""
     world, rejected = World(), []
     reader = snapshots(rejected)
-    digest, _ = close(world, 3)
+    digest, third = close(world, 3)
     complete(world, reader.store(state(3), digest))
     forged = seal_snapshot(ENVELOPE, 0, state(99_999_999), "0" * 64)
-    other = seal_snapshot(ENVELOPE, 0, state(4, anchor=(9.0, 9.0)), close(world, 4)[0])
-    link = complete(world, reader._rounds.find(4, close(world, 4)[0])).link
+    fourth, link = close(world, 4, state(3).fingerprint(), third)
+    other = seal_snapshot(ENVELOPE, 0, state(4, anchor=(9.0, 9.0)), fourth)
     following = Record(0, 5, link, 12345, "a", (Entry("a", "0" * 64, 1.0, 1.0),))
     record = ENVELOPE.seal(record_name(0, 5, 0), "record", *following.sealed())
     for sealed in (forged, other, record):
@@ -116,6 +116,25 @@ def test_a_snapshot_that_does_not_belong_to_what_was_closed_is_not_used():
     assert found.index == 3 and {forged.name, other.name} <= set(rejected)
     complete(world, reader.refresh())
     assert reader.newest == 3
+
+
+def test_a_snapshot_of_another_branch_is_not_used():
+    """A key holder has put a second record of round 3, behind the first, and a snapshot that names it."""
+    world, rejected = World(), []
+    reader = snapshots(rejected)
+    digest, link = close(world, 3)
+    follow = Record(0, 4, link, state(3).fingerprint(), "a", (Entry("a", "0" * 64, 1.0, 1.0),))
+    second = Record(0, 3, Link("q", 1.0), 7, "b", (Entry("b", "0" * 64, 1.0, 1.0),))
+    good = seal_snapshot(ENVELOPE, 0, state(3), digest)
+    forged_record = ENVELOPE.seal(record_name(0, 3, 1), "record", *second.sealed())
+    forged = seal_snapshot(ENVELOPE, 0, state(3, anchor=(2.0, 1.0)), forged_record.digest)
+    follows = ENVELOPE.seal(record_name(0, 4, 0), "record", *follow.sealed())
+    for sealed in (good, forged_record, forged, follows):
+        world.objects[sealed.name] = sealed.body
+    found, _ = complete(world, reader.load())
+    assert found.anchor.tolist() == [1.0, 2.0] and (forged.name in rejected or good.name > forged.name)
+    del world.objects[good.name]
+    assert complete(world, snapshots(rejected).load()) is None and forged.name in rejected
 
 
 def test_what_is_deleted_while_it_is_read_is_looked_for_again():

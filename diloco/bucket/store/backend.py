@@ -35,7 +35,7 @@ class Backend(Protocol):
 
 
 def open_store(url: str, *, create: bool = True) -> Backend:
-    """A backend for a URL or the path of a folder."""
+    """A backend for a URL or the path of a folder. `Encrypted` encrypts what it holds."""
     scheme, separator, rest = url.partition("://")
     if not separator or scheme == "file":
         folder = Path(rest if separator else url).expanduser().absolute()

@@ -24,6 +24,11 @@ class Forbidden:
 
 
 @dataclass(frozen=True)
+class Undeciphered:
+    """In place of bytes: the object is not encrypted with the key that this member has."""
+
+
+@dataclass(frozen=True)
 class Raised:
     """In place of an answer: the exception that a `Work` raised. `advance` raises it inside the task."""
 
@@ -50,8 +55,8 @@ class Write:
 
 @dataclass(frozen=True)
 class Read:
-    """→ bytes, Oversized, Forbidden, or None if there is no such object. `first`: only this many bytes, whatever the
-    size. `patient`: the answer is final for all members, so a refusal is believed only if it lasts."""
+    """→ bytes, Oversized, Forbidden, Undeciphered, or None if there is no such object. `first`: only this many bytes,
+    whatever the size. `patient`: the answer is final for all members, so a refusal is believed only if it lasts."""
 
     name: str
     limit: int
@@ -114,7 +119,7 @@ def advance(task: Task[Any], answer: Any) -> Operation:
     return task.throw(answer.error) if isinstance(answer, Raised) else task.send(answer)
 
 
-def create(name: str, data: bytes, limit: int) -> Task[bytes | Oversized | Forbidden]:
+def create(name: str, data: bytes, limit: int) -> Task[bytes | Oversized | Forbidden | Undeciphered]:
     """Create an object, and return what is there afterwards: this one, or the one that was there before."""
     pause = 0.05
     while True:
