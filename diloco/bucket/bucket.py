@@ -56,8 +56,8 @@ class Bucket:
             times.
         rounds: index at which every fragment ends. Default: never.
         max_work: the most work (tokens, or steps) that counts for one delta.
-        merge: "mean", by work; or "trimmed": of each value the mean without the largest and the smallest quarter, all
-            members counting the same, so that one of four may lie. With fewer than four members it is the mean.
+        merge: "mean", by work; or "closest": the mean without the quarter of the members that is farthest from the
+            median, so that one of four may lie. With fewer than four members it is the mean.
         note: JSON values that later members find with the run, if this member creates it.
         heartbeat: seconds between two signs of life. A member is dead after five without one (at least 10 s).
         poll: seconds between two looks at an open round. Default: the step time, from 0.2 to 5.
@@ -135,9 +135,9 @@ class Bucket:
 
     def introducing(self, contract: Contract, states: Sequence[State], codecs: Sequence[Codec]) -> Task[None]:
         """Find or create the run, and become one of its members."""
-        if self._merge == "trimmed" and any(map(is_sparse, codecs)):
-            raise ConfigError("merge='trimmed' with a sparse codec: most members say nothing of a value, so what the "
-                              "others say would be cut away as unusual; give merge='mean' or another codec"
+        if self._merge == "closest" and any(map(is_sparse, codecs)):
+            raise ConfigError("merge='closest' with a sparse codec: most members say nothing of a value, so the middle "
+                              "of what they say is nothing; give merge='mean' or another codec"
             )  # fmt: skip
         agreed = contract_of(contract, self._rounds, self._max_work, self._merge)
         listed = Listed(0, {self.name: self._key.public}) if isinstance(self._key, KeyPair) else None

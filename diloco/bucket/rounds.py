@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from diloco.bucket.closest import FEWEST, closest
 from diloco.bucket.store.envelope import DIGEST, Invalid, Opened, integer, number, text
 from diloco.codec import Codec, chunks
 from diloco.reduce import State
@@ -25,9 +26,7 @@ FREE = 8
 LARGEST_LR_SUM = 1e9
 MOST = 4096
 """Members of a round."""
-Merge = Literal["mean", "trimmed"]
-TRIMMED = 4
-"""The fewest members of which a trimmed mean is taken: of four, one may lie."""
+Merge = Literal["mean", "closest"]
 FINGERPRINTS = 1 << 63
 ROUNDS = "rounds/"
 _MEMBER, _HEX = "[a-z0-9][a-z0-9_-]{0,62}", "[0-9a-f]{64}"
@@ -307,24 +306,10 @@ def clip_of(norm: float, limit: float) -> float:
 
 
 def mean_of(record: Record, payloads: Mapping[str, Tensor], codec: Codec, n: int, merge: Merge = "mean") -> Encoded:
-    """Σ share · clip · decoded delta, in the order of the record; or the trimmed mean, if there are enough deltas."""
+    """Σ share · clip · decoded delta, in the order of the record; with "closest" of those that are closest to the
+    middle, if there are enough."""
     encoded = [payloads[e.digest] for e in record.entries]
-    if merge == "trimmed" and len(encoded) >= TRIMMED:
-        return exact(_trimmed(encoded, record.clips, codec, n))[0]
+    if merge == "closest" and len(encoded) >= FEWEST:
+        return exact(closest(encoded, record.clips, record.shares, codec, n))[0]
     factors = [share * clip for share, clip in zip(record.shares, record.clips, strict=True)]
     return Encoded(0, n, codec, encoded, factors)
-
-
-def _trimmed(payloads: Sequence[Tensor], clips: Sequence[float], codec: Codec, n: int) -> Tensor:
-    """For each value by itself, the mean without the largest and the smallest quarter of what the members say."""
-    out = torch.empty(n, dtype=torch.float32, device="cpu")
-    cut, kept = len(payloads) // 4, len(payloads) - 2 * (len(payloads) // 4)
-    for values, data in chunks(codec, n):
-        count = values.stop - values.start
-        said = torch.stack([codec.decode(p[data], count).mul_(clip) for p, clip in zip(payloads, clips, strict=True)])
-        ordered = said.add_(0.0).sort(dim=0).values  # adding zero makes -0 to 0: their order is not defined
-        total = ordered[cut]
-        for k in range(1, kept):
-            total = total + ordered[cut + k]
-        torch.mul(total, 1 / kept, out=out[values])
-    return out

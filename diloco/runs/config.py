@@ -115,6 +115,9 @@ class TrainConfig:
     quorum: int = _members(1, "With --bucket: the fewest members in a round.", scope="member", methods=SYNCED)
     grace: float | None = _members(None, "With --bucket: seconds that a round waits for members that are expected.",
         why="by their step time", scope="member", methods=SYNCED)
+    merge: Literal["mean", "closest"] = _members("mean",
+        "With --bucket: mean averages all members by their work; closest leaves out the quarter that is farthest from "
+        "the median, so that one of four may lie.", why="all members are trusted", methods=SYNCED)
     key_file: Path | None = _members(None,
         "With --bucket: a file whose content signs all objects: a secret that all members share, or this member's own "
         "key, from `diloco keys new FILE`. What is not signed so is ignored.",

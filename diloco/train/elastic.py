@@ -97,7 +97,7 @@ class Elastic:
         self.reduce = Bucket(
             config.bucket, member_name(config), key=_key(config), encrypt=_encrypt(config),
             join_only=config.join_only, pace=config.pace, quorum=config.quorum, grace=config.grace, rounds=self.rounds,
-            max_work=float(CARRIES * config.sync_every * per_step), note=settled,
+            max_work=float(CARRIES * config.sync_every * per_step), merge=config.merge, note=settled,
         )  # fmt: skip
         self._position = self._joined_at = self._index = self._order = 0
         self._warm = self.over = False  # over: the run had ended when this member joined

@@ -12,7 +12,7 @@ from diloco.runs.config import TrainConfig
 from diloco.train.data.corpus import prepare
 from diloco.train.elastic import Elastic
 from diloco.world import World
-from studies.bucket.chaos import chaos
+from studies.bucket.restarts import chaos
 from tests.support.commands import (
     Command,
     ended,
@@ -142,7 +142,7 @@ def test_chaos_in_short(place, tmp_path, monkeypatch):
     def popen(words, **_):
         return Command(tmp_path, main, words[3:])  # what comes after `python -m diloco`
 
-    monkeypatch.setattr("studies.bucket.chaos.subprocess.Popen", popen)
+    monkeypatch.setattr("studies.bucket.restarts.subprocess.Popen", popen)
     words = ["--eval-tokens", "2048", "--data", str(place / "corpus.txt")]
     found = chaos(tmp_path, 3, events=4, steps=100, every=0.0, between=4, seed=1, kill_all=True, words=words)
     assert sum(found["events"].values()) == 4

@@ -1,0 +1,202 @@
+"""What happens to members and to what they meet in: the processes, and a folder or a server that fails on purpose."""
+
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import subprocess
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from diloco.bucket.store.backend import Backend, open_store
+from studies.bucket.life import Life, live
+from studies.bucket.s3_server import Fault, Server
+
+MEGABYTES = 256
+"""Of the file system that becomes full."""
+context = multiprocessing.get_context("forkserver")
+context.set_forkserver_preload(["torch._dynamo", "diloco.bucket", "obstore.store", "studies.bucket.life"])
+
+
+class Medium(Protocol):
+    """Where members meet, and what can happen to it."""
+
+    url: str
+    environment: dict[str, str]
+    faults: tuple[str, ...]
+    stops: tuple[str, ...]  # faults during which nothing can be put
+
+    def watched(self) -> Backend: ...
+    def fail(self, fault: str) -> None: ...
+    def heal(self) -> None: ...
+    def spoiled(self) -> int: ...
+    def end(self) -> None: ...
+
+
+class FolderMedium:
+    """A folder; as root on a file system of its own, which can be full or read-only."""
+
+    environment: dict[str, str] = {}
+    stops = ("full disk", "read-only")
+
+    def __init__(self, place: Path) -> None:
+        self._place = place / "disk"
+        self._place.mkdir()
+        mount = ["mount", "-t", "tmpfs", "-o", f"size={MEGABYTES}m", "tmpfs", str(self._place)]
+        self._mounted = os.geteuid() == 0 and subprocess.run(mount, capture_output=True).returncode == 0
+        self.faults = self.stops if self._mounted else ()
+        self.url = str(self._place / "bucket")
+
+    def watched(self) -> Backend:
+        return open_store(self.url)
+
+    def fail(self, fault: str) -> None:
+        if fault == "read-only":
+            self._remount("ro")
+            return
+        with (self._place / "ballast").open("wb", buffering=0) as file:
+            try:
+                while file.write(bytes(1 << 16)):
+                    pass
+            except OSError:
+                pass
+
+    def heal(self) -> None:
+        self._remount("rw")
+        (self._place / "ballast").unlink(missing_ok=True)
+
+    def _remount(self, how: str) -> None:
+        for _ in range(100):  # busy while somebody writes
+            if subprocess.run(["mount", "-o", f"remount,{how}", self._place], capture_output=True).returncode == 0:
+                return
+            time.sleep(0.02)
+
+    def spoiled(self) -> int:
+        return 0  # the witness compares
+
+    def end(self) -> None:
+        if self._mounted:
+            subprocess.run(["umount", "-l", self._place], check=True)
+
+
+class ServerMedium:
+    """An S3 server."""
+
+    faults = ("500", "429/503", "slow", "cut", "reply lost", "hang", "reset", "gone")
+    stops = ("hang", "gone")
+    url = "s3://bucket/run"
+
+    def __init__(self) -> None:
+        self.server = Server()
+        self.environment = self.server.environment
+
+    def watched(self) -> Backend:
+        return self.server
+
+    def fail(self, fault: str) -> None:
+        chosen: Any = fault
+        self.server.fault = chosen
+
+    def heal(self) -> None:
+        none: Fault = "none"
+        self.server.fault = none
+
+    def spoiled(self) -> int:
+        return self.server.spoiled
+
+    def end(self) -> None:
+        self.server.end()
+
+
+def preload_clock(place: Path) -> bool:
+    """Let members have clocks of their own. False if there is no compiler."""
+    library = place / "clock.so"
+    source = Path(__file__).with_name("clock.c")
+    compiler = shutil.which("cc")
+    words = [compiler or "", "-O1", "-shared", "-fPIC", "-o", str(library), str(source), "-ldl"]
+    if compiler is None or subprocess.run(words, capture_output=True).returncode:
+        return False
+    os.environ["LD_PRELOAD"] = str(library)  # for the process that the members are forked from
+    context.Process(target=int).start()
+    del os.environ["LD_PRELOAD"]
+    return True
+
+
+@dataclass
+class Crowd:
+    """The processes of the members, by name; and older ones that run under a name that was taken over."""
+
+    medium: Medium
+    folder: Path
+    chance: random.Random
+    clocks: bool
+    names: tuple[str, ...]
+    processes: dict[str, Any] = field(default_factory=dict)
+    others: list[Any] = field(default_factory=list)
+    stopped: dict[str, float] = field(default_factory=dict)  # name: when it goes on
+    stops: list[tuple[str, float, float]] = field(default_factory=list)  # name, from, to
+    lives: int = 0
+    started: dict[str, int] = field(default_factory=dict)  # kind of start: how many
+
+    def start(self, name: str) -> Life:
+        self.lives += 1
+        clock = self.chance.choice((0, 0, 0, 3600, -3600)) if self.clocks else 0
+        threads = self.chance.choice((1, 1, 1, 2))
+        life = Life(self.medium.url, name, str(self.folder), self.lives, self.chance.uniform(0.025, 0.05), threads,
+                    clock, self.chance.random() < 0.5, self.medium.environment)  # fmt: skip
+        for kind, counts in (("clock off by an hour", clock), ("two threads", threads > 1), ("with its checkpoint",
+                             life.returns)):  # fmt: skip
+            self.started[kind] = self.started.get(kind, 0) + bool(counts)
+        process = context.Process(target=live, args=(life,), daemon=True)
+        process.start()
+        self.processes[name] = process
+        return life
+
+    def living(self) -> list[str]:
+        return [name for name, process in self.processes.items() if process.is_alive()]
+
+    def able(self) -> list[str]:
+        return [name for name in self.living() if name not in self.stopped]
+
+    def dead(self) -> list[str]:
+        return [name for name in self.names if name not in self.living()]
+
+    def kill(self, name: str) -> None:
+        self.processes[name].kill()
+        self.processes[name].join()
+        if name in self.stopped:
+            self._goes_on(name)
+
+    def stop(self, name: str, seconds: float) -> None:
+        os.kill(self.processes[name].pid, signal.SIGSTOP)
+        self.stopped[name] = time.monotonic() + seconds
+        self.stops.append((name, time.monotonic(), float("inf")))
+
+    def wake(self, everybody: bool = False) -> None:
+        for name, until in list(self.stopped.items()):
+            if everybody or time.monotonic() >= until:
+                if self.processes[name].is_alive():
+                    os.kill(self.processes[name].pid, signal.SIGCONT)
+                self._goes_on(name)
+
+    def _goes_on(self, name: str) -> None:
+        del self.stopped[name]
+        at = next(k for k in reversed(range(len(self.stops))) if self.stops[k][0] == name)
+        self.stops[at] = (name, self.stops[at][1], time.monotonic())
+
+    def twice(self, name: str) -> None:
+        """A second process under the same name."""
+        self.others.append(self.processes[name])
+        self.start(name)
+
+    def leave(self, name: str) -> None:
+        self.processes[name].terminate()
+
+    def end(self) -> None:
+        for process in [*self.processes.values(), *self.others]:
+            process.kill()
+            process.join()
+

@@ -1,0 +1,122 @@
+"""One life of a member in the chaos: a process that trains a small regression and writes down what happens to it.
+
+What it says goes to the end of a file, one line of JSON at a time, so that nothing is lost when it is killed. Times are
+those of CLOCK_MONOTONIC, which all processes share and no clock setting changes.
+"""
+
+import ctypes
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from diloco import Balanced, DiLoCo
+from diloco.bucket import Bucket
+
+FRAGMENTS, SYNC_EVERY = 3, 10
+SAVE_EVERY = 40
+LONG = 0.02
+"""Seconds of a hook that is written down."""
+
+
+@dataclass(frozen=True)
+class Life:
+    url: str
+    name: str
+    folder: str  # for its log and its checkpoint
+    number: int  # of this life, for the data that it sees
+    step: float  # seconds
+    threads: int = 1
+    clock: int = 0  # seconds by which its wall clock is off
+    returns: bool = True  # with its checkpoint, if there is one
+    environment: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def log(self) -> Path:
+        return Path(self.folder, f"{self.name}.jsonl")
+
+
+def live(life: Life) -> None:
+    os.environ.update(life.environment)
+    torch.set_num_threads(life.threads)
+    if life.clock:
+        ctypes.CDLL(None).diloco_clock_offset(ctypes.c_long(life.clock))
+    file = os.open(life.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+
+    def say(what: str, **values: Any) -> None:
+        line = {"what": what, "at": time.monotonic(), "life": life.number, **values}
+        os.write(file, (json.dumps(line) + "\n").encode())
+
+    try:
+        _train(life, say)
+        code = 0
+    except BaseException as error:
+        say("ended", error=type(error).__name__, text=str(error)[:300])
+        code = 1
+    os._exit(code)  # threads that wait for a store that hangs would keep it alive
+
+
+def _train(life: Life, say: Callable[..., None]) -> None:
+    leaving: list[int] = []
+    signal.signal(signal.SIGTERM, lambda *_: leaving.append(1))
+    torch.manual_seed(0)
+    teacher, model = _net(), _net()
+    for parameter in teacher.parameters():
+        parameter.data.mul_(3.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    reduce = Bucket(life.url, life.name)
+    diloco = DiLoCo(model, optimizer, sync_every=SYNC_EVERY, overlap=2, fragments=Balanced(FRAGMENTS), reduce=reduce)
+    saved = Path(life.folder, f"{life.name}.pt")
+    if life.returns and saved.exists():
+        known = torch.load(saved, weights_only=False)  # written here
+        model.load_state_dict(known["model"])
+        optimizer.load_state_dict(known["optimizer"])
+        diloco.load_state_dict(known["diloco"])
+    began = time.monotonic()
+    say("begins", clock=time.time() - time.monotonic())
+    diloco.join()
+    say("joined", seconds=time.monotonic() - began)
+    held = [-1] * FRAGMENTS
+    generator = torch.Generator().manual_seed(life.number)
+    step = 0
+    while not leaving:
+        step += 1
+        time.sleep(life.step)
+        x = torch.randn(16, 8, generator=generator)
+        loss = (model(x) - teacher(x)).square().mean()
+        loss.backward()
+        at = time.perf_counter()
+        optimizer.step()
+        optimizer.zero_grad()
+        hook = time.perf_counter() - at
+        if hook > LONG:
+            say("hook", seconds=hook)
+        for part in diloco._fragments:
+            if part.state.index != held[part.number]:
+                held[part.number] = part.state.index
+                say("holds", fragment=part.number, index=part.state.index, fingerprint=part.state.fingerprint())
+        for event in reduce.events():
+            say("event", **event)
+        if step % SAVE_EVERY == 0:
+            _save(saved, model, optimizer, diloco)
+            say("trains", step=step, loss=float(loss))
+    began = time.monotonic()
+    diloco.finish()
+    say("left", seconds=time.monotonic() - began)
+
+
+def _net() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 48), nn.Tanh(), nn.Linear(48, 24), nn.Tanh(), nn.Linear(24, 1))
+
+
+def _save(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, diloco: DiLoCo) -> None:
+    values = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "diloco": diloco.state_dict()}
+    torch.save(values, path.with_suffix(".new"))
+    path.with_suffix(".new").replace(path)

@@ -1,0 +1,181 @@
+"""An S3 server in memory that fails on purpose. As much of the protocol as the bucket uses: put (create-only too), get,
+ranges, head, list, delete. It counts what must never happen to a closing record."""
+
+import datetime
+import hashlib
+import http.server
+import random
+import socket
+import struct
+import threading
+import time
+import urllib.parse
+from typing import Any, Literal
+from xml.sax.saxutils import escape
+
+from diloco.bucket.store.operations import List, Oversized, Read, Size
+
+Fault = Literal["none", "500", "429/503", "slow", "cut", "reply lost", "hang", "reset", "gone"]
+SOME = 3
+"""One request in this many is harmed, by the faults that do not harm all."""
+PAGE = 1000
+
+
+class Server(http.server.ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 128
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.objects: dict[str, tuple[bytes, float]] = {}
+        self.one = threading.Lock()
+        self.fault: Fault = "none"
+        self.requests = self.harmed = self.spoiled = 0
+        self.chance = random.Random(0)
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return {"AWS_ALLOW_HTTP": "true", "AWS_ACCESS_KEY_ID": "id", "AWS_SECRET_ACCESS_KEY": "secret",
+                "AWS_REGION": "us-east-1", "AWS_ENDPOINT_URL": f"http://127.0.0.1:{self.server_port}"}  # fmt: skip
+
+    def attempt(self, operation: Any) -> Any:
+        """One look from inside, past all faults: for whoever watches."""
+        with self.one:
+            match operation:
+                case Read(name, limit, first):
+                    data = self.objects.get(f"run/{name}", (None, 0.0))[0]
+                    if data is None or first is not None:
+                        return data if data is None else data[:first]
+                    return data if len(data) <= limit else Oversized(len(data))
+                case Size(name):
+                    found = self.objects.get(f"run/{name}")
+                    return None if found is None else len(found[0])
+                case List(prefix, after):
+                    names = {key.removeprefix("run/"): len(data) for key, (data, _) in self.objects.items()}
+                    return {n: size for n, size in names.items() if n.startswith(prefix) and n > after}
+        raise TypeError(operation)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A member was killed in the middle of a request."""
+
+    def end(self) -> None:
+        self.fault = "none"
+        self.shutdown()
+        self.server_close()
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: Server  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    def handle_any(self) -> None:
+        server = self.server
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        with server.one:
+            server.requests += 1
+            fault = server.fault
+            harm = fault in ("slow", "hang", "gone") or (fault != "none" and server.chance.randrange(SOME) == 0)
+            server.harmed += harm
+        if not harm:
+            return self.answer(*self.perform(body))
+        if fault in ("500", "429/503"):
+            return self.answer(500 if fault == "500" else server.chance.choice((429, 503)), {}, b"")
+        if fault == "slow":
+            time.sleep(server.chance.uniform(0.1, 0.6))
+            return self.answer(*self.perform(body))
+        if fault == "hang":
+            while server.fault == "hang":
+                time.sleep(0.1)
+        if fault in ("hang", "gone"):
+            self.close_connection = True
+            return None
+        status, headers, data = self.perform(body)
+        if fault == "cut" and len(data) > 1:
+            return self.answer(status, headers, data, cut=True)
+        if fault == "reset":  # a FIN would be an end; this is a broken connection
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.close_connection = True  # it was done, and the reply is lost
+        return None
+
+    def perform(self, body: bytes) -> tuple[int, dict[str, str], bytes]:
+        url = urllib.parse.urlsplit(self.path)
+        key = urllib.parse.unquote(url.path).removeprefix("/bucket").lstrip("/")
+        with self.server.one:
+            if self.command == "PUT":
+                return self.put(key, body)
+            if self.command == "DELETE":
+                self.server.spoiled += "/closed." in key and self.server.objects.pop(key, None) is not None
+                self.server.objects.pop(key, None)
+                return 204, {}, b""
+            if not key:
+                return 200, {"Content-Type": "application/xml"}, self.listing(urllib.parse.parse_qs(url.query))
+            found = self.server.objects.get(key)
+        return self.get(*found) if found is not None else (404, {}, _error("NoSuchKey"))
+
+    def put(self, key: str, body: bytes) -> tuple[int, dict[str, str], bytes]:
+        if key in self.server.objects and self.headers.get("If-None-Match") == "*":
+            return 412, {}, _error("PreconditionFailed")
+        self.server.spoiled += "/closed." in key and key in self.server.objects
+        self.server.objects[key] = body, time.time()
+        return 200, {"ETag": _etag(body)}, b""
+
+    def get(self, data: bytes, at: float) -> tuple[int, dict[str, str], bytes]:
+        changed = datetime.datetime.fromtimestamp(at, datetime.UTC).strftime("%a, %d %b %Y %H:%M:%S GMT")
+        headers, status, total = {"ETag": _etag(data), "Last-Modified": changed}, 200, len(data)
+        if wanted := self.headers.get("Range"):
+            first, _, last = wanted.removeprefix("bytes=").partition("-")
+            start, stop = int(first), min(int(last) + 1 if last else total, total)
+            data, status = data[start:stop], 206
+            headers["Content-Range"] = f"bytes {start}-{stop - 1}/{total}"
+        return status, headers, data
+
+    def listing(self, query: dict[str, list[str]]) -> bytes:
+        prefix = query.get("prefix", [""])[0]
+        after = query.get("continuation-token", query.get("start-after", [""]))[0]
+        names = sorted(n for n in self.server.objects if n.startswith(prefix) and n > after)
+        shown, more = names[:PAGE], len(names) > PAGE
+        rows = []
+        for name in shown:
+            data, at = self.server.objects[name]
+            when = datetime.datetime.fromtimestamp(at, datetime.UTC).strftime("%Y-%m-%dT%H:%M:%S.000Z")
+            rows.append(f"<Contents><Key>{escape(name)}</Key><LastModified>{when}</LastModified><ETag>"
+                        f"{escape(_etag(data))}</ETag><Size>{len(data)}</Size></Contents>")  # fmt: skip
+        token = f"<NextContinuationToken>{escape(shown[-1])}</NextContinuationToken>" if more else ""
+        head = f"<Name>bucket</Name><Prefix>{escape(prefix)}</Prefix><KeyCount>{len(shown)}</KeyCount>"
+        return (f'<?xml version="1.0"?><ListBucketResult>{head}<IsTruncated>{str(more).lower()}</IsTruncated>{token}'
+                f'{"".join(rows)}</ListBucketResult>').encode()  # fmt: skip
+
+    def answer(self, status: int, headers: dict[str, str], body: bytes, cut: bool = False) -> None:
+        self.send_response(status)
+        for key, value in headers.items():
+            self.send_header(key, value)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body[: len(body) // 2] if cut else body)
+        self.close_connection |= cut
+
+    do_GET = do_PUT = do_HEAD = do_DELETE = handle_any
+
+    def do_POST(self) -> None:
+        """Several deletes in one request."""
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0)).decode()
+        keys = [part.partition("</Key>")[0] for part in body.split("<Key>")[1:]]
+        with self.server.one:
+            for key in keys:
+                self.server.spoiled += "/closed." in key and key in self.server.objects
+                self.server.objects.pop(key, None)
+        rows = "".join(f"<Deleted><Key>{key}</Key></Deleted>" for key in keys)
+        self.answer(200, {"Content-Type": "application/xml"}, f"<DeleteResult>{rows}</DeleteResult>".encode())
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+def _etag(data: bytes) -> str:
+    return f'"{hashlib.md5(data, usedforsecurity=False).hexdigest()}"'
+
+
+def _error(code: str) -> bytes:
+    return f'<?xml version="1.0"?><Error><Code>{code}</Code><Message>{code}</Message></Error>'.encode()
