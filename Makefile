@@ -66,8 +66,9 @@ bucket: .venv/ready  ## what the bucket costs and survives, beside torchft; as r
 	$(BIN)/python -m studies.bucket
 	$(BIN)/python -m benchmarks.table
 
-chaos: .venv/ready  ## members of a bucket are killed, stopped and restarted
+chaos: .venv/ready  ## members of a bucket and what they meet in are disturbed a thousand times; as root for full disks; 25 minutes
 	$(BIN)/python -m studies.bucket.chaos
+	$(BIN)/python -m studies.bucket.poison
 	$(BIN)/python -m benchmarks.table
 
 parity: .venv/ready  ## does it train as well as data-parallel? takes hours; continues after an interruption

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.record import RESULTS, Record, Target, read, table
-from studies.bucket.section import chaos
+from studies.bucket.section import chaos, poison, restarts
 from studies.bucket.section import section as bucket
 from studies.netlab.plot import draw
 from studies.netlab.section import section as netlab
@@ -173,7 +173,7 @@ loop's tokens per second (median over pairs); its logging is in the time."""
 
 NETLAB = STUDIES / "netlab/results.json"
 BUCKET = STUDIES / "bucket/results.json"
-CHAOS = STUDIES / "bucket/chaos.json"
+RESTARTS = STUDIES / "bucket/restarts.json"
 _BUCKET_SINCE = """\
 Since these figures were measured, the bucket's protocol has changed: records carry what each delta counts, one listing
 serves all fragments, and snapshots are put by weight. Codecs, mean and outer step run in C, in the background. The
@@ -189,7 +189,9 @@ SECTIONS: tuple[tuple[Path, str, Callable[[Record], str]], ...] = (
     (RESULTS / "trainer.json", "The trainer against a bare loop", trainer),
     (NETLAB, "The network lab: utilisation over a slow link", netlab),
     (BUCKET, "The bucket: members come and go", bucket),
-    (CHAOS, "Chaos", chaos),
+    (RESTARTS, "Restarts", restarts),
+    (STUDIES / "bucket/chaos.json", "Chaos", chaos),
+    (STUDIES / "bucket/poison.json", "A member that lies", poison),
 )
 
 SINCE = {
@@ -209,7 +211,7 @@ the same size. The figures were not measured again.
 
 """,
     BUCKET: _BUCKET_SINCE,
-    CHAOS: _BUCKET_SINCE,
+    RESTARTS: _BUCKET_SINCE,
 }
 """What changed under the figures of a section since they were measured. Remove the entry of what is measured again."""
 

@@ -12,6 +12,8 @@ from diloco.errors import ConfigError, DiLoCoError
 NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,62}")
 PREFIX_OF_ALL = "members/"
 _ENTRY = re.compile(r"members/([a-z0-9][a-z0-9_-]{0,62})/([0-9]{6})")
+_PLACE = re.compile(r"members/[a-z0-9][a-z0-9_-]{0,62}(/[0-9]{6})?")
+"""An entry, or the folder of a member's entries, which a folder lists too."""
 SAMPLE = 32
 """Entries that are read at a time. Where there are more members, each is looked at every few heartbeats."""
 ENTRY = PREFIX.size + (16 << 10)
@@ -185,7 +187,11 @@ class Roll:
         if self._looks % SAMPLE == 0 or version != self._version:
             self._bad.clear()  # an owner may have written over what was bad, or may be listed since
         self._version = version
-        lives = lives_of((yield List(PREFIX_OF_ALL)))
+        names = yield List(PREFIX_OF_ALL)
+        for name in names:
+            if not _PLACE.fullmatch(name):
+                reject(name, Invalid("no entry of a member has such a name"))
+        lives = lives_of(names)
         newest = [next((path for path in paths if path not in self._bad), None) for paths in lives.values()]
         paths = sorted((p for p in newest if p and p not in self._over), key=lambda p: (self._read_at.get(p, 0), p))
         self.spread = max(1, -(-len(paths) // SAMPLE))
@@ -240,13 +246,14 @@ def register(envelope: Envelope, name: str, nonce: float) -> Task[Member]:
             continue
     old = [path for path in lives if valid and path < valid[0].object_name]
     yield All([Delete(path) for path in old])
-    while True:
-        mine = Member(name, incarnation, published={"nonce": nonce})
+    for life in range(incarnation, incarnation + SAMPLE):
+        mine = Member(name, life, published={"nonce": nonce})
         body = mine.sealed(envelope)
         found = yield from create(mine.object_name, body, ENTRY)
         if found == body:
             return mine
-        incarnation += 1
+    raise DiLoCoError(f"of {SAMPLE} new entries of {name!r} the store has given none back as it was put: others join "
+                      "under this name all the time, or the store alters objects")  # fmt: skip
 
 
 def write_member(envelope: Envelope, mine: Member) -> Task[None]:

@@ -7,8 +7,10 @@ import shutil
 import signal
 import subprocess
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from diloco.bucket.store.backend import Backend, open_store
@@ -25,7 +27,7 @@ class Medium(Protocol):
     """Where members meet, and what can happen to it."""
 
     url: str
-    environment: dict[str, str]
+    environment: Mapping[str, str]
     faults: tuple[str, ...]
     stops: tuple[str, ...]  # faults during which nothing can be put
 
@@ -39,8 +41,9 @@ class Medium(Protocol):
 class FolderMedium:
     """A folder; as root on a file system of its own, which can be full or read-only."""
 
-    environment: dict[str, str] = {}
-    stops = ("full disk", "read-only")
+    environment: Mapping[str, str] = MappingProxyType({})
+    faults: tuple[str, ...] = ()
+    stops: tuple[str, ...] = ("full disk", "read-only")
 
     def __init__(self, place: Path) -> None:
         self._place = place / "disk"
@@ -85,13 +88,13 @@ class FolderMedium:
 class ServerMedium:
     """An S3 server."""
 
-    faults = ("500", "429/503", "slow", "cut", "reply lost", "hang", "reset", "gone")
-    stops = ("hang", "gone")
+    faults: tuple[str, ...] = ("500", "429/503", "slow", "cut", "reply lost", "hang", "reset", "gone")
+    stops: tuple[str, ...] = ("hang", "gone")
     url = "s3://bucket/run"
 
     def __init__(self) -> None:
         self.server = Server()
-        self.environment = self.server.environment
+        self.environment: Mapping[str, str] = self.server.environment
 
     def watched(self) -> Backend:
         return self.server
@@ -146,7 +149,7 @@ class Crowd:
         clock = self.chance.choice((0, 0, 0, 3600, -3600)) if self.clocks else 0
         threads = self.chance.choice((1, 1, 1, 2))
         life = Life(self.medium.url, name, str(self.folder), self.lives, self.chance.uniform(0.025, 0.05), threads,
-                    clock, self.chance.random() < 0.5, self.medium.environment)  # fmt: skip
+                    clock, self.chance.random() < 0.5, dict(self.medium.environment))  # fmt: skip
         for kind, counts in (("clock off by an hour", clock), ("two threads", threads > 1), ("with its checkpoint",
                              life.returns)):  # fmt: skip
             self.started[kind] = self.started.get(kind, 0) + bool(counts)
@@ -199,4 +202,3 @@ class Crowd:
         for process in [*self.processes.values(), *self.others]:
             process.kill()
             process.join()
-

@@ -106,7 +106,7 @@ def _train(life: Life, say: Callable[..., None]) -> None:
             say("event", **event)
         if step % SAVE_EVERY == 0:
             _save(saved, model, optimizer, diloco)
-            say("trains", step=step, loss=float(loss))
+            say("trains", step=step, loss=loss.item())
     began = time.monotonic()
     diloco.finish()
     say("left", seconds=time.monotonic() - began)

@@ -95,12 +95,47 @@ def _carrying(values: Record) -> str:
     return f"{text}\n\n{table(columns, rows)}\n\n{tail}"
 
 
-def chaos(record: Record) -> str:
+def restarts(record: Record) -> str:
     found, plain = record["values"]["disturbed"], record["values"]["undisturbed"]
     events = ", ".join(f"{count} × {kind}" for kind, count in sorted(found["events"].items()))
-    return fill(f"""`make chaos`: four members of a run over a folder, disturbed {sum(found["events"].values())} times
+    return fill(f"""`python -m studies.bucket.restarts`: four members of a run over a folder, disturbed {sum(found["events"].values())} times
     ({events}); all were killed at once in the middle. {found["rounds"]} rounds were closed, with
     {found["members a round"]:.2f} members on average; the longest time without one, while any member trained, was
     {found["longest without a round"]:.1f} s. {found["states compared"]} states were compared by fingerprint. The loss
     of the anchors is {found["losses"][0]:.3f}, that of the undisturbed run with the same number of tokens
     {plain["losses"][0]:.3f}: with four members at a time, the same tokens make fewer steps.""")
+
+
+def chaos(record: Record) -> str:
+    """One paragraph for each medium."""
+    told = []
+    for kind, found in record["values"].items():
+        events = ", ".join(f"{count} × {what}" for what, count in sorted(found["events"].items()))
+        joins, restarts = found["joins while nothing else was wrong"], found["restarts of all"]
+        where = "a folder" if kind == "folder" else "an S3 server"
+        told.append(
+            fill(f"""**Over {where}**, {sum(found["events"].values())} events in {found["seconds"] / 60:.0f}
+        minutes ({events}); {found["starts"]} starts, {found["of these"]["clock off by an hour"]} of them with a clock
+        that is off by an hour. {found["records"]:,} rounds were closed, with {found["members a record"]:.2f} members on
+        average; {found["states compared"]:,} states were compared. Joins took {joins["median"]:.1f} s in the median and
+        {joins["90 %"]:.1f} s in nine of ten cases while nothing else was wrong, up to {found["joins"]["most"]:.0f} s
+        with the store failing. After all had been killed at once ({restarts["count"]} times), the first had joined
+        again after {restarts["median"]:.1f} s (median). The loss fell from {found["loss at first"]:.3f} to
+        {found["loss at last"]:.3f}; in the end all joined, closed rounds and left within
+        {found["seconds to the end"]:.0f} s.""")
+        )
+    head = fill("""`make chaos`: real processes that train a small regression, disturbed in every way; a witness follows
+    the records past all faults. A time without a round counts while some member has joined and is not stopped, and the
+    store takes puts.""")
+    return "\n\n".join([head, *told])
+
+
+def poison(record: Record) -> str:
+    rows = []
+    for name, found in record["values"].items():
+        for attack, ratio in found["mean"].items():
+            rows.append((name, attack, f"{ratio:.3f}", f"{found['closest'][attack]:.3f}"))
+    text = fill(f"""`python -m studies.bucket.poison`: one member sends something else than it has trained, for
+    {record["settings"]["rounds"]} rounds. The loss of the anchors on held-out data, divided by that of the honest members
+    without the liar, with `merge="mean"` and with `merge="closest"`:""")
+    return f"{text}\n\n{table(('problem', 'attack', 'mean', 'closest'), rows)}"

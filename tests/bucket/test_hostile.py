@@ -1,6 +1,7 @@
 """A folder and a store that others change too: what lies there and is not an object, and refusals that come and go."""
 
 import os
+import random
 import threading
 
 import pytest
@@ -12,9 +13,10 @@ from diloco.bucket.store import folder as folders
 from diloco.bucket.store import store as store_module
 from diloco.bucket.store.backend import Failure, Refused, open_store, probe
 from diloco.bucket.store.folder import STAGING, Folder
-from diloco.bucket.store.operations import All, Create, Forbidden, List, Oversized, Read, Size, Write
+from diloco.bucket.store.operations import All, Create, Forbidden, List, Oversized, Read, Size, Undeciphered, Write
 from diloco.bucket.store.store import Store
 from tests.support.members import Member, until
+from tests.support.players import Player, World
 
 HEX = "0" * 64
 
@@ -29,6 +31,7 @@ def plant(root, index):
         os.mkfifo(place / f"d-pipe-{HEX}")
         (place / f"d-root-{HEX}").symlink_to("/")
         (place / f"d-zero-{HEX}").symlink_to("/dev/zero")
+        (place / f"d-shadow-{HEX}").symlink_to("/etc/shadow")
         (place / "elsewhere").symlink_to("/")
         (root / os.fsdecode(os.fsencode(str(place / "name-")) + b"\xff\xfe")).write_bytes(b"x")
     (root / "members").mkdir(exist_ok=True)
@@ -44,8 +47,11 @@ def test_what_is_no_file_in_a_folder_stops_nobody(tmp_path):
     until(lambda: min(late.held) >= min(a.held) > 3, a, late)
     for member in (a, late):
         member.stop().end()
-    named = {event["object"] for event in a.reduce.events() if event["event"] == "invalid"}
-    assert {record_name(0, 2, 0), record_name(0, 2, 1), f"{folder(0, 2)}d-pipe-{HEX}"} <= named
+    named = [event["object"] for event in a.reduce.events() if event["event"] == "invalid"]
+    assert len(named) == len(set(named))  # each once
+    deltas = {f"{folder(0, 2)}d-{what}-{HEX}" for what in ("pipe", "root", "zero", "shadow")}
+    others = {f"{folder(0, 2)}elsewhere", f"{folder(0, 2)}name-\\xdcff\\xdcfe", "members/m-\\xdcff", "members/z/000000"}
+    assert {record_name(0, 2, 0), record_name(0, 2, 1)} | deltas | others <= set(named)
 
 
 def test_a_folder_reads_what_is_no_file_as_an_empty_object_and_lists_it(tmp_path):
@@ -70,6 +76,91 @@ def test_a_file_of_another_user_is_forbidden(tmp_path, monkeypatch):
 
     monkeypatch.setattr(folders.os, "open", refuse)
     assert Folder(tmp_path).attempt(Read("x", 9)) == Forbidden()
+
+
+def test_an_object_that_the_store_refuses_to_read_is_named_once_and_the_round_closes_without_it():
+    """A file with mode 000, of another user; or an object of another owner."""
+    world = World()
+    a = Player(world, "a")
+    a.turn()
+    refused = {f"{folder(f, 1)}d-zz-{HEX}" for f in range(2)} | {"members/zz/000000"}
+    for name in refused:
+        world.objects[name] = b"secret"
+    attempt = world.attempt
+    world.attempt = lambda o: Forbidden() if isinstance(o, Read) and o.name in refused else attempt(o)
+    go_on(a, 20)
+    assert min(a.held) > 3 and sorted(named(a)) == sorted(refused)
+
+
+def test_thousands_of_garbage_slots_and_deltas_delay_a_round_and_are_named_once():
+    world = World(1)
+    a = Player(world, "a")
+    a.turn()
+    planted = {record_name(0, 2, slot) for slot in range(3000)} | {f"{folder(0, 2)}d-x-{k:064x}" for k in range(3000)}
+    world.objects |= dict.fromkeys(planted, b"garbage")
+    world.check = lambda: None  # it would read them all again at every put
+    go_on(a, 12, most=40_000)
+    assert a.held[0] > 3 and record_name(0, 2, 3000) in world.objects
+    assert sorted(named(a)) == sorted(planted)
+
+
+class Hostile(World):
+    """A store that shows what is not there, and alters what it was given: always the same way, or now and then."""
+
+    def __init__(self):
+        super().__init__(1)
+        self.chance, self.altered = random.Random(1), {}
+
+    def check(self):
+        pass
+
+    def attempt(self, operation):
+        answer = super().attempt(operation)
+        if isinstance(operation, List):
+            ghosts = (f"{folder(0, 3)}d-ghost-{HEX}", f"{folder(0, 3)}closed.x", "members/ghost/000007",
+                      "members/\x1b[2J", f"anchors/0000/00000099-{HEX}", "rounds/../../etc/passwd")  # fmt: skip
+            answer |= {name: 5 for name in ghosts if name.startswith(operation.prefix) and name > operation.after}
+        if not isinstance(operation, Read) or not isinstance(answer, bytes):
+            return answer
+        if "/d-b-" in operation.name:  # what b sends reaches nobody as it was
+            ways = (answer[:-3], answer[:20], b"", flipped(answer), Oversized(1 << 40), Forbidden(), Undeciphered(),
+                    next(iter(self.objects.values())))  # fmt: skip
+            return self.altered.setdefault(operation.name, ways[len(self.altered) % len(ways)])
+        return flipped(answer) if self.chance.random() < 0.1 and "closed" in operation.name else answer
+
+
+def flipped(data):
+    return data[:-1] + bytes([data[-1] ^ 1])
+
+
+def test_a_hostile_store_stops_nobody_and_what_it_shows_is_named_once():
+    world = Hostile()
+    a = Player(world, "a", key=b"k" * 32)
+    b = Player(world, "b", key=b"k" * 32)
+    for _ in range(40):
+        for player in (a, b):
+            player.turn()
+            player.step()
+        world.now += 1.0
+    assert a.held[0] > 8 and a.reduce.session.rejected > 8
+    objects = named(a)
+    assert len(objects) == len(set(objects)) and not any("\x1b" in name for name in objects)
+    assert {f"{folder(0, 3)}d-ghost-{HEX}", f"{folder(0, 3)}closed.x"} & set(objects)
+    assert len([name for name in objects if "/d-b-" in name]) > 3
+
+
+def go_on(player, seconds, most=2000):
+    for _ in range(seconds):
+        player.step()
+        for job in player.jobs:
+            for _ in range(2 * most):
+                if not player.go(job):
+                    break
+        player.world.now += 1.0
+
+
+def named(player):
+    return [event["object"] for event in player.reduce.events() if event["event"] == "invalid"]
 
 
 def test_a_folder_that_is_gone_for_a_while_is_not_an_empty_one_and_is_not_made_anew(tmp_path):

@@ -89,7 +89,8 @@ def test_a_run_that_is_not_one_is_refused_with_a_sentence(changes, tmp_path):
 
 def test_a_bucket_of_the_protocol_before_is_refused_with_a_sentence(tmp_path):
     forge(tmp_path, protocol=PROTOCOL - 1)
-    with pytest.raises(ConfigError, match=f"its protocol is {PROTOCOL - 1}, this is {PROTOCOL}: another version of diloco made it"):
+    said = f"its protocol is {PROTOCOL - 1}, this is {PROTOCOL}: another version of diloco made it"
+    with pytest.raises(ConfigError, match=said):
         find_run(str(tmp_path))
 
 

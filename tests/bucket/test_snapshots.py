@@ -28,7 +28,10 @@ def snapshots(rejected=None):
     return Snapshots(rounds, ENVELOPE, 0, state(0), "", reject, 8)
 
 
-def close(world, index, fingerprint=7, previous=Link("p", 1.0)):
+START = Link("p", 1.0)
+
+
+def close(world, index, fingerprint=7, previous=START):
     """Put a record; returns its digest, and what the next one has to follow."""
     record = Record(0, index, previous, fingerprint, "a", (Entry("a", "0" * 64, 1.0, 1.0),))
     sealed = ENVELOPE.seal(record_name(0, index, 0), "record", *record.sealed())

@@ -1,0 +1,154 @@
+"""One member of four or eight lies about its delta or its work. Run: python -m studies.bucket.poison
+
+The production code of protocol and core, one store operation at a time and on a clock of its own, so that nothing
+depends on the machine's speed. Two problems: the next byte of this project's own pages, and a regression with noise.
+The liar is honest in everything else: it trains, and then sends something else. Ratios are to the run of the honest
+members without it; the loss is that of the anchors on data that nobody trained on.
+"""
+
+import argparse
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.record import Record, Target, write
+from diloco import Float32, Nesterov
+from tests.support.players import Player, World
+
+RESULTS = Path(__file__).parent / "poison.json"
+ROOT = Path(__file__).parents[2]
+ATTACKS = {"−9.9 × the delta": (-9.9, 1.0), "−1 ×, 32 × the tokens": (-1.0, 32.0), "10⁶ × the delta": (1e6, 1.0),
+           "−10⁶ × the delta": (-1e6, 1.0)}  # fmt: skip
+SYNC_EVERY, BATCH, BYTES = 10, 32, 4
+Problem = Literal["text", "regression"]
+
+
+class Text:
+    """The next of some bytes."""
+
+    def __init__(self) -> None:
+        pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+        self.data = torch.tensor(list("".join(page.read_text() for page in pages).encode("ascii", "replace")))
+        places = torch.arange(len(self.data) - BYTES - 1)
+        held_out = (places // 256) % 8 == 7
+        self.train, self.held_out = places[~held_out], places[held_out][::7]
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(
+            nn.Embedding(128, 8), nn.Flatten(), nn.Linear(8 * BYTES, 48), nn.Tanh(), nn.Linear(48, 128)
+        )
+
+    def loss(self, model: nn.Module, generator: torch.Generator | None) -> Tensor:
+        at = self.held_out if generator is None else self.train[
+            torch.randint(len(self.train), (BATCH,), generator=generator)
+        ]  # fmt: skip
+        x = torch.stack([self.data[at + k] for k in range(BYTES)], 1)
+        return nn.functional.cross_entropy(model(x), self.data[at + BYTES])
+
+
+class Regression:
+    """What another model says, with noise; judged without it."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(99)
+        self.teacher = self.model()
+        for parameter in self.teacher.parameters():
+            parameter.data.mul_(2.0)
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1))
+
+    def loss(self, model: nn.Module, generator: torch.Generator | None) -> Tensor:
+        noise, count = (0.3, BATCH) if generator is not None else (0.0, 4096)
+        generator = generator or torch.Generator().manual_seed(7)
+        x = torch.randn(count, 8, generator=generator)
+        with torch.no_grad():
+            y = self.teacher(x) + noise * torch.randn(count, 1, generator=generator)
+        return (model(x) - y).square().mean()
+
+
+class Trainer(Player):
+    def __init__(self, world: World, problem: Any, number: int, attack: tuple[float, float], merge: str) -> None:
+        torch.manual_seed(0)
+        model = problem.model()
+        settings = {"sync_every": SYNC_EVERY, "overlap": 1, "outer": Nesterov(), "codec": Float32()}
+        super().__init__(world, f"m{number}", model=model, settings=settings, merge=merge)
+        self.problem, self.generator = problem, torch.Generator().manual_seed(number)
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        factor, work = attack
+        send = self.reduce.send
+
+        def altered(fragment: int, index: int, delta: Any) -> None:
+            def made() -> Any:
+                true = delta()
+                return replace(true, values=true.values * factor, weight=true.weight * work)
+
+            send(fragment, index, made if attack != (1.0, 1.0) else delta)
+
+        self.reduce.send = altered
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        self.problem.loss(self.model, self.generator).backward()
+        self.optimizer.step()
+        self.diloco.step()
+
+
+def trained(problem: Any, members: int, rounds: int, merge: str, attack: tuple[float, float] = (1.0, 1.0)) -> float:
+    """The loss of the anchors after some rounds with all members, the last of which lies."""
+    world = World(1)
+    all_members = [
+        Trainer(world, problem, k, attack if k == members - 1 else (1.0, 1.0), merge) for k in range(members)
+    ]
+    for member in (*all_members, *all_members):
+        member.turn()
+    step = 0
+    while world.closed(0) < rounds:
+        step += 1
+        for member in all_members:
+            member.step()
+        if step % SYNC_EVERY in (0, 1, 2):
+            for member in (*all_members, *all_members):
+                member.turn()
+        world.now += 0.1
+    first = all_members[0]
+    judged = problem.model()
+    nn.utils.vector_to_parameters(first.diloco._fragments[0].state.anchor, judged.parameters())
+    with torch.no_grad():
+        return float(problem.loss(judged, None))
+
+
+def measured(kind: Problem, members: int, rounds: int) -> Record:
+    problem = Text() if kind == "text" else Regression()
+    without = trained(problem, members - 1, rounds, "mean")
+    found: Record = {"without the liar": without, "all honest": trained(problem, members, rounds, "mean") / without}
+    for merge in ("mean", "closest"):
+        found[merge] = {n: trained(problem, members, rounds, merge, a) / without for n, a in ATTACKS.items()}
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="one member of four or eight lies")
+    parser.add_argument("--rounds", type=int, default=60)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    values: Record = {}
+    for kind in ("text", "regression"):
+        for members in (4, 8):
+            values[f"{kind}, 1 of {members}"] = found = measured(kind, members, arguments.rounds)
+            print(kind, members, json.dumps(found, ensure_ascii=False), flush=True)
+    targets = []
+    for name, found in values.items():
+        targets.append(Target(f"{name}, closest: worst loss ÷ that without the liar", max(found["closest"].values()),
+                              at_most=1.05))  # fmt: skip
+        targets.append(Target(f"{name}, mean: worst loss ÷ that without the liar", max(found["mean"].values()),
+                              at_most=2.0))  # fmt: skip
+    write(RESULTS, {"rounds": arguments.rounds, "sync_every": SYNC_EVERY, "batch": BATCH}, values, targets)
+
+
+if __name__ == "__main__":
+    main()
