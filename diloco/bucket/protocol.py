@@ -195,6 +195,7 @@ class FragmentProtocol:
                 "memory and its versions of torch and diloco."
             )
         self._differs = record.index
+        self.snapshots.distrust()
         self._ready.clear()
         self._mode = _Jumping(0)
 

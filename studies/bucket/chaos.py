@@ -25,7 +25,7 @@ from diloco.bucket.round_store import RoundStore
 from diloco.bucket.rounds import Link
 from diloco.bucket.run import read_run
 from diloco.bucket.store.store import Store
-from studies.bucket.faults import Crowd, FolderMedium, Medium, ServerMedium, preload_clock
+from studies.bucket.faults import Crowd, FolderMedium, Medium, ServerMedium, prepare
 from studies.bucket.life import FRAGMENTS
 
 RESULTS = Path(__file__).parent / "chaos.json"
@@ -352,7 +352,7 @@ def main() -> None:
         os.environ["CHAOS_OWN_MOUNTS"] = "1"
         os.execvp("unshare", ["unshare", "-m", sys.executable, "-m", "studies.bucket.chaos", *sys.argv[1:]])
     with tempfile.TemporaryDirectory() as place:
-        clocks = preload_clock(Path(place))
+        clocks = prepare(Path(place))
         values: Record = {}
         for kind in arguments.only:
             values[kind] = campaign(kind, arguments.events // len(arguments.only), arguments.seed, clocks)

@@ -20,7 +20,6 @@ from studies.bucket.s3_server import Fault, Server
 MEGABYTES = 256
 """Of the file system that becomes full."""
 context = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload(["torch._dynamo", "diloco.bucket", "obstore.store", "studies.bucket.life"])
 
 
 class Medium(Protocol):
@@ -114,8 +113,9 @@ class ServerMedium:
         self.server.end()
 
 
-def preload_clock(place: Path) -> bool:
-    """Let members have clocks of their own. False if there is no compiler."""
+def prepare(place: Path) -> bool:
+    """Start what members are forked from, with clocks of their own. False if there is no compiler for these."""
+    context.set_forkserver_preload(["torch._dynamo", "diloco.bucket", "obstore.store", "studies.bucket.life"])
     library = place / "clock.so"
     source = Path(__file__).with_name("clock.c")
     compiler = shutil.which("cc")

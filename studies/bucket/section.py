@@ -98,7 +98,8 @@ def _carrying(values: Record) -> str:
 def restarts(record: Record) -> str:
     found, plain = record["values"]["disturbed"], record["values"]["undisturbed"]
     events = ", ".join(f"{count} × {kind}" for kind, count in sorted(found["events"].items()))
-    return fill(f"""`python -m studies.bucket.restarts`: four members of a run over a folder, disturbed {sum(found["events"].values())} times
+    return fill(f"""`python -m studies.bucket.restarts`: four members that run `diloco train` over a folder, disturbed
+    {sum(found["events"].values())} times
     ({events}); all were killed at once in the middle. {found["rounds"]} rounds were closed, with
     {found["members a round"]:.2f} members on average; the longest time without one, while any member trained, was
     {found["longest without a round"]:.1f} s. {found["states compared"]} states were compared by fingerprint. The loss
@@ -136,6 +137,6 @@ def poison(record: Record) -> str:
         for attack, ratio in found["mean"].items():
             rows.append((name, attack, f"{ratio:.3f}", f"{found['closest'][attack]:.3f}"))
     text = fill(f"""`python -m studies.bucket.poison`: one member sends something else than it has trained, for
-    {record["settings"]["rounds"]} rounds. The loss of the anchors on held-out data, divided by that of the honest members
-    without the liar, with `merge="mean"` and with `merge="closest"`:""")
+    {record["settings"]["rounds"]} rounds. The loss of the anchors on held-out data, divided by that of the honest
+    members without the liar, with `merge="mean"` and with `merge="closest"`:""")
     return f"{text}\n\n{table(('problem', 'attack', 'mean', 'closest'), rows)}"

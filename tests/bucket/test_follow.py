@@ -1,9 +1,11 @@
 """A member that computes other bits, and one that comes from far behind: what it jumps to, and when it stops."""
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
+import torch
+from torch import nn
 
 from diloco import SGD, Diverged
 from diloco.bucket import snapshots as snapshot
@@ -262,3 +264,40 @@ def test_a_record_that_was_read_wrongly_leads_back_to_the_run(monkeypatch):
     assert [e["index"] for e in b.reduce.events() if e["event"] == "diverged"] == [3]
     assert jumps(b)[0] < 3 and b.held[0] >= a.held[0] - 1 > 10
     assert record_name(0, last - 1, 0) in world.objects and record_name(0, last - 1, 1) not in world.objects
+
+
+def test_a_forged_snapshot_with_the_right_sum_is_found_out_and_another_one_is_taken():
+    """A member that may take part has put one with the values of its pairs exchanged, which adds up to the same."""
+    world = World(1)
+    world.holds = lambda *_: None
+    model = nn.Linear(4, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    a = Player(world, "a", model=model, rate=torch.tensor([1.0, 2.0, 3.0, 4.0]))
+    for _ in range(12):
+        a.turn()
+        a.step()
+        world.now += 1.0
+    held = a.diloco._fragments[0].state
+    protocol = a.reduce._protocols[0]
+    link = protocol._links[held.index]
+    forged = replace(held, anchor=held.anchor[[2, 3, 0, 1]].clone(), known=None)
+    assert forged.fingerprint() == held.fingerprint() and not torch.equal(forged.anchor, held.anchor)
+    envelope = a.reduce.session.envelope
+    sealed = snapshot.seal_snapshot(envelope, 0, forged, link.digest)
+    world.objects[sealed.name] = sealed.body
+    late = nn.Linear(4, 1, bias=False)
+    b = Player(world, "b", model=late, rate=torch.tensor([1.0, 1.0, 1.0, 1.0]))
+    for _ in range(40):
+        for player in (a, b):
+            player.turn()
+            player.step()
+        world.now += 1.0
+    while a.held != b.held:
+        behind = min((a, b), key=lambda player: player.held)
+        behind.turn()
+        behind.step()
+    events = b.reduce.events()
+    assert sealed.name in [event["object"] for event in events if event["event"] == "invalid"]
+    assert [event["event"] for event in events].count("diverged") == 1
+    mine, theirs = (player.diloco._fragments[0].state for player in (a, b))
+    assert mine.index == theirs.index and torch.equal(mine.anchor, theirs.anchor)

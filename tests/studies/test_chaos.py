@@ -1,0 +1,64 @@
+"""The chaos in short, and the server that it disturbs members with."""
+
+import os
+
+import pytest
+
+from diloco.bucket.store.backend import Failure, open_store, probe
+from diloco.bucket.store.operations import Create, Delete, List, Oversized, Read, Size, Write
+from studies.bucket.chaos import campaign
+from studies.bucket.s3_server import PAGE, Server
+
+
+@pytest.fixture
+def server(monkeypatch):
+    server = Server()
+    for name, value in server.environment.items():
+        monkeypatch.setenv(name, value)
+    yield server
+    server.end()
+
+
+def test_the_server_does_what_the_protocol_asks_of_a_store(server):
+    store = open_store("s3://bucket/run")
+    probe(store)
+    attempt = store.attempt
+    assert attempt(Create("a/b", b"one")) is True and attempt(Create("a/b", b"two")) is False
+    assert attempt(Read("a/b", 3)) == b"one" and attempt(Read("a/b", 2)) == Oversized(3)
+    assert attempt(Read("a/b", 0, first=2)) == b"on" and attempt(Read("a/c", 9)) is None
+    attempt(Write("a/b", b"three"))
+    assert attempt(Size("a/b")) == 5 and attempt(List("a/")) == {"a/b": 5}
+    for k in range(PAGE + 5):
+        server.objects[f"run/many/{k:05d}"] = (b"x", 0.0)
+    assert len(attempt(List("many/"))) == PAGE + 5
+    assert len(attempt(List("many/", after="many/00999"))) == 5
+    attempt(Delete("a/b"))
+    assert attempt(List("a/")) == {} and server.spoiled == 0
+    attempt(Create("rounds/1/closed.0", b"x"))
+    attempt(Write("rounds/1/closed.0", b"y"))
+    assert server.spoiled == 1
+
+
+@pytest.mark.parametrize("fault", ["500", "429/503", "cut", "reply lost", "reset", "gone"])
+def test_each_fault_does_harm_and_nothing_remains_of_it(server, fault):
+    store = open_store("s3://bucket/run")
+    store.attempt(Write("x", os.urandom(100)))
+    server.fault = fault
+    failures = 0
+    for _ in range(40):
+        try:
+            store.attempt(Read("x", 100))
+        except Failure:
+            failures += 1
+        if server.harmed > 2 and failures:
+            break
+    assert server.harmed > 0
+    server.fault = "none"
+    assert len(store.attempt(Read("x", 100))) == 100
+
+
+def test_a_few_events_harm_nothing():
+    found = campaign("s3", events=6, seed=3, clocks=False)
+    assert sum(found["events"].values()) == 6
+    assert found["records changed or lost"] == 0 and found["records"] > 6
+    assert found["states with several fingerprints"] == 0 and found["states compared"] > 6
