@@ -336,9 +336,9 @@ def targets(values: Record) -> list[Target]:
         Target("joins, 90 %, s", max(join["90 %"] for join in joins), at_most=5),
         Target("longest hook, s", max(found["longest hook"] for found in each), at_most=0.05),
     ]  # fmt: skip
-    return out + [Target("restart of all until the first has joined, median, s", max(restarts), at_most=2)] * any(
-        restarts
-    )
+    if restarts:
+        out.append(Target("restart of all until the first has joined, median, s", max(restarts), at_most=2))
+    return out
 
 
 def main() -> None:
