@@ -19,7 +19,7 @@ import torch
 
 from diloco.bucket.members import check_name, register
 from diloco.bucket.protocol import FragmentProtocol
-from diloco.bucket.roster import check_listed, load_newest
+from diloco.bucket.roster import check_listed, load_lists
 from diloco.bucket.round_store import RoundStore
 from diloco.bucket.rounds import Merge
 from diloco.bucket.run import UNSHARDED, Run, backend_of_shard, contract_of, find_or_create, starting_state
@@ -144,7 +144,7 @@ class Bucket:
         proposal = Run(secrets.token_hex(8), agreed, (), self._note, created=True, listed=listed)
         self.run = yield from find_or_create(proposal, self._key, states, self._join_only)
         envelope = self.run.envelope(self._key)
-        yield from load_newest(envelope)
+        yield from load_lists(envelope)
         check_listed(envelope, self.name)
         mine = yield from register(envelope, self.name, float(secrets.randbits(48)))
         sync_every = contract.get("sync_every")

@@ -20,7 +20,7 @@ from diloco.bucket.snapshots import index_of, snapshot_folder
 from diloco.bucket.store.envelope import HEADER, PREFIX, Envelope, Invalid, put
 from diloco.bucket.store.keys import Listed, shown
 from diloco.bucket.store.lists import list_name, load, seal_list
-from diloco.bucket.store.operations import Create, List, Read, Task, create
+from diloco.bucket.store.operations import Create, List, Read, Task, create, together
 from diloco.errors import ConfigError, DiLoCoError
 
 AHEAD = 3
@@ -30,18 +30,16 @@ TRIES = 100
 _FROM = re.compile(r"keys/([0-9]{8}\.[0-9a-f]{64})\.from")
 
 
-def load_newest(envelope: Envelope) -> Task[None]:
-    """The newest list, and since when it counts. What is not signed by the founder is passed over."""
+def load_lists(envelope: Envelope) -> Task[None]:
+    """All lists, and since when they count: old records are signed by members that may be struck off since. What is not
+    signed by the founder is passed over."""
     roster = envelope.roster
     if roster is None:
         return
     names = yield List("keys/")
-    for name in sorted(names, reverse=True):
-        tail = name.removeprefix("keys/")
-        if (yield from load(envelope, tail)) is not None:
-            break
+    yield from together([load(envelope, name.removeprefix("keys/")) for name in sorted(names)])
     for name in names:
-        if (match := _FROM.fullmatch(name)) and match[1] in roster.known:
+        if (match := _FROM.fullmatch(name)) and match[1] in roster.known and match[1] not in roster.since:
             yield from _load_since(envelope, name, match[1])
 
 

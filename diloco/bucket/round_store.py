@@ -7,7 +7,7 @@ from dataclasses import replace
 from diloco.bucket.rounds import Branched, Contribution, Link, Record, place_of, read_delta, read_record, record_name
 from diloco.bucket.store.envelope import HEADER, PREFIX, Answer, Envelope, Invalid, get
 from diloco.bucket.store.keys import Listed, version_of
-from diloco.bucket.store.lists import check_round, open_list
+from diloco.bucket.store.lists import check_round, load_named, open_list
 from diloco.bucket.store.operations import Read, Size, Task, Work, create, together
 from diloco.codec import Codec, Float32
 
@@ -88,8 +88,10 @@ class RoundStore:
             data = yield Read(name, RECORD, patient=True)
             if data is None:
                 return None
-            if self._envelope.roster is not None and (listed := self._change(name, data)) is not None:
-                return listed
+            if self._envelope.roster is not None:
+                if (listed := self._change(name, data)) is not None:
+                    return listed
+                yield from load_named(self._envelope, name, data)
             try:
                 found = self._envelope.open(name, "record", data, None)
                 record = read_record(found, self._fragment, index, previous)

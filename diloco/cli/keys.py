@@ -83,7 +83,7 @@ def _list(config: KeysConfig) -> int:
 def _parts(config: KeysConfig) -> list["_Part"]:
     """The run, or the runs of all its shards."""
     from diloco.bucket import below, find_run
-    from diloco.bucket.roster import load_newest
+    from diloco.bucket.roster import load_lists
     from diloco.bucket.store.cipher import open_encrypted
     from diloco.bucket.store.keys import read_key, read_secret
     from diloco.bucket.store.store import Store
@@ -104,7 +104,7 @@ def _parts(config: KeysConfig) -> list["_Part"]:
             raise ConfigError(f"{each}: the members of this run have no keys of their own; begin one with a key from "
                               "`diloco keys new FILE`")  # fmt: skip
         part = _Part(each, run.envelope(key), len(run.snapshots), Store(open_encrypted(each, encrypt, create=False)))
-        part.store.run(load_newest(part.envelope), nullcontext())
+        part.store.run(load_lists(part.envelope), nullcontext())
         parts.append(part)
     if not parts:
         raise ConfigError(f"there is no run in {url}: check the address")

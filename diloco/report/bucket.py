@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from diloco.bucket.members import Member, read_members
-from diloco.bucket.roster import load_newest
+from diloco.bucket.roster import load_lists
 from diloco.bucket.round_store import RoundStore
 from diloco.bucket.rounds import Record, folder
 from diloco.bucket.run import NAME, SHARD, below, find_run
@@ -56,7 +56,7 @@ class Watch:
         self._rejected = 0
 
     def look(self) -> RenderableType:
-        self._store.run(load_newest(self._envelope), nullcontext())
+        self._store.run(load_lists(self._envelope), nullcontext())
         members = self._store.run(read_members(self._envelope, self._reject), nullcontext())
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
         for name in ("member", "state", "round", "step", "loss", "anchors", "tokens/s", "step time"):

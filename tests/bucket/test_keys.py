@@ -9,7 +9,7 @@ import pytest
 
 from diloco.bucket import KeyPair
 from diloco.bucket.members import StruckOff
-from diloco.bucket.roster import change, changed, load_newest
+from diloco.bucket.roster import change, changed, load_lists
 from diloco.bucket.rounds import Entry, Link, Record, delta_fields, delta_name, record_name
 from diloco.bucket.run import read_run
 from diloco.bucket.snapshots import seal_snapshot
@@ -42,7 +42,7 @@ def begun(fragments=1, **others):
 
 def envelope_of(world, key=FOUNDER):
     envelope = complete(world, read_run(None)).envelope(key)
-    complete(world, load_newest(envelope))
+    complete(world, load_lists(envelope))
     return envelope
 
 
@@ -158,6 +158,24 @@ def test_a_member_is_struck_off_while_the_run_goes_on_and_what_it_gave_before_st
     late = Player(world, "d", key=STRANGER)  # follows the rounds in which c was, too
     go_on(world, [a, b, late])
     assert members_of(late)[-1] == {"a", "b", "d"} and late.held == a.held
+
+
+def test_records_of_a_member_that_was_struck_off_are_followed_by_who_never_saw_the_list_it_was_in():
+    """A member that sleeps through the change that added b, and that which struck it off."""
+    world, (a, c) = begun(c=THIRD)
+    go_on(world, [a, c])
+    edit(world, "b", OTHER)
+    b = Player(world, "b", key=OTHER)
+    go_on(world, [b], 30)  # it closes rounds alone
+    assert b.held[0] > a.held[0] + 5
+    edit(world, "b", None)
+    go_on(world, [a], 60)
+    late = Player(world, "c", key=THIRD, checkpoint=c.save())
+    for player in (c, late):
+        go_on(world, [a, player], 40)
+        assert abs(player.held[0] - a.held[0]) <= 1 and player.held[0] > b.held[0]
+        if player is c:
+            c.reduce.leave()
 
 
 def test_one_that_was_struck_off_can_close_no_round_and_send_no_delta_any_more():

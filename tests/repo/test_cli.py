@@ -130,7 +130,8 @@ def test_what_is_not_the_runs_is_the_members_or_of_this_start():
     assert names("start") == ("join_only", "resume", "json", "dry_run")
     assert set(names("member")) == {
         "data", "accumulate", "eval_every", "eval_tokens", "save_every", "keep", "compile", "device", "track", "name",
-        "text_key", "out", "bucket", "member", "pace", "quorum", "grace", "key_file", "founder", "encrypt", "streams", "timeout", "tokens",
+        "text_key", "out", "bucket", "member", "pace", "quorum", "grace", "key_file", "founder", "encrypt",
+        "streams", "timeout", "tokens",
     }  # fmt: skip
     stored_names = {line.split(" = ")[0] for line in to_toml(TrainConfig(resume=True, json=True)).splitlines()}
     assert "name" not in stored_names and {"sync_every", "out"} <= stored_names

@@ -44,6 +44,15 @@ def load(envelope: Envelope, tail: str) -> Task[Listed | None]:
     return listed
 
 
+def load_named(envelope: Envelope, name: str, data: Answer) -> Task[None]:
+    """The list that a record names, before its signer is looked for in the lists that are known."""
+    try:
+        tail = Envelope(envelope.run).open(name, "record", data, None).text("keys")
+    except Invalid:
+        return
+    yield from load(envelope, tail)
+
+
 def check_round(
     envelope: Envelope, place: tuple[int, int], tail: str, by: str, signer: bytes, members: Iterable[str]
 ) -> Task[None]:
