@@ -10,7 +10,7 @@ import pytest
 from diloco.bucket import KeyPair
 from diloco.bucket.members import StruckOff
 from diloco.bucket.roster import change, changed, load_lists
-from diloco.bucket.rounds import Entry, Link, Record, delta_fields, delta_name, record_name
+from diloco.bucket.rounds import Entry, Link, Record, delta_fields, delta_name, place_of, record_name
 from diloco.bucket.run import read_run
 from diloco.bucket.snapshots import seal_snapshot
 from diloco.bucket.store.envelope import Envelope, Invalid
@@ -212,7 +212,7 @@ def test_a_closer_that_gathered_before_the_list_changed_judges_its_deltas_again(
             while (operation := a.want(job)) is not None:
                 if getattr(operation, "name", "").endswith("closed.0") and hasattr(operation, "data"):
                     edit(world, "b", None)
-                    index = int(operation.name.split("/")[1])
+                    index = place_of(operation.name)[1]
                     go_on(world, [a])
                     rounds = {o.index: set(o.members) for _, o in a.reduce.outcomes if isinstance(o, Round)}
                     assert all(rounds[i] == {"a"} for i in rounds if i >= index) and max(rounds) > index

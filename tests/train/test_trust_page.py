@@ -23,7 +23,7 @@ def run_block(place, lines):
             continue
         assert words.pop(0) == "diloco"
         if words[0] == "train":
-            name = words[words.index("--member") + 1]
+            name = "-".join(words[words.index(flag) + 1].rpartition("/")[2] for flag in ("--bucket", "--member"))
             code, out, err = ended(start(place, *words, *MORE, "--name", name))
         else:
             code, out, err = run_here(place, *words)
