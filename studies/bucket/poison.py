@@ -131,6 +131,16 @@ def measured(kind: Problem, members: int, rounds: int) -> Record:
     return found
 
 
+def save(values: Record, rounds: int) -> None:
+    targets = []
+    for name, found in values.items():
+        targets.append(Target(f"{name}, closest: worst loss ÷ that without the liar", max(found["closest"].values()),
+                              at_most=1.05))  # fmt: skip
+        targets.append(Target(f"{name}, mean: worst loss ÷ that without the liar", max(found["mean"].values()),
+                              at_most=2.0))  # fmt: skip
+    write(RESULTS, {"rounds": rounds, "sync_every": SYNC_EVERY, "batch": BATCH}, values, targets)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="one member of four or eight lies")
     parser.add_argument("--rounds", type=int, default=60)
@@ -141,13 +151,7 @@ def main() -> None:
         for members in (4, 8):
             values[f"{kind}, 1 of {members}"] = found = measured(kind, members, arguments.rounds)
             print(kind, members, json.dumps(found, ensure_ascii=False), flush=True)
-    targets = []
-    for name, found in values.items():
-        targets.append(Target(f"{name}, closest: worst loss ÷ that without the liar", max(found["closest"].values()),
-                              at_most=1.05))  # fmt: skip
-        targets.append(Target(f"{name}, mean: worst loss ÷ that without the liar", max(found["mean"].values()),
-                              at_most=2.0))  # fmt: skip
-    write(RESULTS, {"rounds": arguments.rounds, "sync_every": SYNC_EVERY, "batch": BATCH}, values, targets)
+            save(values, arguments.rounds)
 
 
 if __name__ == "__main__":
