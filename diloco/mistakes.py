@@ -99,11 +99,12 @@ def check_ranks(parameters: Sequence[Tensor], reduce: object) -> None:
     """Refuse ranks that exchange gradients and are replicas to DiLoCo at the same time."""
     joined: Collection[int] = getattr(reduce, "ranks", ())
     for ranks in _ddp_ranks(parameters):
-        if len(ranks) > 1 and getattr(reduce, "refuses_ddp", False):
+        served: Collection[int] | None = getattr(reduce, "ddp_ranks", None)
+        if len(ranks) > 1 and served is not None and set(ranks) != set(served):
             raise ConfigError(
-                f"DistributedDataParallel over the ranks {ranks} with a {type(reduce).__name__}: each of them would "
-                "take rounds at its own time, and they would drift apart. Use FSDP2 inside a member, whose ranks meet "
-                "shard by shard; or join the replicas with Collective(at='host:port', replica=…, replicas=…)"
+                f"DistributedDataParallel over the ranks {ranks} with a {type(reduce).__name__} that is told of "
+                f"{list(served) or 'none'}: each rank would take rounds at its own time, and they would drift apart. "
+                "Give it the group that DDP has: ddp_ranks=torch.distributed.group.WORLD if that is all ranks"
             )
         if len(common := sorted(set(ranks) & set(joined))) > 1:
             raise ConfigError(

@@ -2,7 +2,7 @@
 
 One thread for each fragment and one for the members do everything that touches the store. The training thread asks them
 under one lock, which is never held during store operations or heavy computation. It waits only to join, to finish, and
-in strict pace.
+in strict pace. With DDP inside a member, `ranks` stands between the core and what is asked here.
 """
 
 import contextlib
@@ -16,9 +16,11 @@ from types import MappingProxyType
 from typing import Any, get_args
 
 import torch
+import torch.distributed as dist
 
 from diloco.bucket.members import check_name, register
 from diloco.bucket.protocol import FragmentProtocol
+from diloco.bucket.ranks import Asked, ranks_of
 from diloco.bucket.roster import check_listed, load_lists
 from diloco.bucket.round_store import RoundStore
 from diloco.bucket.rounds import Merge
@@ -46,6 +48,8 @@ class Bucket:
     Args:
         url: a folder, or s3://, gs://, az:// (credentials are taken from the environment, as usual for each store).
         name: name of this member. Keep it when the member returns. If two processes use one name, the older one stops.
+        ddp_ranks: with DDP inside this member, its ranks: the first one uses the store, and all take the same after the
+            same step. Each counts its own tokens.
         key: a secret that all members share: all objects are signed with it, and objects that are not are ignored. Or
             the own `KeyPair`: objects are ignored unless they are signed by a member that the run's founder lists.
         encrypt: a secret with which all objects are encrypted.
@@ -64,13 +68,12 @@ class Bucket:
         backend: used instead of the one that the URL names.
     """
 
-    refuses_ddp = True  # the ranks of a member that hold the same values would have to take each round together
-
     def __init__(
         self,
         url: str,
         name: str,
         *,
+        ddp_ranks: dist.ProcessGroup | None = None,
         key: Key = None,
         encrypt: bytes | None = None,
         join_only: bool = False,
@@ -107,11 +110,37 @@ class Bucket:
         self._entering = self._last_sent = False
         self._finishing: float | None = None  # since when
         self._trained: set[int] = set()  # fragments with rounds of their own, unlike buffers
+        self._reached: dict[int, int] = {}  # round of each fragment that the core has taken
+        self._ranks = ranks_of(
+            ddp_ranks, Asked(self._join, self._due, self._send, self._take, self._settle, self._arrived, self._waits)
+        )
+        self.ddp_ranks = self._ranks.ranks
         self._clock = time.monotonic
         self.session: Session | None = None
         self.run: Run | None = None
 
     def join(self, contract: Contract, states: Sequence[State], codecs: Sequence[Codec]) -> list[State | None]:
+        entered = self._ranks.join(contract, states, codecs)
+        self._reached = {f: (new or own).index for f, (own, new) in enumerate(zip(states, entered, strict=True))}
+        return entered
+
+    def due(self, fragment: int, steps: int, slot: bool) -> bool:
+        self._trained.add(fragment)
+        return self._ranks.due(fragment, steps, slot)
+
+    def send(self, fragment: int, index: int, delta: Callable[[], Delta]) -> None:
+        self._ranks.send(fragment, index, delta)
+
+    def take(self, fragment: int, index: int) -> Round | Jump | Dropped | None:
+        outcome = self._ranks.take(fragment, index)
+        if isinstance(outcome, (Round, Jump)):
+            self._reached[fragment] = (outcome.state if isinstance(outcome, Jump) else outcome).index
+        return outcome
+
+    def settle(self) -> bool:
+        return self._ranks.settle()
+
+    def _join(self, contract: Contract, states: Sequence[State], codecs: Sequence[Codec]) -> list[State | None]:
         self._end_threads()
         probe(self._root)  # Probe first: it fails at once, where a retried operation would hang.
         self._backend = backend_of_shard(
@@ -168,23 +197,22 @@ class Bucket:
         self._entering, self._finishing, self._last_sent = True, None, False
         return entered
 
-    def due(self, fragment: int, steps: int, slot: bool) -> bool:
+    def _due(self, fragment: int, steps: int, slot: bool) -> bool:
         with self._lock:
             self._check()
             self._entering = False
-            self._trained.add(fragment)
             if fragment == 0 and self.session is not None:
                 self.session.timing.stepped()
             return self._protocols[fragment].due(steps, slot)
 
-    def send(self, fragment: int, index: int, delta: Callable[[], Delta]) -> None:
+    def _send(self, fragment: int, index: int, delta: Callable[[], Delta]) -> None:
         with self._lock:
             self._check()
             self._last_sent |= self._finishing is not None
             self._protocols[fragment].send(index, delta)
             self._wake(fragment)
 
-    def take(self, fragment: int, index: int) -> Round | Jump | Dropped | None:
+    def _take(self, fragment: int, index: int) -> Round | Jump | Dropped | None:
         protocol = self._protocols[fragment]
         with self._lock:
             while True:
@@ -204,12 +232,27 @@ class Bucket:
                 self._wake(fragment)  # there is room for the next one
             return outcome
 
+    def _arrived(self, fragment: int) -> Round | Jump | Dropped | None:
+        """What `_take` would give, without waiting."""
+        with self._lock:
+            self._check()
+            outcome = self._protocols[fragment].take(self._protocols[fragment].held + 1)
+            if outcome is not None:
+                self._wake(fragment)
+            return outcome
+
+    def _waits(self, fragment: int) -> bool:
+        with self._lock:
+            return self._must_wait(self._protocols[fragment])
+
     def applied(self, fragment: int, state: State) -> None:
+        if not self._ranks.first:
+            return
         with self._lock:
             self._protocols[fragment].applied(state)
             self._wake(fragment)
 
-    def settle(self) -> bool:
+    def _settle(self) -> bool:
         with self._lock:
             self._check()
             self._finishing = self._clock()
@@ -217,6 +260,7 @@ class Bucket:
 
     def leave(self) -> None:
         """Tell the others. If the store does not answer, they find out by themselves."""
+        self._ranks.leave()
         if self.session is None or not self._threads:
             return
         self._end_threads()
@@ -231,7 +275,7 @@ class Bucket:
         """Whether every fragment that is trained has reached the last round of the run."""
         with self._lock:
             self._check()
-            rounds, held = self._rounds, [self._protocols[f].held for f in self._trained]
+            rounds, held = self._rounds, [self._reached[f] for f in self._trained]
             return rounds is not None and bool(held) and min(held) >= rounds
 
     @property

@@ -25,6 +25,7 @@ from diloco.reduce.header import NBYTES, Header
 
 PATIENCE = 2.0
 """Seconds in which the others can say that their exchange broke too. They learn of it at once."""
+UNLIMITED = timedelta(days=365)
 
 
 _GOOD, _BAD = 1, 2
@@ -184,6 +185,20 @@ class Groups:
     def broadcast(self, tensor: Tensor, source: int) -> None:
         if len(tensor):
             self.wait([self._control.broadcast(tensor, source)])
+
+    def start_broadcast(self, tensor: Tensor, source: int, beside: bool = False) -> Any:
+        """Returns at once. There is no limit to how long the others may take. `beside`: on a connection of its own, so
+        that nothing short waits behind it."""
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor, options.timeout = source, 0, UNLIMITED
+        return self._started(lambda: (self._payload[0] if beside else self._control).broadcast([tensor], options))
+
+    def rest(self, work: Any) -> None:
+        """Sleep until it is done, on the training thread: an interrupt is noticed, and no check delays it."""
+        while not work.is_completed():
+            with suppress(RuntimeError):  # that it is not done yet; an error of its own comes again
+                work.wait(timedelta(seconds=0.2))
+        self.wait([work])
 
     @property
     def peers(self) -> list[int]:
