@@ -61,11 +61,7 @@ def main(config: TrainConfig) -> int:
         from diloco.train import preflight
 
         preflight.check(config, 1)
-        if config.dry_run:  # the bucket is not touched
-            preflight.say(config, 1)
-            print(preflight.outline(config, config.replicas or 2))
-            return 0
-        return _be_member(config)
+        return _show_member(config) if config.dry_run else _be_member(config)
     world = own_world(config.shards, config.replicas)
     if world is None:
         code, _ = run_here(config)
@@ -170,6 +166,18 @@ def _agree_on_folder(config: TrainConfig, world: World, store: Any) -> Path:
     folder = config.out / store.get("folder").decode()
     (folder / f"replica-{world.replica}").mkdir(parents=True, exist_ok=True)
     return folder
+
+
+def _show_member(config: TrainConfig) -> int:
+    """What a member would do, with the settings of the run in the bucket if there is one."""
+    from diloco.train import preflight
+    from diloco.train.elastic import as_the_run
+
+    world = own_world(config.shards, 1) if config.shards > 1 else None
+    if world is None or world.rank == 0:
+        config = as_the_run(config)
+        print(preflight.outline(config, config.replicas or 1))
+    return 0
 
 
 def _be_member(config: TrainConfig) -> int:

@@ -139,6 +139,23 @@ def test_a_dry_run_prints_what_is_derived_and_starts_nothing(place, whole, tmp_p
     assert f"{whole['parameters'] / 1e6:.3g}M" == "0.69M" and not list(tmp_path.iterdir())
 
 
+def test_a_dry_run_of_a_member_begins_no_run_in_the_bucket(place, tmp_path):
+    words = [
+        "--data",
+        "corpus.txt",
+        "--steps",
+        "90",
+        "--dry-run",
+        "--bucket",
+        tmp_path / "b",
+        "--out",
+        tmp_path / "runs",
+    ]
+    code, out, _ = run_here(place, "train", *words)
+    assert code == 0 and out.startswith("streaming: 0.69M parameters on corpus.txt, 90 steps")
+    assert not (tmp_path / "runs").exists() and not list((tmp_path / "b").iterdir())
+
+
 @pytest.mark.parametrize(("words", "message"), [
     (["--data", "short.txt"], "give more --data, or lower --batch or --context"),
     (["--data", "corpus.txt", "--context", "64", "--name", "whole", "--resume", "--tokenizer", "train:300"],
