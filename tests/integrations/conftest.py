@@ -3,9 +3,8 @@
 import os
 from importlib.util import find_spec
 
-FRAMEWORKS = ["test_frameworks.py", "test_preferences.py", "test_torchtitan.py"]
-collect_ignore = [] if all(map(find_spec, ("lightning", "accelerate", "torchtitan"))) else FRAMEWORKS
-if find_spec("peft") is None:
-    collect_ignore = [*collect_ignore, "test_lora.py"]
+NAMES = ("clusters", "frameworks", "lora", "preferences", "ray", "torchtitan")
+PACKAGES = ("accelerate", "kubeflow_trainer_api", "lightning", "peft", "ray", "torchtitan")
+collect_ignore = [] if all(map(find_spec, PACKAGES)) else [f"test_{name}.py" for name in NAMES]
 if "DILOCO_SLURM" not in os.environ:  # it starts daemons
     collect_ignore = [*collect_ignore, "test_slurm.py"]

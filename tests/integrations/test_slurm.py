@@ -1,7 +1,10 @@
 """Under a real Slurm, with two nodes on this machine: `make test-slurm`."""
 
+import json
+import os
 import re
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -86,3 +89,22 @@ def test_a_job_array_is_as_many_runs(submit, tmp_path):
 def test_the_names_of_the_nodes_are_those_of_the_cluster(submit):
     code, out = submit("srun", "-N", "2", "-n", "2", "sh", "-c", "echo $SLURMD_NODENAME $SLURM_STEP_ID")
     assert code == 0 and {line.split()[0] for line in out.splitlines() if line} == set(NODES)
+
+
+def test_two_sites_with_the_template_meet_in_the_bucket_and_end_equal(submit, tmp_path):
+    """examples/clusters/slurm.sbatch as it is, but for the GPUs, and with two tasks instead of eight: two jobs are two
+    sites."""
+    text = (ROOT / "examples/clusters/slurm.sbatch").read_text().replace("#SBATCH --gpus-per-node=8\n", "")
+    (tmp_path / "site").write_text(text)
+    (tmp_path / "diloco").write_text(f'#!/bin/sh\nexec {sys.executable} -m diloco "$@"\n')
+    (tmp_path / "diloco").chmod(0o755)
+    given = f"ALL,BUCKET={tmp_path}/bucket,PATH={tmp_path}:{os.environ['PATH']}"
+    words = [*TRAIN.split()[4:], "--steps", "8"]
+    with ThreadPoolExecutor(2) as sites:
+        ends = list(sites.map(
+            lambda name: submit("sbatch", "--wait", "--ntasks-per-node=2", f"--export={given},MEMBER={name}", "site", *words),
+            ("lab", "office"),
+        ))  # fmt: skip
+    assert [code for code, _ in ends] == [0, 0], ends[0][1]
+    losses = [json.loads((tmp_path / f"runs/bucket-{name}/summary.json").read_text()) for name in ("lab", "office")]
+    assert losses[0]["eval/loss"] == losses[1]["eval/loss"]

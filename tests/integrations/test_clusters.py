@@ -1,0 +1,96 @@
+"""examples/clusters with the tools that judge them, and what they start, on this machine."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+from pathlib import Path
+
+import pytest
+import yaml
+from kubeflow_trainer_api import models  # pyright: ignore[reportMissingImports]
+
+from tests.repo.test_clusters import FOLDER, ROOT, instructions
+
+pytestmark = pytest.mark.timeout(900)
+BIN = Path(sys.executable).parent
+TINY = [
+    "--model",
+    "tiny",
+    "--context",
+    "32",
+    "--batch",
+    "8",
+    "--eval-tokens",
+    "2048",
+    "--sync-every",
+    "4",
+    "--steps",
+    "8",
+]
+
+
+def run(*words, **options):
+    done = subprocess.run(list(map(str, words)), capture_output=True, text=True, timeout=800, **options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_shellcheck_and_hadolint_find_nothing():
+    run(BIN / "shellcheck", FOLDER / "member.sh", FOLDER / "slurm.sbatch")
+    run(BIN / "hadolint", FOLDER / "Containerfile")
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("trainjob", "TrainerV1alpha1TrainJob"), ("jobset", "JobsetV1alpha2JobSet")]
+)
+def test_manifests_have_only_what_kubeflow_knows(name, kind):
+    known, document = getattr(models, kind), yaml.safe_load((FOLDER / f"{name}.yaml").read_text())
+    assert known.from_dict(document).to_dict() == document
+    document["spec"]["unknown"] = 1  # the models leave out what they do not know
+    assert known.from_dict(document).to_dict() != document
+
+
+def test_two_members_of_two_processes_end_equal(tmp_path):
+    environment = {**os.environ, "PATH": f"{ROOT / '.venv/bin'}:{os.environ['PATH']}", "BUCKET": str(tmp_path / "run"),
+                   "DEVICES": "2", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}  # fmt: skip
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "cwd": tmp_path}
+    members = [
+        subprocess.Popen([FOLDER / "member.sh", *TINY], env=environment | {"MEMBER": name}, **pipes)
+        for name in ("east", "west")
+    ]
+    outs = [member.communicate(timeout=800)[0] for member in members]
+    assert [member.returncode for member in members] == [0, 0], outs
+    ends = [json.loads((tmp_path / f"runs/run-{name}/summary.json").read_text()) for name in ("east", "west")]
+    assert ends[0]["eval/loss"] == ends[1]["eval/loss"]  # of the anchors
+
+
+def test_the_steps_of_the_image_install_a_member(tmp_path):
+    """All but apt-get, in an environment that has the dependencies already; a folder stands for the root."""
+    image = tmp_path / "image"
+    venv.create(image, with_pip=True)
+    site = sysconfig.get_path("purelib", vars={"base": str(image)})
+    Path(site, "dependencies.pth").write_text(sysconfig.get_path("purelib", vars={"base": str(ROOT / ".venv")}))
+    environment = {**os.environ, "PATH": f"{image / 'bin'}:{os.environ['PATH']}"}
+    environment.pop("PYTHONPATH", None)
+    at, ran = tmp_path, []
+    for kind, words in instructions():
+        if kind == "WORKDIR":
+            (at := tmp_path / words.lstrip("/")).mkdir(parents=True)
+        elif kind == "COPY":
+            *sources, to = words.split()
+            target = image / "bin" / Path(to).name if to.startswith("/usr/local/bin/") else at / to
+            for source in map(ROOT.joinpath, sources):
+                shutil.copytree(source, target) if source.is_dir() else shutil.copy2(source, target)
+        elif kind == "RUN" and not words.startswith("apt-get update && apt-get install"):
+            ran.append(run("bash", "-c", words, cwd=at, env=environment))
+        else:
+            assert kind in ("FROM", "RUN", "ENTRYPOINT")
+    assert len(ran) == 1
+    where = run(image / "bin/python", "-c", "import diloco; print(diloco.__file__)", cwd=at, env=environment)
+    assert Path(where.strip()).is_relative_to(image)
+    given = environment | {"BUCKET": str(tmp_path / "run"), "MEMBER": "east", "DEVICES": "1"}
+    assert "memory of a replica" in run(image / "bin/diloco-member", *TINY, "--dry-run", cwd=at, env=given)
