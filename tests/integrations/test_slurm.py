@@ -100,11 +100,10 @@ def test_two_sites_with_the_template_meet_in_the_bucket_and_end_equal(submit, tm
     (tmp_path / "diloco").chmod(0o755)
     given = f"ALL,BUCKET={tmp_path}/bucket,PATH={tmp_path}:{os.environ['PATH']}"
     words = [*TRAIN.split()[4:], "--steps", "8"]
+    batch = ["sbatch", "--wait", "--ntasks-per-node=2"]
+    jobs = [[*batch, f"--export={given},MEMBER={name}", "site", *words] for name in ("lab", "office")]
     with ThreadPoolExecutor(2) as sites:
-        ends = list(sites.map(
-            lambda name: submit("sbatch", "--wait", "--ntasks-per-node=2", f"--export={given},MEMBER={name}", "site", *words),
-            ("lab", "office"),
-        ))  # fmt: skip
+        ends = list(sites.map(lambda job: submit(*job), jobs))
     assert [code for code, _ in ends] == [0, 0], ends[0][1]
     losses = [json.loads((tmp_path / f"runs/bucket-{name}/summary.json").read_text()) for name in ("lab", "office")]
     assert losses[0]["eval/loss"] == losses[1]["eval/loss"]
