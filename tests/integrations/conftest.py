@@ -3,7 +3,7 @@
 import os
 from importlib.util import find_spec
 
-NAMES = ("clusters", "frameworks", "lora", "preferences", "ray", "torchtitan")
+NAMES = ("clusters", "frameworks", "lora", "nanochat", "preferences", "ray", "torchtitan")
 PACKAGES = ("accelerate", "kubeflow_trainer_api", "lightning", "peft", "ray", "torchtitan")
 collect_ignore = [] if all(map(find_spec, PACKAGES)) else [f"test_{name}.py" for name in NAMES]
 if "DILOCO_SLURM" not in os.environ:  # it starts daemons

@@ -1,0 +1,76 @@
+"""The diff of docs/frameworks.md for nanochat, applied to a loop of its shape: an optimizer that looks for a default
+process group, a loader that divides by RANK, weights that are loaded before, a file for each rank."""
+
+import shutil
+
+import pytest
+
+from tests.support.frameworks import after, launch, shown
+
+pytestmark = pytest.mark.timeout(900)
+SETUP = """
+import torch.distributed as dist
+def dist_info():
+    if "RANK" not in os.environ:
+        return False, 0, 0, 1
+    return True, *(int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
+def compute_init(device_type):
+    ddp, rank, local_rank, size = dist_info()
+    if ddp:
+        dist.init_process_group("gloo")
+    return ddp, rank, local_rank, size, device_type
+class MuonAdamW(torch.optim.AdamW):
+    def step(self, closure=None):
+        if dist.is_initialized():  # what would make one data-parallel job of the replicas
+            for group in self.param_groups:
+                for p in group["params"]:
+                    dist.all_reduce(p.grad)
+        return super().step(closure)
+class GPT(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.h = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(6))
+    def forward(self, x):
+        for layer in self.h:
+            x = x + layer(x).tanh()
+        return (x - 1).square().mean()
+    def setup_optimizer(self):
+        return MuonAdamW(self.parameters(), lr=1e-2)
+def loader(first):
+    _, rank, _, size = dist_info()
+    number = 2 * first + rank  # in the first 6 steps each of the two replicas has used every second one of 12
+    while True:
+        yield torch.randn(4, 8, generator=torch.Generator().manual_seed(number))
+        number += size
+def save_checkpoint(folder, step, model_data, optimizer_data, meta_data, rank):
+    os.makedirs(folder, exist_ok=True)
+    torch.save((model_data, optimizer_data, meta_data), f"{folder}/{step}-{rank}.pt")
+def load_checkpoint(folder, step, device):
+    return torch.load(f"{folder}/{step}-0.pt")
+resuming = os.path.exists("resume")
+checkpoint_dir, device_type, sync_every, num_iterations, save_every, resume_from_step = "out", "cpu", 4, 12, 6, 6
+step, train_loader = 0, loader(6 if resuming else 0)
+torch.manual_seed(int(os.environ.get("RANK", 0)))
+with torch.device("meta"):
+    model = GPT()
+model.to_empty(device="cpu")
+model.load_state_dict({name: torch.randn_like(p) / 3 for name, p in model.state_dict().items()}, assign=True)
+for p in model.parameters():
+    p.requires_grad_(True)
+before = model(torch.ones(1, 8)).item()
+"""
+END = """
+said(model, rounds=diloco.stats.rounds, group=dist.is_initialized(), after=model(torch.ones(1, 8)).item(),
+     before=before)
+"""
+
+
+def test_a_loop_of_its_shape_agrees_learns_and_resumes_bit_for_bit(tmp_path):
+    code = SETUP + after(shown("nanochat")) + END
+    (one,), (two,) = launch(tmp_path, code)
+    assert one["hash"] == two["hash"] and one["rounds"] >= 4 and not one["group"] and one["after"] < one["before"]
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"replica-0", "replica-1"}
+    (tmp_path / "resume").touch()
+    for (again,) in launch(tmp_path, code):
+        assert again["hash"] == one["hash"]
+    shutil.rmtree(tmp_path / "out")
