@@ -54,11 +54,15 @@ for lora in (None, LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_typ
     trainer = SFTTrainer(model, args, train_dataset=mine, processing_class=tokenizer, callbacks=[callback],
                          peft_config=lora)
     trainer.train()
-    said(trainer.model, sent=callback.diloco.stats.bytes_sent)
+    log = [each for each in trainer.state.log_history if "loss" in each]
+    said(trainer.model, sent=log[-1]["diloco/bytes_sent"], losses=[each["loss"] for each in log])
 """
     (full, lora), (full2, lora2) = launch(tmp_path, TINY + code)
     assert full["hash"] == full2["hash"] and lora["hash"] == lora2["hash"]
-    assert lora["sent"] < 0.3 * full["sent"]
+    assert lora["sent"] < 0.3 * full["sent"] and full["losses"][-1] < full["losses"][0]
+    for m in range(2):
+        saved = {path.name for path in (tmp_path / f"sft-False/replica-{m}/checkpoint-5").iterdir()}
+        assert {"adapter_model.safetensors", "optimizer.pt", "diloco.pt"} <= saved
 
 
 MODULE = """
@@ -104,7 +108,7 @@ said(module, val=float(trainer.callback_metrics["val"]), rounds=float(trainer.ca
         assert resumed["hash"] == one["hash"] and resumed["rounds"] < one["rounds"]
 
 
-def test_accelerate_agrees_and_saves_everything_on_every_replica(tmp_path):
+def test_accelerate_agrees_learns_and_resumes_bit_for_bit(tmp_path):
     setup = """
 from accelerate import Accelerator
 from torch.utils.data import DataLoader
@@ -112,16 +116,26 @@ dataset.set_format("torch")
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 part = int(os.environ["RANK"])
 data = DataLoader(dataset.shard(2, part), batch_size=4)
+held_out.set_format("torch")
+def loss():
+    with torch.no_grad():
+        return model(**held_out[:]).loss.item()
+first = loss()
 """
     end = """
-accelerator.save_state(f"out/replica-{reduce.replica}")
-said(model, steps=diloco.step_count, rounds=diloco.stats.rounds)
+said(model, steps=diloco.step_count, rounds=diloco.stats.rounds, losses=[first, loss()])
 """
-    (one,), (two,) = launch(tmp_path, TINY + setup + after(ACCELERATE) + end)
+    whole, folder = after(ACCELERATE), "f'out/replica-{reduce.replica}'"
+    save = f"    if diloco.step_count == 10:\n        accelerator.save_state({folder})\ndiloco.finish()"
+    (one,), (two,) = launch(tmp_path, TINY + setup + whole.replace("diloco.finish()", save) + end)
     assert one["hash"] == two["hash"] and one["steps"] == 20 and one["rounds"] >= 4
+    assert one["losses"][1] < 0.95 * one["losses"][0]
     for m in range(2):
         saved = {path.name for path in (tmp_path / f"out/replica-{m}").iterdir()}
         assert {"model.safetensors", "optimizer.bin", "custom_checkpoint_0.pkl"} <= saved
+    rest = f"accelerator.load_state({folder})\nfor batch in accelerator.skip_first_batches(data, 10):"
+    for (resumed,) in launch(tmp_path, TINY + setup + whole.replace("for batch in data:", rest) + end):
+        assert resumed["hash"] == one["hash"] and resumed["rounds"] < one["rounds"]
 
 
 def test_schedule_free_weights_agree_after_finish(tmp_path):
