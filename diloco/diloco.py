@@ -299,7 +299,7 @@ class DiLoCo:
         parts = {str(fragment.number): fragment.state_dict() for fragment in self._all_fragments()}
         # One entry per shard: torch.distributed.checkpoint takes equal names on several ranks for equal values. It does
         # not load a state with a name that the saved one lacks: so the replica's number is kept under an old name.
-        tokens = self._tokens, getattr(self.reduce, "replica", None)
+        tokens = self._tokens, mistakes.known_as(self.reduce)
         return {
             str(self._shard): {
                 "step": self.step_count,
@@ -315,7 +315,7 @@ class DiLoCo:
         mistakes.check_state(state_dict, str(self._shard))
         saved, fragments = state_dict[str(self._shard)], self._all_fragments()
         tokens, replica = saved["tokens"] if isinstance(saved["tokens"], (tuple, list)) else (saved["tokens"], None)
-        mistakes.check_replica(replica, getattr(self.reduce, "replica", None))
+        mistakes.check_replica(replica, mistakes.known_as(self.reduce))
         parts = saved["parts"]
         if len(parts) != len(fragments):
             raise Mismatch(

@@ -197,7 +197,12 @@ def release(model: nn.Module, reduce: object, diloco: object) -> None:
         _attached.pop(mine, None)
 
 
-def check_replica(saved: int | None, own: int | None) -> None:
+def known_as(reduce: object) -> int | str | None:
+    """The number of a replica, or the name of a member."""
+    return getattr(reduce, "replica", getattr(reduce, "name", None))
+
+
+def check_replica(saved: int | str | None, own: int | str | None) -> None:
     """Say so if a state is another replica's, as with one file or folder for all."""
     if None not in (saved, own) and saved != own:
         warnings.warn(f"replica {own} loads a state that replica {saved} saved: it loses its own work since the last "

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from diloco import SGD, Balanced, ConfigError, DiLoCo, Mismatch, Nesterov, TopK, run_replicas
+from diloco import SGD, Balanced, Bucket, ConfigError, DiLoCo, Mismatch, Nesterov, TopK, run_replicas
 from tests.support.commands import Command, ended
 from tests.support.models import Tiny, adamw, steps
 
@@ -123,6 +123,13 @@ def test_arguments_of_another_kind_are_named(settings, message):
 def test_an_empty_state_is_named():
     with pytest.raises(Mismatch, match="the saved state is empty"):
         _alone(lambda reduce: DiLoCo(Tiny(), reduce=reduce).load_state_dict({}))
+
+
+def test_a_state_of_another_member_of_a_bucket_is_warned_of(tmp_path):
+    saved = DiLoCo(Tiny(), reduce=Bucket(str(tmp_path), "lab")).state_dict()
+    DiLoCo(Tiny(), reduce=Bucket(str(tmp_path), "lab")).load_state_dict(saved)
+    with pytest.warns(UserWarning, match="replica office loads a state that replica lab saved"):
+        DiLoCo(Tiny(), reduce=Bucket(str(tmp_path), "office")).load_state_dict(saved)
 
 
 def test_repr_and_fragments_say_what_is_synced():
