@@ -102,6 +102,11 @@ def native_name(codec: Codec) -> str | None:
     return codec.name if isinstance(codec, _Shipped) and kernels.decodes(codec.name) else None
 
 
+def name_of(codec: Codec) -> str:
+    """The name of a codec with a row in `FORMATS`; "" for others."""
+    return codec.name if isinstance(codec, _Shipped) else ""
+
+
 def feedback_of(codec: Codec) -> float:
     """The error feedback that a codec is meant for, if it says so."""
     return getattr(codec, "feedback", 0.0)

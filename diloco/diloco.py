@@ -14,19 +14,21 @@ from typing import Any, Self, TypeVar
 import torch
 from torch import Tensor, nn
 
-from diloco import mistakes
+from diloco import mistakes, saved
 from diloco.advance import Memory
-from diloco.codec import E3M0, Codec, check_sizes, feedback_of
-from diloco.errors import ConfigError, DiLoCoError, Mismatch, NotFinite
-from diloco.flat import ShardId, checksum, forget_not_finite, pinned, reshard, shard_id
+from diloco.codec import E3M0, Codec, check_sizes
+from diloco.errors import ConfigError, DiLoCoError, NotFinite
+from diloco.flat import ShardId, forget_not_finite, pinned, reshard, shard_id
 from diloco.fragment import Fragment, Fragmenter, Strided
 from diloco.hook import Optimizers, as_list, attach, evaluate, lr_of
 from diloco.module import find_layers, frozen, trainable, trained_buffers, unwrap
-from diloco.outer import Nesterov, Outer, denormals
+from diloco.outer import Nesterov, Outer
+from diloco.pace import Flight
 from diloco.reduce import Dropped, Jump, Reduce, Round
-from diloco.schedule import Schedule, check_overlap
+from diloco.schedule import Schedule
 from diloco.stats import Stats
-from diloco.sync import FragmentSync, Trained, sync_of_buffers
+from diloco.sync import FragmentSync, Trained, anchors_inside, contract_of, sync_of_buffers
+from diloco.tuning import Overlap, Tuning
 
 F = TypeVar("F", bound=Callable[..., None])
 
@@ -58,6 +60,7 @@ class DiLoCo:
         sync_every: steps between two syncs of the same fragment (H).
         fragments: how the model is cut into what is synced in turn.
         overlap: steps between sending a fragment and applying the result (τ); 0 waits for it. May differ by replica.
+            "auto": the smallest, from 1 to 5, with which this replica does not wait; follows the link in mid-run.
         keep_local: weight of the local value when the result is applied (α). May differ by replica: anchors stay equal,
             and finish() does not use it.
         codec: numbers on the wire.
@@ -74,7 +77,7 @@ class DiLoCo:
         *,
         sync_every: int = 100,
         fragments: Fragmenter = Strided(layers=3),  # noqa: B008 (frozen)
-        overlap: int = 1,
+        overlap: Overlap = 1,
         keep_local: float = 0.0,
         codec: Codec = E3M0(),  # noqa: B008
         outer: Outer = Nesterov(),  # noqa: B008
@@ -82,49 +85,65 @@ class DiLoCo:
         reduce: Reduce | None = None,
     ) -> None:
         mistakes.check_arguments(model, sync_every, overlap, fragments, codec, outer, reduce)
-        check_overlap(overlap, sync_every)
         if not 0 <= keep_local <= 1:
             raise ConfigError(f"keep_local={keep_local}: give a number from 0 (take the anchor) to 1 (never take it)")
-        feedback = feedback_of(codec) if feedback is None else feedback
-        if not 0 <= feedback <= 1:
+        if feedback is not None and not 0 <= feedback <= 1:
             raise ConfigError(f"feedback={feedback}: give a number from 0 (off) to 1 (all that the codec lost)")
         check_sizes(codec)
         mistakes.hint_momentum(codec, outer)
         self._optimizers = as_list(optimizer)  # refuses what is not an optimizer, before anything is done
-        self._model = model = unwrap(model)
+        self.model = model = unwrap(model)
         reshard(model)  # after a forward without a backward FSDP2 shows gathered parameters, which it frees later
         parameters: dict[str, Tensor] = dict(trainable(model))
         shapes = {name: tuple(p.shape) for name, p in parameters.items()}
-        pieces = fragments.split(shapes, find_layers(model, parameters))
-        mistakes.hint_one_fragment(fragments, pieces)
-        self.schedule = Schedule(sync_every, len(pieces))
-        self.overlap, self.keep_local = overlap, keep_local
         self._shard = shard_id(parameters.values())
         self.reduce = _default_reduce(self._shard) if reduce is None else reduce
+        self._name = mistakes.known_as(self.reduce)
         self._shapes, self._trained = shapes, list(parameters.values())
-        memory = Memory(pinned({p.device.type for p in parameters.values()}))
-        self._fragments = [
-            FragmentSync(i, piece, parameters, outer, codec, memory, feedback) for i, piece in enumerate(pieces)
-        ]
-        self._buffers = sync_of_buffers(len(pieces), trained_buffers(model), memory)
+        self.outer, self.keep_local, self._feedback = outer, keep_local, feedback
+        self._cut(sync_every, fragments, overlap, codec)
+        self._buffers = sync_of_buffers(len(self._fragments), trained_buffers(model), self._fragments[0].memory)
         self.step_count = 0
         self.stats = Stats()
+        self.watch: Callable[[], None] | None = None  # called after each step of this replica
         self._progress, self._tokens = Trained(), False
         self._spoiled: int | None = None  # the step at which local values were given up, until a delta counts again
         self._life = _Life.APART
         self._detach = attach(self._optimizers, self.join, self.step)
+
+    def _cut(self, sync_every: int, fragments: Fragmenter, overlap: Overlap, codec: Codec) -> None:
+        parameters: dict[str, Tensor] = dict(trainable(self.model))
+        pieces = fragments.split(self._shapes, find_layers(self.model, parameters))
+        mistakes.hint_one_fragment(fragments, pieces)
+        self.fragmenter, self.tuning = fragments, Tuning(sync_every, len(pieces), overlap, codec, self._feedback)
+        how = self.outer, codec, Memory(pinned({p.device.type for p in self._trained})), self.tuning.feedback
+        self._fragments = [FragmentSync(i, piece, parameters, *how) for i, piece in enumerate(pieces)]
+
+    @torch.no_grad()
+    def settle_on(self, sync_every: int, fragments: Fragmenter, overlap: Overlap, codec: Codec) -> None:
+        """Begin with other settings after all: on all replicas after the same step, before the first round is sent."""
+        if any(self.indices) or self.in_flight or self._life is not _Life.JOINED:
+            raise DiLoCoError("fragments can be cut anew only before the first round is sent")
+        clock = self.tuning.clock
+        with self.anchors():  # what the new fragments read is the agreed start, not what was trained since
+            self._cut(sync_every, fragments, overlap, codec)
+        for each in self._buffers:
+            each.number = len(self._fragments)
+        self.tuning.clock, self._life = clock, _Life.APART  # the next step compares the settings
 
     @_eager
     def step(self) -> None:
         """What happens after an inner step. Called by the optimizer's hook; call it yourself only without one."""
         if self._life is not _Life.JOINED:
             self._meet(self._all_fragments())  # the step is done: what was there at construction is the start
+        self.tuning.clock.begin(time.perf_counter())
         self.step_count += 1
         self._add(0.0 if self._tokens else 1.0, lr_of(self._optimizers))
         try:
             for fragment in self._fragments:
                 self._apply(fragment)
         finally:  # also after a lost peer: what is sent now is saved, and sent again when all resume
+            self.tuning.switch(self.step_count, self._fragments)
             now, slot = self.step_count, self.schedule.sends_at
             due = [f for f in self._fragments if self.reduce.due(f.number, now - f.sent_step, slot(f.number, now))]
             if due:
@@ -134,13 +153,16 @@ class DiLoCo:
         if self.overlap == 0:
             for fragment in self._fragments:
                 self._apply(fragment)
+        if self.watch:
+            self.watch()
+        self.tuning.clock.end(time.perf_counter())
 
     def _check_trained(self) -> None:
-        reshard(self._model)  # FSDP2 may show gathered parameters in the place of its own
-        mistakes.check_trained(self._model, self._trained, self._optimizers)
+        reshard(self.model)  # FSDP2 may show gathered parameters in the place of its own
+        mistakes.check_trained(self.model, self._trained, self._optimizers)
 
     def _send(self, fragment: FragmentSync) -> None:
-        sent = fragment.take_delta(self.step_count, self._progress)
+        sent = fragment.take_delta(self.step_count, self._progress, self.tuning.said(fragment.number))
         self.reduce.send(fragment.number, sent.index, fragment.delta_later(sent, self._tokens))
 
     def _apply(self, fragment: FragmentSync) -> None:
@@ -165,7 +187,12 @@ class DiLoCo:
                     if self._tokens and not self._progress.work and not any(outcome.members.values()):
                         mistakes.warn_no_tokens()
                     hook = time.perf_counter() - taken
-                    self.stats.add(fragment.statistics(outcome, sent, self.step_count, taken - began, hook))
+                    waited = taken - began
+                    self.stats.add(fragment.statistics(outcome, sent, self.step_count, waited, hook, self.overlap))
+                    if sent and fragment.number < len(self._fragments) and not finishing:
+                        self.tuning.landed(Flight(outcome.seconds, outcome.apart, waited))
+                    if sent and fragment.number == 0:
+                        self.tuning.heard(outcome.wishes, sent.step)
                     self.reduce.applied(fragment.number, fragment.state)
 
     def _recover(self) -> None:
@@ -176,7 +203,7 @@ class DiLoCo:
         self._spoiled = self._spoiled or self.step_count
         for fragment in self._fragments:
             fragment.go_back(self._progress)
-        reshard(self._model)
+        reshard(self.model)
         for optimizer in self._optimizers:
             forget_not_finite(optimizer)
 
@@ -203,14 +230,14 @@ class DiLoCo:
         self._check_open()
         self._check_trained()
         mistakes.check_ranks(self._trained, self.reduce)
-        mistakes.claim(self._model, self.reduce, self)
+        mistakes.claim(self.model, self.reduce, self)
         mistakes.expect_end(self)
         states = self.reduce.join(self._contract(), [f.state for f in fragments], [f.codec for f in fragments])
         self._life = _Life.JOINED
         for fragment, state in zip(fragments, states, strict=True):
             if state is not None:
                 fragment.jump(state, self._progress)
-        reshard(self._model)
+        reshard(self.model)
         # What was under way when the state was saved is sent again, in the same order: equal deltas, equal mean.
         again = [(fragment, sent) for fragment in fragments if (sent := fragment.in_flight) is not None]
         for fragment, sent in sorted(again, key=lambda each: (each[1].step, each[0].number)):
@@ -233,6 +260,7 @@ class DiLoCo:
         self._find_buffers()
         for fragment in fragments:
             self._apply(fragment)
+        self.tuning.switch(self.step_count, self._fragments, ending=True)
         evaluate(self._optimizers)
         for fragment in fragments:
             fragment.ending = together
@@ -240,7 +268,7 @@ class DiLoCo:
         for fragment in fragments:
             self._apply(fragment)
             fragment.view.write(fragment.state.anchor)
-        reshard(self._model)
+        reshard(self.model)
         self._leave()
 
     def __enter__(self) -> Self:
@@ -272,60 +300,32 @@ class DiLoCo:
         if self._life is _Life.ANCHORS:
             self._check_open()
         before, self._life = self._life, _Life.ANCHORS
-        # Not pinned: torch never gives pinned memory back.
-        saved = [(fragment, torch.empty_like(fragment.state.anchor)) for fragment in self._fragments]
-        with torch.no_grad():
-            for fragment, values in saved:
-                fragment.view.read(values)
-                fragment.view.write(fragment.state.anchor)
-        reshard(self._model)
         try:
-            yield
+            with anchors_inside(self._fragments, lambda: reshard(self.model)):
+                yield
         finally:
             self._life = before if self._life is _Life.ANCHORS else self._life
-            with torch.no_grad():
-                for fragment, values in saved:
-                    fragment.view.write(values)
-            reshard(self._model)
 
     def state_dict(self) -> dict[str, Any]:
         """Anchors, outer state, step, and the deltas under way, which are sent again on resume. Never waits.
 
         Resuming is exact if all replicas have the same overlap. Otherwise a replica that still waited for a
         round which another had applied takes that replica's state at once.
+        What sync_every and codec were changed to by agreement is in it, and the overlap if that is "auto".
         Not the model and not the optimizer: save these as always. The tensors are the live ones, not copies.
         """
         mistakes.has_end(self)
-        parts = {str(fragment.number): fragment.state_dict() for fragment in self._all_fragments()}
-        # One entry per shard: torch.distributed.checkpoint takes equal names on several ranks for equal values. It does
-        # not load a state with a name that the saved one lacks: so the replica's number is kept under an old name.
-        tokens = self._tokens, mistakes.known_as(self.reduce)
-        return {
-            str(self._shard): {
-                "step": self.step_count,
-                "work": self._progress.saved(),
-                "tokens": tokens,
-                "parts": parts,
-            }
-        }
+        progress = saved.Progress(self.step_count, self._progress, self._tokens)
+        return saved.save(str(self._shard), self._name, progress, self.tuning, self._all_fragments())
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a saved state: on every replica, before the next step. Load model and optimizer too."""
-        mistakes.check_state(state_dict, str(self._shard))
-        saved, fragments = state_dict[str(self._shard)], self._all_fragments()
-        tokens, replica = saved["tokens"] if isinstance(saved["tokens"], (tuple, list)) else (saved["tokens"], None)
-        mistakes.check_replica(replica, mistakes.known_as(self.reduce))
-        parts = saved["parts"]
-        if len(parts) != len(fragments):
-            raise Mismatch(
-                f"the saved state has {len(parts)} fragments, this model {len(fragments)}: use the model and the "
-                "fragments of the run that was saved"
-            )
+        shard, fragments = str(self._shard), self._all_fragments()
+        saved.check(state_dict, shard, self._name, fragments)
         self._check_open()
-        for fragment in fragments:
-            fragment.load_state_dict(parts[str(fragment.number)])
-        self.step_count, self._progress, self._tokens = saved["step"], Trained.load(saved["work"]), tokens
+        progress = saved.load(state_dict, shard, self.tuning, fragments)
+        self.step_count, self._progress, self._tokens = progress.step, progress.trained, progress.tokens
         self._life = _Life.APART
 
     def __repr__(self) -> str:
@@ -333,9 +333,19 @@ class DiLoCo:
         feedback = f"feedback={first.feedback:g}, " if first.feedback else ""
         return (
             f"DiLoCo({count:,} parameters in {len(self._fragments)} fragments, sync_every={self.schedule.sync_every}, "
-            f"overlap={self.overlap}, keep_local={self.keep_local:g}, codec={first.codec}, outer={first.outer}, "
+            f"overlap={self.overlap}{' (auto)' if self.tuning.auto else ''}, keep_local={self.keep_local:g}, "
+            f"codec={first.codec}, outer={first.outer}, "
             f"{feedback}reduce={type(self.reduce).__name__}, step {self.step_count}, {self.stats.rounds} rounds)"
         )
+
+    @property
+    def schedule(self) -> Schedule:
+        return self.tuning.schedule
+
+    @property
+    def overlap(self) -> int:
+        """At the moment; "auto" changes it."""
+        return self.tuning.overlap
 
     @property
     def fragments(self) -> list[Fragment]:
@@ -355,31 +365,22 @@ class DiLoCo:
     def _find_buffers(self) -> None:
         """Modules may have put other tensors in the place of those that were there."""
         for fragment in self._buffers:
-            fragment.find(trained_buffers(self._model))
+            fragment.find(trained_buffers(self.model))
 
     def _all_fragments(self) -> list[FragmentSync]:
         return self._fragments + self._buffers
 
     def _contract(self) -> dict[str, object]:
-        fragments = self._all_fragments()
-        return {
-            "sync_every": self.schedule.sync_every,
-            "codec": repr(self._fragments[0].codec),
-            "outer": repr(self._fragments[0].outer),
-            "parameters": {name: list(shape) for name, shape in self._shapes.items()},
-            # Rounded to another dtype, equal anchors give unequal weights.
-            "dtypes": {s.name: str(s.tensor.dtype).removeprefix("torch.") for f in fragments for s in f.view.spans},
-            "denormals": denormals(),
-            "frozen parameters": {name: checksum(p) for name, p in frozen(self._model).items()},
-            "shard": str(self._shard),
-            "fragments": {str(p.number): [[q.name, q.start, q.stop] for q in p.pieces] for p in fragments},
-        }
+        origin = {"start of the schedule": self.schedule.origin} if self.schedule.origin else {}
+        about = {"sync_every": self.schedule.sync_every, **origin, "codec": repr(self._fragments[0].codec),
+                 "outer": repr(self.outer), "shard": str(self._shard)}  # fmt: skip
+        return about | contract_of(self._all_fragments(), self._shapes, frozen(self.model))
 
     def _leave(self) -> None:
         """Detach and leave the others, so that they do not wait for this replica."""
         if self._life not in (_Life.FINISHED, _Life.LEFT):
             self._detach()
-            mistakes.release(self._model, self.reduce, self)
+            mistakes.release(self.model, self.reduce, self)
             self._life = _Life.FINISHED if self._life is _Life.FINISHING else _Life.LEFT
             self.reduce.leave()
 

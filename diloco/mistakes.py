@@ -38,8 +38,12 @@ def check_arguments(
     if not parts:
         raise ConfigError("model is an empty list: give the modules that make up the model")
     for name, value, least in (("sync_every", sync_every, 1), ("overlap", overlap, 0)):
-        if not _is_whole(value) or value < least:
-            raise ConfigError(f"{name}={value!r}: give a whole number of steps, at least {least}")
+        if (not _is_whole(value) or value < least) and (name, value) != ("overlap", "auto"):
+            auto = ', or "auto"' if name == "overlap" else ""
+            raise ConfigError(f"{name}={value!r}: give a whole number of steps, at least {least}{auto}")
+    if isinstance(overlap, str) and getattr(reduce, "ddp_size", 1) > 1:
+        raise ConfigError('overlap="auto" with DDP inside a replica: its ranks would take rounds at different steps, '
+                          "and DDP needs equal weights: give a number of steps")  # fmt: skip
     if isinstance(outer, torch.optim.Optimizer):
         raise ConfigError(f"outer is torch.optim.{type(outer).__name__}, which steps on gradients: give "
                           "diloco.Nesterov(lr=0.4) or diloco.SGD(lr=1.0), which step on the mean delta")  # fmt: skip

@@ -20,6 +20,9 @@ class RoundStats:
     seconds_waited: float  # the part of it in which the training thread waited for the result
     members: int
     counted: bool
+    seconds_apart: float = 0.0  # of `seconds`: until all replicas had come to the round
+    seconds_transfer: float = 0.0  # of `seconds`: from that moment on
+    overlap: int = 0  # of this replica when it was applied
 
     @property
     def seconds_hidden(self) -> float:

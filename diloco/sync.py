@@ -1,9 +1,10 @@
 """One fragment on one replica: its values in this process, the agreed state, the delta in flight."""
 
+import contextlib
 import io
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,13 +13,14 @@ import torch
 from torch import Tensor
 
 from diloco.advance import Memory, NextState
-from diloco.codec import Codec, Float32
+from diloco.codec import Codec, Float32, codec_named, name_of
 from diloco.errors import Mismatch, NotFinite
-from diloco.flat import FlatView
+from diloco.flat import FlatView, checksum
 from diloco.fragment import Fragment, Piece
-from diloco.outer import SGD, Outer
+from diloco.outer import SGD, Outer, denormals
 from diloco.reduce import Delta, Round, State
 from diloco.stats import RoundStats
+from diloco.terms import Terms
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,9 @@ class InFlight:
     values: Tensor
     ready: Callable[[], None]  # wait for copies from the device
     sent_at: float
+    codec: Codec
+    feedback: float  # share of what that codec loses which goes into the next delta
+    wish: Terms | None = None  # what this replica would like all to change to
     seconds: float = 0.0  # of the training thread, spent on taking the delta
 
 
@@ -88,19 +93,27 @@ class FragmentSync:
         self.feedback = feedback
         # What the codec lost of the deltas that counted, for the next one. Never changed while a delta is being taken.
         self.residual = self.memory.anchors.take(self.view.size).zero_() if feedback else None
+        self._keeps_residual = bool(feedback)  # checkpoints want the same tensors in every save
+
+    def recode(self, codec: Codec, feedback: float) -> None:
+        """Send with this codec from now on. What the one before has lost goes into the next delta in any case."""
+        self.codec, self.feedback = codec, feedback
+        if self.residual is None:
+            self._forget_residual()
 
     @property
     def _rule(self) -> Outer:
         return LAST if self.ending else self.outer
 
-    def take_delta(self, step: int, trained: Trained) -> InFlight:
+    def take_delta(self, step: int, trained: Trained, wish: Terms | None = None) -> InFlight:
         """Take the delta against the anchor, never against the merged local value."""
         began = time.perf_counter()
         values = self.memory.deltas.take(self.view.size)
         self.view.subtract(self.state.anchor, values, self.residual)
         ready, taken = self.view.mark(), time.perf_counter() - began
         self.sent_step, index, new = step, self.state.index + 1, trained - self.counted
-        self.in_flight = InFlight(index, step, trained, new, values, ready, time.time(), taken)
+        how = self.codec, self.feedback, wish
+        self.in_flight = InFlight(index, step, trained, new, values, ready, time.time(), *how, taken)
         return self.in_flight
 
     def moved(self) -> bool:
@@ -125,6 +138,8 @@ class FragmentSync:
                 lr_sum=float(sent.new.lr_sum),
                 feedback=feedback,
                 next=partial(NextState, state, rule, self.memory),
+                codec=sent.codec,
+                wish=sent.wish,
             )
 
         return delta
@@ -147,7 +162,7 @@ class FragmentSync:
             self.view.merge(self.state.anchor, keep_local)
             self.counted = sent.trained
             if trained:
-                self._keep_loss(sent.values, round)
+                self._keep_loss(sent, round)
                 self._free(old, sent)
         else:
             self.view.carry(self.state.anchor, old.anchor)
@@ -168,19 +183,19 @@ class FragmentSync:
             self.memory.outers.give(old.outer, _already)
         self.memory.deltas.give(sent.values, _already)
 
-    def _keep_loss(self, sent: Tensor, round: Round) -> None:
+    def _keep_loss(self, sent: InFlight, round: Round) -> None:
         """residual ← feedback · (what was sent − what the others decoded of it)."""
         if self.residual is None:
             return
-        if round.own is None:  # an older delta was counted: what it lost is not known
+        if not sent.feedback or round.own is None:  # own is None: an older delta was counted, its loss is not known
             self._forget_residual()
         else:
-            torch.sub(sent, round.own(), out=self.residual).mul_(self.feedback)
+            torch.sub(sent.values, round.own(), out=self.residual).mul_(sent.feedback)
 
     def _forget_residual(self) -> None:
-        if self.residual is not None:
-            # A new one: the old one may still be copied to a device.
-            self.residual = self.memory.anchors.take(self.view.size).zero_()
+        """A new one, if there is to be one: the old one may still be copied to a device."""
+        needed = self.feedback or self._keeps_residual
+        self.residual = self.memory.anchors.take(self.view.size).zero_() if needed else None
 
     def jump(self, state: State, trained: Trained) -> None:
         """Replace the state; local work since the last round is lost."""
@@ -204,7 +219,9 @@ class FragmentSync:
         anchor, outer = self.memory.anchors.take(len(state.anchor)), self.memory.outers.take(len(state.outer))
         return State(state.index, anchor.copy_(state.anchor), outer.copy_(state.outer))
 
-    def statistics(self, round: Round, sent: InFlight | None, step: int, waited: float, hook: float) -> RoundStats:
+    def statistics(
+        self, round: Round, sent: InFlight | None, step: int, waited: float, hook: float, overlap: int
+    ) -> RoundStats:
         """Figures of a round that was applied. `hook`: seconds that it took."""
         return RoundStats(
             fragment=self.number,
@@ -219,19 +236,16 @@ class FragmentSync:
             seconds_waited=waited,
             members=len(round.members),
             counted=round.counted,
+            seconds_apart=round.apart,
+            seconds_transfer=round.transfer,
+            overlap=overlap,
         )
 
     def _pieces(self) -> str:
         return json.dumps([(piece.name, piece.start, piece.stop) for piece in self.pieces])
 
     def state_dict(self) -> dict[str, Any]:
-        flight = bytearray()  # torch.load(weights_only=True) refuses bytes
-        if self.in_flight is not None:
-            self.in_flight.ready()
-            buffer, f = io.BytesIO(), self.in_flight
-            torch.save((f.index, f.step, f.trained.saved(), f.new.saved(), f.values), buffer)
-            flight = bytearray(buffer.getvalue())
-        residual = {} if self.residual is None else {"residual": self.residual}
+        residual = {"residual": self.residual} if self._keeps_residual else {}
         return {
             "pieces": self._pieces(),
             "index": self.state.index,
@@ -239,9 +253,23 @@ class FragmentSync:
             "counted": self.counted.saved(),
             "anchor": self.state.anchor,
             "outer": self.state.outer,
-            "flight": flight,  # not a tensor: checkpoints want the same tensors in every save
+            "flight": self._flight(),  # not a tensor: checkpoints want the same tensors in every save
             **residual,
         }
+
+    def _flight(self) -> bytearray:
+        """What is there at times only. torch.load(weights_only=True) refuses bytes."""
+        flight, f = None, self.in_flight
+        if f is not None:
+            f.ready()
+            trained = f.trained.saved(), f.new.saved()
+            flight = (f.index, f.step, *trained, f.values, name_of(f.codec), f.feedback)
+        residual = None if self._keeps_residual else self.residual
+        if flight is None and residual is None:
+            return bytearray()
+        buffer = io.BytesIO()
+        torch.save({"flight": flight, "residual": residual}, buffer)
+        return bytearray(buffer.getvalue())
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         sizes = [(len(s["anchor"]), len(s["outer"])) for s in (saved, vars(self.state))]
@@ -258,13 +286,18 @@ class FragmentSync:
         self.state = State(saved["index"], self.state.anchor, self.state.outer)
         self.state.anchor.copy_(saved["anchor"])
         self.state.outer.copy_(saved["outer"])
-        if self.residual is not None:
-            self.residual.copy_(saved["residual"]) if "residual" in saved else self.residual.zero_()
+        found = torch.load(io.BytesIO(saved["flight"]), weights_only=True) if saved["flight"] else {}
+        found = found if isinstance(found, dict) else {"flight": found}  # a state of version 0.1
+        residual = saved.get("residual", found.get("residual"))
+        if self.residual is not None or residual is not None:
+            self.residual = self.memory.anchors.take(self.view.size).zero_() if self.residual is None else self.residual
+            self.residual.zero_() if residual is None else self.residual.copy_(residual)
         self.sent_step, self.counted, self.in_flight = saved["sent_step"], Trained.load(saved["counted"]), None
-        if saved["flight"]:
-            index, step, trained, new, values = torch.load(io.BytesIO(saved["flight"]), weights_only=True)
+        if flight := found.get("flight"):
+            index, step, trained, new, values, *how = flight
+            codec, feedback = (codec_named(how[0]) if how and how[0] else self.codec, how[1] if how else self.feedback)
             self.in_flight = InFlight(
-                index, step, Trained.load(trained), Trained.load(new), values, _already, time.time()
+                index, step, Trained.load(trained), Trained.load(new), values, _already, time.time(), codec, feedback
             )
 
 
@@ -279,6 +312,39 @@ def sync_of_buffers(number: int, buffers: dict[str, Tensor], memory: Memory) -> 
         "one, and copy all buffers from one replica to the others."
     )
     return [fragment]
+
+
+@contextlib.contextmanager
+def anchors_inside(fragments: Sequence[FragmentSync], reshard: Callable[[], None]) -> Iterator[None]:
+    """The model holds the anchors, then its own values again. `reshard`: what FSDP2 needs after each change."""
+    # Not pinned: torch never gives pinned memory back.
+    saved = [(fragment, torch.empty_like(fragment.state.anchor)) for fragment in fragments]
+    with torch.no_grad():
+        for fragment, values in saved:
+            fragment.view.read(values)
+            fragment.view.write(fragment.state.anchor)
+    reshard()
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for fragment, values in saved:
+                fragment.view.write(values)
+        reshard()
+
+
+def contract_of(
+    fragments: Sequence[FragmentSync], shapes: Mapping[str, tuple[int, ...]], frozen: Mapping[str, Tensor]
+) -> dict[str, object]:
+    """What must be the same on all replicas for their fragments to be the same."""
+    return {
+        "parameters": {name: list(shape) for name, shape in shapes.items()},
+        # Rounded to another dtype, equal anchors give unequal weights.
+        "dtypes": {s.name: str(s.tensor.dtype).removeprefix("torch.") for f in fragments for s in f.view.spans},
+        "denormals": denormals(),
+        "frozen parameters": {name: checksum(p) for name, p in frozen.items()},
+        "fragments": {str(p.number): [[q.name, q.start, q.stop] for q in p.pieces] for p in fragments},
+    }
 
 
 def _already() -> None:

@@ -22,6 +22,7 @@ from diloco.reduce import Contract, Delta, Dropped, Round, State
 from diloco.reduce.contract import compare, sources
 from diloco.reduce.groups import Broken, Groups, Place, Transfer, place_in
 from diloco.reduce.header import NBYTES, Header, Kind, check_round, settling
+from diloco.reduce.link import LinkSpeed, measure
 from diloco.reduce.mean import (
     Encoded,
     codec_of_mean,
@@ -37,6 +38,7 @@ from diloco.reduce.mean import (
 )
 from diloco.reduce.thread import CommThread, usual_threads
 from diloco.rendezvous import meet_at
+from diloco.terms import Terms, from_numbers, to_numbers
 
 
 def _checked(at: object, group: object, replica: int | None, replicas: int | None) -> tuple[int, int]:
@@ -130,6 +132,7 @@ class Collective:
             self._made[tuple(self.ranks)] += 1
         self._number = self._made[tuple(self.ranks)]
         self._ddp_ranks, self._shard_ranks = place_in(ddp_ranks), place_in(shards)
+        self.ddp_size = self._ddp_ranks.size
         self._streams, self._timeout, self._mean_codec = streams, timeout, mean_codec
         self._threads = threads
         self._codecs: Sequence[Codec] = ()
@@ -162,6 +165,14 @@ class Collective:
     def settle(self) -> bool:
         self._submit("finish", self._settle).result()
         return True
+
+    def measure(self) -> LinkSpeed:
+        """The link between the replicas, after `join`. All of them call it after the same step, and wait."""
+        return self._submit("measuring the link", measure).result()
+
+    def tell(self, value: object) -> list[Any]:
+        """What all ranks of all replicas say, in the same order on all: JSON values. Called by all, after `join`."""
+        return self._submit("agreeing", self._tell, value).result()
 
     def leave(self) -> None:
         if self._connection is not None:
@@ -217,12 +228,14 @@ class Collective:
         self, groups: Groups, fragment: int, index: int, delta_later: Callable[[], Delta], began: float
     ) -> Round | Dropped:
         delta = delta_later()
-        n, codec, before = len(delta.values), self._codecs[fragment], groups.sent
-        header = Header(Kind.ROUND, delta.tokens, fragment, index, delta.weight, delta.lr_sum, delta.fingerprint)
+        n, codec, before = len(delta.values), delta.codec or self._codecs[fragment], groups.sent
+        work, wish, came = (delta.weight, delta.lr_sum), to_numbers(delta.wish), time.perf_counter()
+        header = Header(Kind.ROUND, delta.tokens, fragment, index, *work, delta.fingerprint, -1, *wish)
         headers = groups.exchange(header)
+        met = time.perf_counter()
         if settling(headers):
             return Dropped()
-        _agree(groups, headers)
+        wished = _agree(groups, headers)
         weights = [h.weight for h in headers]
         members = {str(m): weight for m, weight in enumerate(weights)}
         if not any(weights):  # nothing will be applied, so do not send
@@ -246,8 +259,11 @@ class Collective:
         state = prepared.state(index) if prepared else None
         sent = groups.sent - before + NBYTES * (self.replicas - 1)
         own = self._own(groups, codec, payloads, share, n) if delta.feedback else None
-        seconds = time.perf_counter() - began
-        return Round(index, mean, members, lr_sum, sent=sent, received=sent, seconds=seconds, own=own, state=state)
+        ended = time.perf_counter()
+        return Round(
+            index, mean, members, lr_sum, sent=sent, received=sent, seconds=ended - began, apart=met - came,
+            transfer=ended - met, wishes=wished, own=own, state=state,
+        )  # fmt: skip
 
     def _own(self, groups: Groups, codec: Codec, payloads: list[Tensor], share: slice, n: int) -> Callable[[], Tensor]:
         decode_own = partial(decode_cuts, codec, payloads, share.stop - share.start, self.replicas)
@@ -307,21 +323,26 @@ class Collective:
                 at, count = places[m].start + here.start, here.stop - here.start
                 yield Encoded(at, count, mean_codec, [averaged[m][data]], [1.0]), theirs and good[k]
 
+    def _tell(self, groups: Groups, value: object) -> list[Any]:
+        return [said for shard in groups.gather_json_of_shards(groups.gather_json(value)) for said in shard]
+
     def _settle(self, groups: Groups) -> None:
         while not all(h.kind is Kind.SETTLE for h in groups.exchange(Header(Kind.SETTLE))):
             pass  # a replica still trains: drop the round that it has just started
 
 
-def _agree(groups: Groups, headers: Sequence[Header]) -> None:
-    """Raise, on all ranks of this replica, the error that one of them has found."""
+def _agree(groups: Groups, headers: Sequence[Header]) -> list[Terms | None]:
+    """The wishes of all ranks of all replicas. Raise, on all ranks of this replica, the error that one has found."""
     wrong = None
     try:
         check_round(headers)
     except DiLoCoError as error:
         wrong = [type(error).__name__, str(error)]
-    for verdict in groups.gather_json_of_shards(wrong):
+    said = groups.gather_json_of_shards([wrong, [(h.sync_every, h.codec) for h in headers]])
+    for verdict, _ in said:
         if verdict is not None:
             raise {"Mismatch": Mismatch, "Diverged": Diverged}[verdict[0]](verdict[1])
+    return [from_numbers(*numbers) for _, wished in said for numbers in wished]
 
 
 def _faults(groups: Groups, header: Header, delta: Delta) -> dict[str, int]:

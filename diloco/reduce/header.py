@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 
 from diloco.errors import Diverged, Mismatch
+from diloco.terms import Terms, from_numbers
 
-_FORMAT = struct.Struct("<BB?xiqddqi")
-_PROTOCOL = 3
+_FORMAT = struct.Struct("<BB?xiqddqiii")
+_PROTOCOL = 4
+"""Since 3 a delta is encoded after its header; since 4 the header carries what a replica would like to change."""
 NBYTES = _FORMAT.size
 
 
@@ -28,6 +30,8 @@ class Header:
     lr_sum: float = 0.0
     fingerprint: int = 0
     fault: int = -1
+    sync_every: int = 0  # with `codec`: the wish of this replica (terms.py)
+    codec: int = -1
 
     def pack(self) -> bytes:
         return _FORMAT.pack(_PROTOCOL, *astuple(self))
@@ -38,6 +42,10 @@ class Header:
         if protocol != _PROTOCOL:
             raise Mismatch(f"a replica speaks protocol {protocol}, this one {_PROTOCOL}: install the same version")
         return Header(Kind(kind), *rest)
+
+
+def wishes(headers: Sequence[Header]) -> list[Terms | None]:
+    return [from_numbers(h.sync_every, h.codec) for h in headers]
 
 
 def settling(headers: Sequence[Header]) -> bool:

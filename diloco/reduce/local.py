@@ -17,8 +17,9 @@ from diloco.codec import Codec
 from diloco.errors import ConfigError, DiLoCoError, Mismatch, PeerLost
 from diloco.reduce import Contract, Delta, Dropped, Round, State
 from diloco.reduce.contract import compare, sources
-from diloco.reduce.header import Header, Kind, check_round
+from diloco.reduce.header import Header, Kind, check_round, wishes
 from diloco.reduce.mean import codec_of_mean, decode_cuts, encode_cuts, gathers, mean_lr_sum, mean_of_encoded
+from diloco.terms import to_numbers
 
 T = TypeVar("T")
 
@@ -176,7 +177,7 @@ class Local:
         if len(deltas) < self.replicas:
             del deltas[self.replica]
             return Dropped()
-        codec = self._codecs[fragment]
+        codec = deltas[self.replica].codec or self._codecs[fragment]
         if key not in board.outcomes:
             ordered = [deltas[m] for m in range(self.replicas)]
             _check_places(what, board.places.pop(key))
@@ -230,7 +231,7 @@ def _outcome(
 ) -> tuple[Round | DiLoCoError, list[list[Tensor]]]:
     faults = [-1 if (fault := d.fault) is None else fault for d in deltas]
     headers = [
-        Header(Kind.ROUND, d.tokens, fragment, index, d.weight, d.lr_sum, d.fingerprint, fault)
+        Header(Kind.ROUND, d.tokens, fragment, index, d.weight, d.lr_sum, d.fingerprint, fault, *to_numbers(d.wish))
         for d, fault in zip(deltas, faults, strict=True)
     ]
     try:
@@ -248,4 +249,4 @@ def _outcome(
     to_each = codec.nbytes(n) if gathers(codec, replicas) else (codec.nbytes(n) + mean_codec.nbytes(n)) / replicas
     nbytes = round((replicas - 1) * to_each)
     lr_sum = mean_lr_sum([d.weight for d in deltas], [d.lr_sum for d in deltas])
-    return Round(index, mean, members, lr_sum, sent=nbytes, received=nbytes), encoded
+    return Round(index, mean, members, lr_sum, sent=nbytes, received=nbytes, wishes=wishes(headers)), encoded

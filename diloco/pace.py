@@ -1,0 +1,98 @@
+"""How long a round may take: the overlap that this replica chooses for itself, from what its rounds took. Pure.
+
+The smallest overlap at which nothing is exposed is that in whose steps the slowest fragment of a sync period arrives.
+Replicas may differ in it: only the sends must be at the same steps (paper, Algorithm 2).
+"""
+
+import math
+import statistics
+from collections import deque
+from dataclasses import dataclass
+
+from diloco.laws import SAFE_OVERLAP
+
+RISE, FALL = 1.05, 1.2
+"""A round must fit in the overlap's steps with this much to spare; a smaller overlap is taken with more to spare, so
+that it does not go to and fro."""
+WAITED = 0.01
+"""Of a step: a shorter wait is the time of a call."""
+STEPS = 15
+"""Steps whose median is the time of a step: evaluations and checkpoints between two steps do not count."""
+
+
+@dataclass(frozen=True)
+class Flight:
+    """What is known of a round that was applied, in seconds."""
+
+    seconds: float  # from send to result
+    apart: float  # the part of them until all replicas had come to the round
+    waited: float  # that the training thread waited for the result
+
+
+class Pace:
+    """Chooses the next overlap after each round.
+
+    A round that is slow once, as after a lost packet, changes nothing: of the rounds of the last two sync periods, in
+    which each fragment has two, the second slowest counts. So the overlap rises as soon as two rounds were waited for,
+    and falls after two periods in which less would have been enough.
+
+    Args:
+        overlap: the first one.
+        fragments: rounds in a sync period.
+        sync_every: the overlap stays below it.
+        most: the largest overlap. Above 5 the paper saw loss suffer.
+    """
+
+    def __init__(self, overlap: int, fragments: int, sync_every: int, most: int = SAFE_OVERLAP) -> None:
+        self.most = max(min(most, sync_every - 1), 0)
+        self.overlap = min(overlap, self.most)
+        self._least_apart: deque[float] = deque(maxlen=4 * fragments)
+        self._flights: deque[tuple[float, bool]] = deque(maxlen=2 * fragments)  # (steps that it took, waited for)
+
+    def after(self, flight: Flight, step_seconds: float) -> int:
+        """A round was applied. Returns the overlap from now on."""
+        if step_seconds <= 0:
+            return self.overlap
+        # Whoever comes first waits for the others, whatever the overlap. The least of these waits is the way there.
+        self._least_apart.append(flight.apart)
+        own = flight.seconds - (flight.apart - min(self._least_apart))
+        self._flights.append((own / step_seconds, flight.waited > WAITED * step_seconds))
+        late = [steps for steps, waited in self._flights if waited]
+        rise = self._enough(sorted(late)[-2], RISE) if len(late) > 1 else self.overlap
+        if rise > self.overlap:
+            self._take(rise)
+        elif len(self._flights) == self._flights.maxlen:
+            second = sorted(steps for steps, _ in self._flights)[-2]
+            if (fall := self._enough(second, FALL)) < self.overlap:
+                self._take(fall)
+        return self.overlap
+
+    def _enough(self, steps: float, spare: float) -> int:
+        """At least 1: with 0 every round is waited for."""
+        return min(max(math.ceil(steps * spare), 1), self.most)
+
+    def _take(self, overlap: int) -> None:
+        self.overlap = overlap
+        self._flights.clear()
+
+
+class StepClock:
+    """Times the steps of a loop, without what happens between `begin` and `end`."""
+
+    def __init__(self) -> None:
+        self._ended: float | None = None
+        self._seconds: deque[float] = deque(maxlen=STEPS)
+
+    def begin(self, now: float) -> None:
+        """A step of the loop is done."""
+        if self._ended is not None:
+            self._seconds.append(now - self._ended)
+
+    def end(self, now: float) -> None:
+        """The next step of the loop begins."""
+        self._ended = now
+
+    @property
+    def seconds(self) -> float:
+        """The usual time of a step; 0 if none is known."""
+        return statistics.median(self._seconds) if self._seconds else 0.0
