@@ -8,8 +8,8 @@ import tomllib
 from collections.abc import Iterable, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
-from types import NoneType
-from typing import Any, Literal, get_args, get_origin
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin
 
 from diloco.errors import ConfigError
 
@@ -72,13 +72,26 @@ def value_type(field: Field[Any]) -> tuple[Any, bool]:
     declared: Any = field.type
     several = get_origin(declared) is tuple
     inner = get_args(declared)[0] if several else declared
-    optional = [kind for kind in get_args(inner) if kind is not NoneType]
-    return (optional[0] if NoneType in get_args(inner) else inner), several
+    kinds = [kind for kind in get_args(inner) if kind is not NoneType] if _is_union(inner) else [inner]
+    return kinds[0], several
+
+
+def words_beside(field: Field[Any]) -> tuple[str, ...]:
+    """Words that a flag takes beside numbers, as auto in `int | Literal["auto"]`."""
+    others = get_args(field.type)[1:] if _is_union(field.type) else ()
+    return tuple(word for kind in others for word in get_args(kind))
+
+
+def _is_union(declared: Any) -> bool:
+    return get_origin(declared) in (Union, UnionType)
 
 
 def convert(field: Field[Any], text: str) -> Any:
     """One value, converted to the field's type."""
     kind, _ = value_type(field)
+    words = words_beside(field)
+    if text in words:
+        return text
     allowed = choices(field) or (("true", "false") if kind is bool else ())
     if allowed and text not in allowed:
         raise ConfigError(f"{spelled(field.name)} {text}: give {_listed(allowed)}{_near(text, allowed)}")
@@ -88,7 +101,7 @@ def convert(field: Field[Any], text: str) -> Any:
         return kind(text) if kind in (int, float, Path) else text
     except ValueError:
         number = "a whole number" if kind is int else "a number"
-        raise ConfigError(f"{spelled(field.name)} {text}: give {number}") from None
+        raise ConfigError(f"{spelled(field.name)} {text}: give {_listed([number, *words])}") from None
 
 
 def parse(kind: type, words: Sequence[str]) -> Any:

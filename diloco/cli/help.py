@@ -7,7 +7,7 @@ from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from typing import Any
 
-from diloco.flags import choices, meaning, spelled, value_type
+from diloco.flags import choices, meaning, spelled, value_type, words_beside
 
 COLUMN = 24
 """Where the texts begin."""
@@ -57,6 +57,7 @@ def _name(field: Field[Any]) -> str:
         return spelled(field.name) if field.default is False else spelled(f"[no-]{field.name}")
     allowed = "|".join(choices(field))
     value = VALUES.get(kind, "NAME") if not allowed else allowed if len(allowed) <= SHORT else "NAME"
+    value = "|".join([value, *words_beside(field)])
     return f"{spelled(field.name)} {value}{more}"
 
 

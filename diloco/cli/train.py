@@ -9,25 +9,42 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from diloco.cli import stopped, supervise
 from diloco.errors import ConfigError, DiLoCoError, Mismatch
 from diloco.flags import parse, stored, to_toml
 from diloco.runs import folder as folders
-from diloco.runs.config import TrainConfig, names, stored_settings
+from diloco.runs.config import TrainConfig, Tuned, names, stored_settings
 from diloco.world import World, alone, own_world, started_here
 
 CONFIG = TrainConfig
 EXAMPLES = (
     "diloco train --model tiny --replicas 2 --steps 700",
     "diloco train recipes/demo.toml --overlap 5 --name slow-link",
+    "torchrun --nnodes 2 --nproc_per_node 1 --node_rank 0 --master_addr FIRST -m diloco train --auto",
     "diloco train --model 35m --bucket s3://bucket/run --data corpus/",
 )
 
 
 def complete(words: Sequence[str]) -> list[str]:
-    """With `--resume`, put the stored flags of the run before the given words: what is not given stays as it was."""
+    """With `--resume`, put the stored flags of the run before the given words: what is not given stays as it was. With
+    `--auto`, say which settings were given."""
+    whole = _with_stored(words)
+    kept = _kept(words, whole) if "--auto" in whole else []
+    return [*whole, "--kept", *kept] if kept else whole
+
+
+def _kept(words: Sequence[str], whole: list[str]) -> list[str]:
+    """The settings that the autopilot leaves alone: those that are given, here or in a recipe, and those of before."""
+    recipe = stored(Path(words[0])) if words[0].endswith(".toml") and "--auto" in words else []
+    given = {word.partition("=")[0][2:].replace("-", "_") for word in (*recipe, *words) if word.startswith("--")}
+    before = whole[whole.index("--kept") + 1 :] if "--kept" in whole else []
+    before = before[: next((i for i, word in enumerate(before) if word.startswith("--")), len(before))]
+    return sorted({*before, *given} & set(get_args(Tuned)))
+
+
+def _with_stored(words: Sequence[str]) -> list[str]:
     if "--resume" not in words:
         return list(words)
     apart = [part for word in words for part in (word.split("=", 1) if word.startswith("--") else [word])]
@@ -57,6 +74,10 @@ def _drop(words: list[str], *flags: str) -> None:
 
 
 def main(config: TrainConfig) -> int:
+    if config.auto and config.method != "streaming":
+        raise ConfigError(
+            f"--auto with method {config.method}: it chooses how to stream; leave --method out, or --auto"
+        )
     if config.bucket is not None:
         from diloco.train import preflight
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from diloco.errors import ConfigError
 from diloco.plan.plot import rate_text
-from diloco.plan.simulate import Group, Message, Method, simulate
+from diloco.plan.simulate import Group, Message, Method, Sends, simulate
 from diloco.plan.traffic import Array, Link
 from diloco.report.units import percent
 from diloco.runs.reader import RecordedRun, read
@@ -47,15 +47,10 @@ def compare(folder: Path, link: Link | None = None, round_trip: float = 0.0) -> 
         raise ConfigError(f"{folder}: method dp hides its waiting in the backward pass; give a diloco or streaming run")
     if run.method == "local" or replicas == 1 or not _rounds(run):
         return Comparison(run.name, measured, 1.0, 0.0, link is None)
-    nbytes = _bytes(run)
-    schedule = Schedule(int(run.config.get("sync_every", 100)), len(nbytes))
-    overlap = 0 if run.method == "diloco" else int(run.config.get("overlap", 1))
-
-    def sends(step: int) -> list[Message]:
-        return [(0, nbytes[fragment]) for fragment in schedule.sends(step)]
-
     # A round's bytes are what one replica sends, so it counts as an exchange of two whatever the reducer did.
-    method = Method(1, sends, lambda n: n, schedule.sync_every, overlap, by_fragment=True)
+    method = Method(
+        1, _sends(run), lambda n: n, int(run.config.get("sync_every", 100)), _overlap(run), by_fragment=True
+    )
     group = Group(float(computing.mean()), 2, round_trip)
     used = link or Link.same(_rate(run))
     predicted = float(simulate(method, group, used, steps, times=computing)[0])
@@ -78,6 +73,27 @@ def _times(run: RecordedRun) -> tuple[Array, Array]:
 
 def _rounds(run: RecordedRun) -> bool:
     return any(replica.rounds for replica in run.replicas)
+
+
+def _overlap(run: RecordedRun) -> int:
+    """The usual one of a replica that chooses it for itself."""
+    given = run.config.get("overlap", 1)
+    if run.method == "diloco" or given != "auto":
+        return 0 if run.method == "diloco" else int(given)
+    return round(float(np.median([r.overlap or 1 for replica in run.replicas for r in replica.rounds])))
+
+
+def _sends(run: RecordedRun) -> Sends:
+    """What is sent after which step: by the schedule or, where the autopilot may have changed that, as it was."""
+    if run.config.get("auto"):
+        sent: dict[int, list[Message]] = {}
+        for round in next(replica.rounds for replica in run.replicas if replica.rounds):
+            if round.sent_step is not None:
+                sent.setdefault(round.sent_step, []).append((0, float(round.bytes_sent)))
+        return lambda step: sent.get(step, ())
+    nbytes = _bytes(run)
+    schedule = Schedule(int(run.config.get("sync_every", 100)), len(nbytes))
+    return lambda step: [(0, nbytes[fragment]) for fragment in schedule.sends(step)]
 
 
 def _bytes(run: RecordedRun) -> list[float]:

@@ -48,7 +48,7 @@ class Live:
         self.screen = Screen(console=self.console, auto_refresh=False, transient=False) if self.panel else None
         self.began = time.monotonic()
         self.shown = -float("inf")
-        self.printed, self.told = -1, False
+        self.printed, self.told = -1, ""
         self.sync_every, self.method, self.phase = 0, "", ""
         self.echo: list[Any] | None = None
 
@@ -89,9 +89,10 @@ class Live:
         self.phase = read_phase(self.folder / "phase")
         for replica in self.watched:
             replica.read()
-        if not self.told and (self.folder / "derived.txt").exists():
-            self.told = True
-            self.console.print((self.folder / "derived.txt").read_text().rstrip(), markup=False, highlight=False)
+        if (derived := self.folder / "derived.txt").exists() and (text := derived.read_text()) != self.told:
+            more = text.removeprefix(self.told)  # what the autopilot has chosen follows later
+            self.told = text
+            self.console.print(more.rstrip(), markup=False, highlight=False)
         if self.screen:
             self.screen.update(self._panel(), refresh=True)
         elif self.step != self.printed and any(replica.last for replica in self.watched):

@@ -18,6 +18,7 @@ from diloco.schedule import check_overlap
 
 Method = Literal["streaming", "diloco", "dp", "local"]
 Sink = Literal["tensorboard", "wandb", "trackio"]
+Tuned = Literal["sync_every", "fragments", "overlap", "codec"]
 METHODS: tuple[str, ...] = get_args(Method)
 STREAMING, SYNCED = ("streaming",), ("streaming", "diloco")
 _model, _optimisation, _sync, _members, _output = (
@@ -73,7 +74,8 @@ class TrainConfig:
         "strided:N or sequential:N for N layers in a fragment; balanced:N for N fragments of equal size; or "
         "named:PATTERN,PATTERN;PATTERN for parameters by name, with \";\" between fragments.",
         why="as in the paper", methods=STREAMING)
-    overlap: int = _sync(1, "Steps between sending a fragment and applying the result (tau).",
+    overlap: int | Literal["auto"] = _sync(1, "Steps between sending a fragment and applying the result (tau). auto: "
+        "the fewest, from 1 to 5, with which this replica does not wait; it follows the link.",
         why="as in the paper, which saw no loss up to 5", methods=STREAMING)
     keep_local: float = _sync(0.0, "Weight of the local value when the result is applied (alpha).",
         why="the agreed value replaces the local one", methods=STREAMING)
@@ -93,6 +95,13 @@ class TrainConfig:
         why="grows with the rounds, from 0 to 0.9", methods=SYNCED)
     outer_follow: bool = _sync(True, "Let outer momentum fall with the inner learning rate.",
         why="otherwise it runs on when that ends", methods=SYNCED)
+    auto: bool = _sync(False, "Autopilot: measure the first steps and the link, and take the sync_every, fragments, "
+        "overlap and codec that `diloco plan` chooses for them. What is given stays.", scope="member",
+        methods=STREAMING)
+    kept: tuple[Tuned, ...] = _sync((), "With --auto: settings that it leaves as they are.", why="those that are given",
+        scope="member", methods=STREAMING)
+    retune: bool = _sync(True, "With --auto: when the link has changed, all replicas agree on another sync_every or "
+        "codec. --no-retune: only the overlap follows it.", scope="member", methods=STREAMING)
     streams: int = _sync(1, "TCP connections that carry the deltas.",
         why="enough on a short link; a long one needs more", scope="member", methods=SYNCED)
     timeout: float = _sync(600.0,
@@ -152,7 +161,8 @@ class TrainConfig:
             _at_least(1, name, getattr(self, name))
         _at_least(2, "keep", self.keep)  # a crash while saving may leave the newest on some replicas only
         _at_least(0, "warmup", self.warmup)
-        check_overlap(self.overlap, self.sync_every)
+        if self.overlap != "auto":
+            check_overlap(self.overlap, self.sync_every)
         for name in ("keep_local", "feedback"):
             value = getattr(self, name)
             if value is not None and not 0 <= value <= 1:

@@ -61,11 +61,14 @@ class Round:
     members: int
     counted: bool
     """Whether this replica's delta is in the mean. If not, the replica carries its work on into its next delta."""
+    overlap: int | None = None
+    """Of this replica when it was applied. None: written before this key existed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """What happened besides rounds: start, resume, save, finish, stop, and what a bucket reports."""
+    """What happened besides rounds: start, resume, save, finish, stop, what the autopilot chose (autopilot) or all
+    replicas changed to (retune), and what a bucket reports."""
 
     event: str
     seconds: float
@@ -117,8 +120,8 @@ def from_line(text: bytes) -> Record | None:
     if line.get("event") == "round":
         if not {"fragment", "index", "sent_step", "sent_seconds"} <= line.keys():
             return None
-        # Lines written before the key `counted` existed.
-        return _made(Round, {"counted": line["sent_step"] is not None, **line})
+        # Lines written before the keys `counted` and `overlap` existed.
+        return _made(Round, {"counted": line["sent_step"] is not None, "overlap": None, **line})
     if "event" in line:
         known = {key for _, key, _ in _FIELDS[Event]}
         return _made(Event, line, details={key: value for key, value in line.items() if key not in known})

@@ -51,6 +51,7 @@ class Writer:
                 bytes_received=stats.bytes_received,
                 members=stats.members,
                 counted=stats.counted,
+                overlap=stats.overlap,
             )
         )
 

@@ -19,7 +19,7 @@ from diloco.bucket.run import Run
 from diloco.bucket.store.keys import Key, read_key, read_secret
 from diloco.diloco import DiLoCo
 from diloco.errors import ConfigError, Mismatch
-from diloco.flags import choices, spelled, value_type
+from diloco.flags import choices, spelled, value_type, words_beside
 from diloco.runs.config import TrainConfig, names
 from diloco.runs.schema import Event, Step
 from diloco.runs.writer import Writer
@@ -75,6 +75,7 @@ def _taken(field: Field[Any], value: Any) -> Any:
     if isinstance(value, str):
         good = kind is str or value in allowed
         good &= value.isprintable() and len(value) < 10_000 and (not allowed or value in allowed)
+        good |= value in words_beside(field)
     elif isinstance(value, bool) or value is None:
         good = kind is bool if value is not None else NoneType in get_args(field.type)
     else:

@@ -45,7 +45,8 @@ def wrong_batch(batch: int, multiple: int) -> ConfigError:
 def warnings(config: TrainConfig, processes: int) -> Iterator[str]:
     """What is allowed and probably not meant."""
     rounds = config.steps // config.sync_every if config.steps else None
-    if config.method in ("streaming", "diloco") and rounds is not None and rounds < FEW_ROUNDS:
+    chosen = config.auto and "sync_every" not in config.kept
+    if config.method in ("streaming", "diloco") and not chosen and rounds is not None and rounds < FEW_ROUNDS:
         often = max(config.steps or 0, 50) // 10
         what = f"each part of the model is synced {rounds} times" if rounds else "the replicas meet at the end only"
         yield f"{config.steps} steps with sync_every {config.sync_every}: {what}; try --sync-every {often}"

@@ -39,6 +39,7 @@ from diloco.train.data.batches import Batches
 from diloco.train.data.corpus import Corpus
 from diloco.train.data.tokenizer import default_tokenizer, tokenizer_digest
 from diloco.train.defaults import describe, resolve
+from diloco.train.engage import engage
 from diloco.train.members import Fixed, Members
 from diloco.train.model import Windows, build
 from diloco.train.preflight import wrong_batch
@@ -115,6 +116,8 @@ def prepare(config: TrainConfig, world: World, folder: Path) -> Prepared:
     replicas = config.replicas or 2 if config.bucket else world.replicas
     config, rules = resolve(config, parameters, replicas, corpus.train_tokens)
     config, members = _members(config, world, tokenizer)
+    if config.auto and "overlap" not in config.kept:
+        config = replace(config, overlap="auto")  # this member's own, so not among what a bucket publishes
     assert config.batch is not None
     if config.batch % (world.size * config.accumulate):
         raise wrong_batch(config.batch, world.size * config.accumulate)
@@ -144,6 +147,8 @@ def prepare(config: TrainConfig, world: World, folder: Path) -> Prepared:
     about = {"parameters": parameters, "time": time.time(), "host": socket.gethostname(), "device": str(device),
              "torch": torch.__version__, "diloco": __version__}  # fmt: skip
     run.writer.write(Event("resume" if run.start else "start", run.writer.seconds(), run.start, about))
+    if run.diloco and config.auto and config.method == "streaming":
+        engage(run.diloco, config, folder, run.writer, leader, world.rank == 0)
     phase.say("training")
     return run
 

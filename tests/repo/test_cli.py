@@ -131,7 +131,7 @@ def test_what_is_not_the_runs_is_the_members_or_of_this_start():
     assert set(names("member")) == {
         "data", "accumulate", "eval_every", "eval_tokens", "save_every", "keep", "compile", "device", "track", "name",
         "text_key", "out", "bucket", "member", "pace", "quorum", "grace", "key_file", "founder", "encrypt",
-        "streams", "timeout", "tokens",
+        "streams", "timeout", "tokens", "auto", "kept", "retune",
     }  # fmt: skip
     stored_names = {line.split(" = ")[0] for line in to_toml(TrainConfig(resume=True, json=True)).splitlines()}
     assert "name" not in stored_names and {"sync_every", "out"} <= stored_names
@@ -142,7 +142,8 @@ def test_a_method_reads_its_own_settings_only():
     known = [field.name for field in fields(TrainConfig)]
     unread = {method: {name for name in known if not reads(method, name)} for method in METHODS}
     assert unread["streaming"] == set()
-    assert unread["diloco"] == {"fragments", "overlap", "keep_local", "codec", "mean_codec"}
+    tuned = {"auto", "kept", "retune"}
+    assert unread["diloco"] == {"fragments", "overlap", "keep_local", "codec", "mean_codec"} | tuned
     assert unread["dp"] == unread["local"] > {"sync_every", "outer", "outer_lr", "feedback", "streams", "bucket"}
     assert not unread["dp"] & {"lr", "batch", "replicas", "seed"}
     assert reads("dp", "of_a_later_version") and distinguishes("of_a_later_version")

@@ -1,0 +1,114 @@
+"""Settings for what was measured: the planner's choice for this model, these machines and the link between them.
+
+The codec is that of the paper unless no sync_every makes it suffice; then the next one that sends less.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from diloco.formats import FORMATS
+from diloco.plan.choose import SUFFICES, TOLERANCE, Choice, Limits, Settings, choose, method_of
+from diloco.plan.model import Model
+from diloco.plan.plot import rate_text
+from diloco.plan.simulate import Group, utilization
+from diloco.plan.traffic import Link
+from diloco.report.units import percent
+from diloco.terms import Terms
+
+CODEC_LADDER = ("e3m0", "twobit")
+"""The gentlest first. `topk` sends less and wants another outer rule, which cannot change in mid-run."""
+ROOM = 3
+"""How much slower the link may become before other fragments would be better."""
+FASTER, GAIN = 4 / 3, 0.02
+"""What a change in mid-run must be worth: see `better`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What one replica has measured."""
+
+    step_seconds: float
+    rate: float
+    """Bits of payload a second, each way, while all replicas send."""
+    round_trip: float
+    codec_ns: Mapping[str, float]
+    """Of the communication thread, for a value of a round, by codec."""
+    hook_ns: float
+    """Of the training thread."""
+
+    def group(self, codec: str, replicas: int) -> Group:
+        return Group(self.step_seconds, replicas, self.round_trip, self.codec_ns[codec], self.hook_ns)
+
+    def __str__(self) -> str:
+        link = f"{rate_text(self.rate)} each way, round trip {self.round_trip * 1e3:.3g} ms"
+        return f"a step takes {self.step_seconds:.3g} s; the link gives {link}"
+
+
+def worst(measured: Sequence[Mapping[str, Any]]) -> Facts:
+    """Of all replicas: the slowest sets the pace."""
+    facts = [Facts(**each) for each in measured]
+    return Facts(
+        step_seconds=max(f.step_seconds for f in facts),
+        rate=min(f.rate for f in facts),
+        round_trip=max(f.round_trip for f in facts),
+        codec_ns={name: max(f.codec_ns[name] for f in facts) for name in facts[0].codec_ns},
+        hook_ns=max(f.hook_ns for f in facts),
+    )
+
+
+def pick(model: Model, facts: Facts, replicas: int, limits: Limits) -> Choice:
+    """The planner's choice, each setting with its reason."""
+    link, given = Link.same(facts.rate), limits.codec is not None
+    ladder = (limits.codec,) if limits.codec else CODEC_LADDER
+    choices = []
+    for codec in ladder:
+        choices.append(choose(model, facts.group(codec, replicas), link, replace(limits, codec=codec)))
+        if choices[-1].utilization >= SUFFICES:
+            break
+    chosen = choices[-1]
+    if not given:
+        first = f"{percent(choices[0].utilization, digits=1)} busy at best with {ladder[0]}" if len(choices) > 1 else ""
+        bits = f"{8 * FORMATS[chosen.settings.codec].nbytes(1 << 20) / (1 << 20):.3g} bits a value"
+        why = f"{bits}, with error feedback; {first}" if first else f"{bits}, without visible loss"
+        chosen = replace(chosen, reasons=chosen.reasons | {"codec": why})
+    return chosen
+
+
+def pick_first(model: Model, facts: Facts, replicas: int, limits: Limits) -> Choice:
+    """The choice at the start of a run. Fragments cannot change later, so they are small enough for a slower link, if
+    that costs nothing on this one."""
+    chosen = pick(model, facts, replicas, limits)
+    if limits.fragments is not None:
+        return chosen
+    small = pick(model, replace(facts, rate=facts.rate / ROOM), replicas, limits).settings.fragments
+    first = pick(model, facts, replicas, replace(limits, fragments=small))
+    costs = first.utilization < chosen.utilization * (1 - TOLERANCE)
+    if small == chosen.settings.fragments or costs or first.settings.sync_every > chosen.settings.sync_every:
+        return chosen
+    why = f"{len(model.fragments(small))} fragments, small enough for a link of a third of this rate too"
+    return replace(first, reasons=first.reasons | {"fragments": why})
+
+
+def better(model: Model, now: Facts, then: float, replicas: int, held: Settings, limits: Limits) -> Settings | None:
+    """Settings to change to on the link as it is, or None. `then`: the rate for which those that are held were chosen.
+
+    To send less must make training busier by some points. To send more, which only lowers the loss a little, the link
+    must be faster by a third.
+    """
+    chosen = pick(model, now, replicas, limits)
+    less = Terms(chosen.settings.sync_every, chosen.settings.codec).bits() < Terms(held.sync_every, held.codec).bits()
+    if (chosen.settings.sync_every, chosen.settings.codec) == (held.sync_every, held.codec):
+        return None
+    if less:
+        method, group = method_of(held, model), now.group(held.codec, replicas)
+        busy = float(utilization(method, group, Link.same(now.rate))[0])
+        return chosen.settings if chosen.utilization > busy + GAIN else None
+    return chosen.settings if now.rate > FASTER * then else None
+
+
+def lines(choice: Choice, facts: Facts) -> list[str]:
+    """What was chosen, and why."""
+    settings = asdict(choice.settings)
+    chosen = [f"  {name} = {value}: {choice.reasons[name]}" for name, value in settings.items()]
+    return [f"autopilot: {facts}", *chosen, f"  expected: {percent(choice.utilization, digits=1)} busy"]

@@ -1,0 +1,37 @@
+"""The autopilot in the trainer: what it chooses becomes the run's settings, and is shown and written down."""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from diloco.diloco import DiLoCo
+from diloco.flags import to_toml
+from diloco.pilot import autopilot
+from diloco.runs.config import TrainConfig
+from diloco.runs.schema import Event
+from diloco.runs.writer import Writer
+
+STORED = ("sync_every", "fragments", "codec")
+"""Settings without which a checkpoint cannot be loaded, so config.toml gets them as chosen. The overlap stays auto."""
+log = logging.getLogger("diloco")
+
+
+def engage(diloco: DiLoCo, config: TrainConfig, folder: Path, writer: Writer, leader: bool, first: bool) -> None:
+    """`leader`: this process writes for its replica; `first`: and for the run."""
+
+    def say(text: str, values: Mapping[str, Any]) -> None:
+        chosen = "expected_utilization" in values
+        if values and leader:
+            writer.write(Event("autopilot" if chosen else "retune", writer.seconds(), diloco.step_count, values))
+        if not first:
+            return
+        if chosen:
+            stored = {name: values[name] for name in STORED}
+            (folder / "config.toml").write_text(to_toml(replace(config, **stored)))
+        log.info(text)
+        with (folder / "derived.txt").open("a") as file:
+            file.write(text + "\n")
+
+    autopilot(diloco, keep=config.kept, steps=config.steps, retune=config.retune, say=say)

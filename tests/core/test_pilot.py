@@ -1,0 +1,177 @@
+"""The autopilot in the loop: two replicas in one process, a link and a clock that are numbers."""
+
+import re
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from diloco import Balanced, ConfigError, DiLoCo
+from diloco import pilot as pilots
+from diloco.pilot import autopilot, model_of
+from diloco.reduce import Round, local
+from diloco.reduce.link import LinkSpeed
+from diloco.speed import Speed
+from diloco.terms import Terms
+from tests.support.fake_reduce import Script
+from tests.support.models import Tiny, adamw, flat, steps
+from tests.support.processes import run
+
+STEP, TRIP = 0.05, 0.001
+SPEED = Speed(dict.fromkeys(("e3m0", "twobit", "float32", "topk"), 1.0),
+              dict.fromkeys(("e3m0", "twobit", "float32", "topk"), 1.0), 1.0, 0.0)  # fmt: skip
+
+
+class Clock:
+    """A step takes always the same."""
+
+    seconds = STEP
+
+    def begin(self, now):
+        pass
+
+    def end(self, now):
+        pass
+
+
+class Linked:
+    """A reducer whose rounds take as long as a link of this rate needs. All replicas have the same one."""
+
+    def __init__(self, reduce, rate):
+        self._reduce, self.rate = reduce, rate
+        self.replica, self.replicas = reduce.replica, reduce.replicas
+
+    def __getattr__(self, name):
+        return getattr(self._reduce, name)
+
+    def measure(self):
+        return LinkSpeed(TRIP, self.rate)
+
+    def tell(self, value):
+        return [value] * self.replicas
+
+    def take(self, fragment, index):
+        outcome = self._reduce.take(fragment, index)
+        if not isinstance(outcome, Round):
+            return outcome
+        seconds = 8 * outcome.sent / self.rate + TRIP
+        return replace(outcome, seconds=seconds, transfer=seconds)
+
+
+def fly(reduce, count, rates, watched=(0, 1), **options):
+    """`rates`: {step: rate from then on}. Returns what was held after each step, and what was said."""
+    link, model = Linked(reduce, rates[0]), Tiny()
+    optimizer = adamw(model)
+    diloco = DiLoCo(model, optimizer, overlap="auto", reduce=link)
+    diloco.tuning.clock = Clock()  # type: ignore[assignment]
+    held, said = [], []
+    if reduce.replica in watched:
+        autopilot(diloco, say=lambda text, values: said.append((diloco.step_count, text, values)), **options)
+    with diloco:
+        for step in steps(model, optimizer, reduce.replica, 1, count):
+            link.rate = rates.get(step, link.rate)
+            held.append(diloco.tuning.held)
+    return held, said, flat(model)
+
+
+@pytest.fixture
+def _machine(monkeypatch):
+    monkeypatch.setattr(pilots.speed, "known", lambda: SPEED)
+
+
+VALUES = sum(p.numel() for p in Tiny().parameters())
+ENOUGH = 4.03 * VALUES / (30 * STEP)
+"""Bits a second with which a sync_every of 30 keeps the link full."""
+
+
+@pytest.mark.usefixtures("_machine")
+@pytest.mark.parametrize("factor", [1 / 3, 2.0])
+def test_when_the_link_changes_all_change_within_three_sync_periods_and_say_why(factor):
+    first, at = 0.55 * ENOUGH, 400
+    results = local.run(2, lambda r: fly(r, 900, {0: first, at: factor * first}))
+    (held, said, weights), (held_too, _, weights_too) = results
+    assert held == held_too and torch.equal(weights, weights_too)
+    before, after = held[at], held[-1]
+    assert before == held[10] and after != before
+    assert (after.sync_every > before.sync_every) == (factor < 1)
+    assert held.index(after) - at <= 3 * before.sync_every
+    fresh = local.run(2, lambda r: fly(r, 12, {0: factor * first}))[0][0][-1]
+    assert after == fresh  # what a run on this link would have begun with
+    _, text, values = said[-1]
+    assert f"sync_every {before.sync_every} → {after.sync_every}, because the link gives" in text
+    assert values["sync_every"] == after.sync_every and values["rate"] == pytest.approx(factor * first, rel=0.05)
+    assert len(said) == 2
+
+
+@pytest.mark.usefixtures("_machine")
+def test_nothing_changes_on_a_steady_link_nor_when_it_wavers_by_a_fifth():
+    wavering = {step: 0.55 * ENOUGH * (0.85 if step % 80 else 1.2) for step in range(100, 600, 40)}
+    (held, said, _), _ = local.run(2, lambda r: fly(r, 600, {0: 0.55 * ENOUGH, **wavering}))
+    assert len(set(held[10:])) == 1 and len(said) == 1
+
+
+@pytest.mark.usefixtures("_machine")
+def test_without_retune_on_one_replica_all_keep_what_they_have():
+    rates = {0: 0.55 * ENOUGH, 200: 0.18 * ENOUGH}
+    results = local.run(2, lambda r: fly(r, 500, rates, retune=r.replica == 0))
+    assert all(len(set(held[10:])) == 1 for held, _, _ in results)
+
+
+@pytest.mark.usefixtures("_machine")
+def test_what_is_kept_is_neither_chosen_nor_changed():
+    def loop(reduce):
+        model = Tiny()
+        optimizer = adamw(model)
+        diloco = DiLoCo(model, optimizer, sync_every=40, fragments=Balanced(5), overlap=3, reduce=Linked(reduce, 1e3))
+        diloco.tuning.clock = Clock()  # type: ignore[assignment]
+        pilot = autopilot(diloco, keep=("sync_every", "fragments", "overlap", "codec"))
+        with diloco:
+            for _ in steps(model, optimizer, reduce.replica, 1, 200):
+                pass
+        assert pilot is not None and pilot.choice is not None
+        assert set(pilot.choice.reasons.values()) == {"given"}
+        return diloco.tuning.held, diloco.overlap, len(diloco.fragments)
+
+    assert local.run(2, loop) == [(Terms(40, "e3m0"), 3, 5)] * 2
+
+
+def test_the_planner_sees_the_layers_and_what_is_outside_of_them():
+    model = Tiny()
+    seen = model_of(DiLoCo(model, adamw(model), reduce=Script()))
+    assert seen.layers == (272.0,) * 6
+    assert seen.parameters == sum(p.numel() for p in model.parameters())
+    plain = nn.Linear(8, 8)
+    assert model_of(DiLoCo(plain, fragments=Balanced(2), reduce=Script())).parameters == 72
+
+
+def test_without_a_link_there_is_nothing_to_choose():
+    said = []
+    diloco = DiLoCo(Tiny(), sync_every=4, reduce=Script())
+    assert autopilot(diloco, say=lambda text, values: said.append(text)) is None
+    assert said == ["autopilot: with a Script, sync_every, fragments and codec stay as given; overlap=1"]
+    with pytest.raises(ConfigError, match=r"keep=\['speed'\]: give any of sync_every, fragments, overlap, codec"):
+        autopilot(diloco, keep=["speed"])
+
+
+def _snippet(rank):
+    """What the page leaves out: a model, an optimizer, data, a step."""
+    page = (Path(__file__).parents[2] / "docs" / "planner.md").read_text()
+    (code,) = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    model = Tiny()
+    optimizer = adamw(model)
+    training = steps(model, optimizer, rank, 1, 25)
+    names = {"model": model, "optimizer": optimizer, "data": range(25), "train_step": lambda _: next(training),
+             "print": lambda *_: None}  # fmt: skip
+    exec(compile(code, "planner.md", "exec"), names)
+    pilot = names["pilot"]
+    return asdict(pilot.choice), asdict(pilot._facts), names["diloco"].tuning.held, flat(model)
+
+
+def test_the_loop_on_the_page_measures_and_chooses_over_real_processes():
+    (choice, facts, held, weights), (choice_too, facts_too, held_too, weights_too) = run(2, _snippet)
+    assert choice == choice_too and facts == facts_too and held == held_too and torch.equal(weights, weights_too)
+    assert choice["settings"]["codec"] == "e3m0" and choice["reasons"]["codec"] == "given"
+    assert held.sync_every == choice["settings"]["sync_every"]
+    assert 0 < facts["round_trip"] < 60 and 1e3 < facts["rate"] < 1e14 and facts["step_seconds"] > 0
