@@ -5,7 +5,7 @@ JOBS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 export PIP_CONSTRAINT := constraints.txt
 
-.PHONY: help demo test test-frameworks test-slurm test-fast lint format wheel sanitize browser bench netlab bucket chaos parity parity-quick clean
+.PHONY: help demo test test-frameworks test-slurm test-fast lint format wheel sanitize browser bench netlab autopilot bucket chaos parity parity-quick clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## */\1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -59,6 +59,10 @@ bench: .venv/ready  ## measured figures: benchmarks/results/*.json and the table
 netlab: .venv/ready  ## utilisation over a slow link, all methods; as root; keeps both cores busy
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[netlab]'
 	$(BIN)/python -m studies.netlab --fresh
+	$(BIN)/python -m benchmarks.table
+
+autopilot: .venv/ready  ## the autopilot beside the best fixed settings on shaped links; as root; ten minutes
+	$(BIN)/python -m studies.autopilot
 	$(BIN)/python -m benchmarks.table
 
 bucket: .venv/ready  ## what the bucket costs and survives, beside torchft; as root

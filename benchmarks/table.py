@@ -19,7 +19,7 @@ STUDIES = ROOT / "studies"
 HEAD = """# Benchmarks
 
 This page is generated. Its figures come from `benchmarks/results/*.json`, which `make bench` measures, and from
-`studies/*/*.json`, which `make netlab`, `make bucket` and `make chaos` measure.
+`studies/*/*.json`, which `make netlab`, `make autopilot`, `make bucket` and `make chaos` measure.
 Two times are compared only if they were measured in turn within one run, because the speed of a machine changes from
 hour to hour. A speed in GB/s or ms alone is for orientation.
 """
@@ -188,6 +188,7 @@ SECTIONS: tuple[tuple[Path, str, Callable[[Record], str]], ...] = (
     (RESULTS / "accelerator.json", "As if an accelerator trained", accelerator),
     (RESULTS / "trainer.json", "The trainer against a bare loop", trainer),
     (NETLAB, "The network lab: utilisation over a slow link", netlab),
+    (STUDIES / "autopilot/results.json", "The autopilot", autopilot),
     (BUCKET, "The bucket: members come and go", bucket),
     (RESTARTS, "Restarts", restarts),
     (STUDIES / "bucket/chaos.json", "Chaos", chaos),

@@ -44,8 +44,13 @@ class Network:
             if rate is None:  # fails where nothing limits
                 subprocess.run(f"tc -n {namespace} qdisc del dev {DEVICE} root".split(), capture_output=True)
             else:
-                limits = f"rate {rate.mbit}mbit burst {rate.burst_kbyte}kb latency {rate.latency_ms}ms"
-                _call(f"tc -n {namespace} qdisc replace dev {DEVICE} root tbf {limits}")
+                _call(" ".join(shaping(rate, f"-n {namespace}")))
+
+
+def shaping(rate: Rate, *where: str) -> list[str]:
+    """The command that limits what a host sends; by default the one on which it is called."""
+    limits = f"rate {rate.mbit}mbit burst {rate.burst_kbyte}kb latency {rate.latency_ms}ms"
+    return " ".join(["tc", *where, "qdisc replace dev", DEVICE, "root tbf", limits]).split()
 
 
 def impossible() -> str | None:

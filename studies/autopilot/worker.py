@@ -1,0 +1,148 @@
+"""One replica of a cell, in its network namespace: steps are pauses, as if an accelerator trained meanwhile.
+
+A cell has fixed settings, or is flown by the autopilot. The link may change in the middle of it: each replica shapes
+what it sends itself, after the same step.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from benchmarks import processes
+from benchmarks.record import Record
+from diloco import DiLoCo
+from diloco.codec import codec_named
+from diloco.fragment import fragmenter
+from diloco.pilot import autopilot
+from diloco.plan.choose import Settings
+from diloco.reduce.collective import Collective
+from tests.support.netns import Rate, shaping
+
+LAYERS, WIDTH, STEP_SECONDS = 12, 576, 0.05
+PERIODS = 2
+"""Sync periods that are measured with the autopilot. Fixed settings: whole periods of at least `LEAST` steps."""
+LEAST = 90
+WITHIN = 3
+"""Sync periods after a change of the link, from which on utilisation counts again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    settings: Settings | None = None
+    """None: the autopilot's."""
+    mbit: float
+    then: float | None = None
+    """The rate after the change."""
+    scale: float = 1.0
+    """Of the lengths that are measured, for a quick try."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="one replica of all cells of a rate")
+    parser.add_argument("--cells", required=True)
+    rank = processes.pin()
+    rows = []
+    dist.init_process_group("gloo")
+    for given in json.loads(parser.parse_args().cells):
+        cell = Cell(**{**given, "settings": Settings(**given["settings"]) if given["settings"] else None})
+        shape(cell.mbit)
+        rows.append(fixed(cell) if cell.settings else flown(cell))
+        if rank == 0:
+            print(json.dumps(rows[-1]), flush=True)
+    print(json.dumps(rows), flush=True)
+    os._exit(0)  # without the last sync of models that nobody wants
+
+
+def shape(mbit: float) -> None:
+    subprocess.run(shaping(Rate(mbit)), check=True, capture_output=True)
+
+
+class Loop:
+    """A DiLoCo whose steps are pauses, and when each step ended."""
+
+    def __init__(self, **settings: Any) -> None:
+        torch.manual_seed(0)
+        model = nn.ModuleDict({"layers": nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))})
+        self.diloco = DiLoCo(model, reduce=Collective(), **settings)
+        self.diloco.join()
+        self.ended = [time.perf_counter()]
+
+    def run(self, steps: int, pause: float = STEP_SECONDS) -> None:
+        for _ in range(steps):
+            time.sleep(pause)
+            self.diloco.step()
+            self.ended.append(time.perf_counter())
+
+    def utilization(self, first: int, last: int) -> float:
+        return (last - first) * STEP_SECONDS / (self.ended[last] - self.ended[first])
+
+    def close(self) -> None:
+        """Nothing of this cell is on the link when the next one begins."""
+        for future in list(self.diloco.reduce._rounds.values()):  # pyright: ignore[reportAttributeAccessIssue]
+            future.result()
+        dist.barrier()
+        self.diloco.reduce.leave()
+
+
+def fixed(cell: Cell) -> Record:
+    assert cell.settings is not None
+    settings = cell.settings
+    loop = Loop(sync_every=settings.sync_every, fragments=fragmenter(settings.fragments), overlap=settings.overlap,
+                codec=codec_named(settings.codec))  # fmt: skip
+    loop.run(settings.sync_every - 1, pause=0)  # nothing is sent before, so there is no need to pause
+    warm = settings.sync_every  # until the first rounds have come back, and a queue has built up
+    steps = -(-int(LEAST * cell.scale) // settings.sync_every) * settings.sync_every
+    loop.run(warm + steps)
+    first = 2 * settings.sync_every - 1
+    row = {"settings": asdict(settings), "mbit": cell.mbit, "measured": loop.utilization(first, first + steps)}
+    loop.close()
+    return row
+
+
+def flown(cell: Cell) -> Record:
+    said: list[tuple[int, str, Any]] = []
+    loop = Loop(overlap="auto")
+    pilot = autopilot(loop.diloco, say=lambda text, values: said.append((loop.diloco.step_count, text, dict(values))))
+    assert pilot is not None
+    loop.run(10)
+    assert pilot.choice is not None
+    sync_every, periods = loop.diloco.schedule.sync_every, max(round(PERIODS * cell.scale), 1)
+    first, last = 2 * sync_every, (2 + periods) * sync_every
+    loop.run(last - 10)
+    row: Record = {"mbit": cell.mbit, "settings": asdict(pilot.choice.settings), "expected": pilot.choice.utilization,
+                   "measured": loop.utilization(first, last)}  # fmt: skip
+    if cell.then is not None:
+        row |= changed(cell, loop, periods)
+    row["overlaps"] = [(r.applied_step, r.overlap) for r in loop.diloco.stats.last]
+    row["said"] = said
+    loop.close()
+    return row
+
+
+def changed(cell: Cell, loop: Loop, periods: int) -> Record:
+    """The link becomes another one in the middle of a sync period."""
+    assert cell.then is not None
+    diloco = loop.diloco
+    before = diloco.schedule.sync_every
+    loop.run(before // 2)
+    at = diloco.step_count
+    shape(cell.then)
+    loop.run(WITHIN * before)
+    first, after = diloco.step_count, diloco.tuning.held
+    loop.run(periods * after.sync_every)
+    last = diloco.step_count
+    settings = {"sync_every": after.sync_every, "codec": after.codec, "overlap": diloco.overlap}
+    return {"then": cell.then, "at": at, "settings_then": settings, "during": loop.utilization(at, first),
+            "measured_then": loop.utilization(first, last)}  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
