@@ -91,7 +91,7 @@ class Live:
             replica.read()
         if (derived := self.folder / "derived.txt").exists() and (text := derived.read_text()) != self.told:
             more = text.removeprefix(self.told)  # what the autopilot has chosen follows later
-            self.told = text
+            self.told, self.sync_every = text, 0  # read the config again
             self.console.print(more.rstrip(), markup=False, highlight=False)
         if self.screen:
             self.screen.update(self._panel(), refresh=True)

@@ -20,9 +20,9 @@ from studies.parity.run import _Loop
 NOISE = 0.009
 """Half the width of the parity study's interval for the trainer's defaults, two seeds (docs/parity.md)."""
 SEEDS = 2
-STEPS = 600
-FAST, SLOW = (50, 1), (150, 3)
-"""(sync_every, overlap) on a link, and on one of a third of its rate."""
+STEPS = 480
+FAST, SLOW = (16, 1), (48, 3)
+"""(sync_every, overlap) on a link, and on one of a third of its rate: ten rounds at least in so short a run."""
 
 
 @dataclass(frozen=True)
