@@ -8,8 +8,10 @@ import argparse
 import json
 import os
 import subprocess
+import sys
 import time
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -56,7 +58,8 @@ def main() -> None:
         shape(cell.mbit)
         rows.append(fixed(cell) if cell.settings else flown(cell))
         if rank == 0:
-            print(json.dumps(rows[-1]), flush=True)
+            told = {key: rows[-1][key] for key in ("mbit", "settings", "measured")}
+            print(json.dumps(told), file=sys.stderr, flush=True)
     print(json.dumps(rows), flush=True)
     os._exit(0)  # without the last sync of models that nobody wants
 
@@ -121,7 +124,8 @@ def flown(cell: Cell) -> Record:
                    "measured": loop.utilization(first, last)}  # fmt: skip
     if cell.then is not None:
         row |= changed(cell, loop, periods)
-    row["overlaps"] = [(r.applied_step, r.overlap) for r in loop.diloco.stats.last]
+    applied = [(r.applied_step, r.overlap) for r in loop.diloco.stats.last]
+    row["overlaps"] = [new for old, new in pairwise([(0, -1), *applied]) if old[1] != new[1]]  # where it changes
     row["said"] = said
     loop.close()
     return row
