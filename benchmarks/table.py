@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.record import RESULTS, Record, Target, read, table
+from studies.autopilot.section import section as autopilot
 from studies.bucket.section import chaos, poison, restarts
 from studies.bucket.section import section as bucket
 from studies.netlab.plot import draw

@@ -96,10 +96,9 @@ class DiLoCo:
         reshard(model)  # after a forward without a backward FSDP2 shows gathered parameters, which it frees later
         parameters: dict[str, Tensor] = dict(trainable(model))
         shapes = {name: tuple(p.shape) for name, p in parameters.items()}
-        self._shard = shard_id(parameters.values())
+        self._shapes, self._trained, self._shard = shapes, list(parameters.values()), shard_id(parameters.values())
         self.reduce = _default_reduce(self._shard) if reduce is None else reduce
         self._name = mistakes.known_as(self.reduce)
-        self._shapes, self._trained = shapes, list(parameters.values())
         self.outer, self.keep_local, self._feedback = outer, keep_local, feedback
         self._cut(sync_every, fragments, overlap, codec)
         self._buffers = sync_of_buffers(len(self._fragments), trained_buffers(model), self._fragments[0].memory)
