@@ -5,13 +5,16 @@ JOBS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 export PIP_CONSTRAINT := constraints.txt
 
-.PHONY: help demo test test-frameworks test-slurm test-fast lint format wheel sanitize browser bench netlab autopilot bucket chaos parity parity-quick clean
+.PHONY: help demo picture test test-frameworks test-slurm test-fast lint format wheel sanitize browser bench netlab autopilot bucket chaos parity parity-quick clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## */\1\t/p' $(MAKEFILE_LIST) | expand -t 16
 
 demo: .venv/ready  ## two replicas train a small model on this machine
 	$(BIN)/diloco train recipes/demo.toml
+
+picture: .venv/ready  ## the pictures of docs/, of a demo that is run for them; needs Chromium (make browser)
+	$(BIN)/python -m docs.pictures
 
 test: .venv/ready  ## all tests, in random order
 	$(PYTEST)

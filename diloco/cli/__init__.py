@@ -19,6 +19,7 @@ VERBS = {
     "train": "train a language model on several replicas",
     "compare": "run several methods or settings at equal tokens, side by side",
     "report": "show a run: table here, curves and timeline as one HTML file",
+    "dashboard": "serve runs as a page that lives, while they train",
     "ls": "list the runs, each with its state",
     "watch": "show a run that meets in a bucket, live, from anywhere",
     "keys": "make a key, list who may take part in a run in a bucket",
@@ -28,6 +29,7 @@ VERBS = {
     "fleet": "know what failures cost many chips",
     "recipes": "list, print or copy the recipes and examples that come with it",
     "doctor": "check this machine, and the link between replicas",
+    "completion": "print what makes a shell complete verbs and flags",
 }
 
 

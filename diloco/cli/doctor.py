@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import platform
+import shutil
 import socket
 import sys
 import time
@@ -11,6 +12,7 @@ from typing import Any
 
 from diloco.errors import ConfigError
 from diloco.flags import flag
+from diloco.report import units
 from diloco.speed import remeasured
 from diloco.world import World, cores, own_world
 
@@ -24,6 +26,8 @@ EXTRAS = {
     "wandb": ("wandb",),
     "trackio": ("trackio",),
 }
+SMALL_DISK = 10e9
+"""Bytes below which the free space is remarked on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +81,7 @@ def look_here() -> list[Finding]:
     if count and name is not None and name.type == "cuda":
         found.append(Finding("nccl", "yes" if dist.is_nccl_available() else "no", dist.is_nccl_available(),
                              "only --shards needs NCCL; install a torch build with it"))  # fmt: skip
-    found += [_kernels(), _speed(), _hostname(), _port()]
+    found += [_kernels(), _speed(), _disk(), _hostname(), _port()]
     for extra, modules in EXTRAS.items():
         missing = [m for m in modules if importlib.util.find_spec(m) is None]
         text = f"no {', '.join(missing)}" if missing else "installed"
@@ -95,6 +99,13 @@ def _kernels() -> Finding:
 def _speed() -> Finding:
     """Measured now; `diloco plan` uses it from now on."""
     return Finding("a round of 2 replicas", str(remeasured()))
+
+
+def _disk() -> Finding:
+    free = shutil.disk_usage(".").free
+    remedy = "a checkpoint takes up to 24 bytes a parameter, and --keep of them are kept; give --out elsewhere"
+    little = free < SMALL_DISK
+    return Finding("disk", f"{units.size(free)} free here", None if little else True, remedy if little else "")
 
 
 def _hostname() -> Finding:

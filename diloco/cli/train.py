@@ -5,7 +5,7 @@ import json
 import logging
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -92,7 +92,6 @@ def main(config: TrainConfig) -> int:
 
 def run_here(config: TrainConfig, *, show: bool = True) -> tuple[int, Path]:
     """Start all processes of a run on this machine, show it, and report it."""
-    from diloco.report.live import Live
     from diloco.train import preflight
 
     config = replace(config, replicas=config.replicas or 2)
@@ -112,7 +111,9 @@ def run_here(config: TrainConfig, *, show: bool = True) -> tuple[int, Path]:
         (folder / "start.toml").write_text(to_toml(replace(config, name=folder.name)))
         words = ["train", str(folder / "start.toml"), *(["--resume"] if config.resume else [])]
         print(f"run {folder}", file=sys.stderr)
-        with Live(folder, config.replicas, config.steps or 0) as live:
+        from diloco.report.live import Live  # not before all was checked: a mistake is answered at once
+
+        with _dashboard(config, folder), Live(folder, config.replicas, config.steps or 0) as live:
             code, reason = supervise.start(words, size, folder, config.shards, live.refresh, keep=(lock,))
     if reason:
         print(f"diloco: {reason}", file=sys.stderr)
@@ -159,7 +160,9 @@ def _be_rank(config: TrainConfig, world: World) -> int:
 
         # If `run_here` started this process, it holds the lock and shows the run itself.
         leads = world.shard == 0 and not started_here()
-        with folders.locked(folder / f"replica-{world.replica}") if leads else contextlib.nullcontext():
+        shows = leads and world.rank == 0
+        with (folders.locked(folder / f"replica-{world.replica}") if leads else contextlib.nullcontext(),
+              _shown(config, folder, world.replicas) if shows else contextlib.nullcontext()):  # fmt: skip
             summary = train(config, world, folder)
         dist.barrier()  # until all have written their last line
         if world.rank == 0:
@@ -226,7 +229,8 @@ def _be_member(config: TrainConfig) -> int:
             alone()
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         try:
-            summary = train(config, world, folder)
+            with _shown(config, folder, 1) if world.rank == 0 else contextlib.nullcontext():
+                summary = train(config, world, folder)
         finally:
             dist.destroy_process_group()
         if world.rank > 0:
@@ -239,9 +243,43 @@ def _be_member(config: TrainConfig) -> int:
     return 130 if summary["stopped"] else 0
 
 
+@contextlib.contextmanager
+def _shown(config: TrainConfig, folder: Path, replicas: int) -> Iterator[None]:
+    """Show the run that this process trains in, in its terminal and, if that is wanted, as a page."""
+    from diloco.report.live import Live, beside
+
+    live = Live(folder, replicas, config.steps or 0, every=10.0, told=True)
+    (folder / "phase").unlink(missing_ok=True)
+    with _dashboard(config, folder), beside(live):
+        yield
+
+
+@contextlib.contextmanager
+def _dashboard(config: TrainConfig, folder: Path) -> Iterator[None]:
+    """Serve the run as a page while it goes on, if that is wanted."""
+    if not config.dashboard:
+        yield
+        return
+    from diloco.dashboard.server import open_dashboard, serving
+    from diloco.dashboard.site import Site
+
+    (folder / "replica-0").mkdir(parents=True, exist_ok=True)  # which makes it a run
+    with serving(open_dashboard(Site([str(folder)]), "127.0.0.1", None, None)) as dashboard:
+        print(f"dashboard at {dashboard.address}", file=sys.stderr)
+        yield
+
+
+class _Stderr(logging.StreamHandler[Any]):
+    """Writes to what is stderr at that moment: the live view puts itself in its place, to print above its panel."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.stream = sys.stderr
+        super().emit(record)
+
+
 def _log_to_stderr() -> None:
     """Log our own lines, and the warnings of other libraries."""
-    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[_Stderr()])
     logging.getLogger("diloco").setLevel(logging.INFO)
 
 

@@ -4,9 +4,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console
-from rich.live import Live
-
+from diloco.errors import ConfigError
 from diloco.flags import REQUIRED, flag
 
 
@@ -29,6 +27,12 @@ EXAMPLES = ("diloco watch s3://bucket/run", "diloco watch shared/run --once")
 
 
 def main(config: WatchConfig) -> int:
+    place = Path(config.url).expanduser().absolute()
+    if "://" not in config.url and not place.is_dir():  # before torch is imported for it
+        raise ConfigError(f"there is no folder {place}: give what the members were given as --bucket")
+    from rich.console import Console
+    from rich.live import Live
+
     from diloco.bucket.store.keys import read_key, read_secret
     from diloco.report.bucket import Watch
 

@@ -45,8 +45,14 @@ def write(path: Path, plot: Plot) -> None:
         raise ConfigError(f"plot={str(path)!r}: the name must end in .html, .svg or .png")
 
 
+DARK = (
+    "@media (prefers-color-scheme:dark){body{color:#e8ebee;background:#14171b}svg{fill:#e8ebee}"
+    "path[stroke='#e4e4e4']{stroke:#333a42}}"
+)
+
+
 def _html(plot: Plot) -> str:
-    style = "body{font:15px system-ui,sans-serif;margin:2em auto;max-width:880px;color:#222;background:#fff}"
+    style = f"body{{font:15px system-ui,sans-serif;margin:2em auto;max-width:880px;color:#222;background:#fff}}{DARK}"
     return (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{escape(plot.title)}</title>'
         f"<style>{style}</style><h1>{escape(plot.title)}</h1>{_svg(plot)}</html>\n"

@@ -1,13 +1,13 @@
-"""A run whose members meet in a bucket, as tables: its members, and the last rounds of every fragment."""
+"""A run whose members meet in a bucket: its members, how far it is, and the last rounds of every fragment."""
 
+import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any
 
-from rich import box
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from diloco.bucket.members import Member, read_members
@@ -20,14 +20,48 @@ from diloco.bucket.store.cipher import open_encrypted
 from diloco.bucket.store.keys import Key
 from diloco.bucket.store.operations import List, Size
 from diloco.bucket.store.store import Store
+from diloco.bucket.timing import MemberOptions
 from diloco.codec import Float32
 from diloco.errors import ConfigError
 from diloco.report import units
+from diloco.report.fitted import Column, Fitted
 
 ROUNDS = 5
 """Rounds that are shown, of all fragments together; of each fragment at least the last one."""
 QUIET = 10.0
 """Seconds without a sign of life after which a member is called quiet."""
+LOST = MemberOptions().ttl
+"""Seconds after which the other members take it for dead, if they have the usual heartbeat."""
+COLUMNS = {
+    "member": (0, ""),
+    "state": (0, ""),
+    "round": (0, "of the fragment that is behind, and of the one that is ahead"),
+    "step": (2, "the member's own count, since it joined"),
+    "loss": (1, "in training, of its last step"),
+    "anchors": (3, "loss of the agreed weights on held-out text"),
+    "tokens/s": (4, ""),
+    "step time": (5, ""),
+}
+"""What is shown of a member: in which order columns are left out in a narrow terminal (see `Column`), and its help."""
+
+
+@dataclass(frozen=True)
+class MemberRow:
+    kind: str
+    """trains, joining, quiet, lost or left."""
+    cells: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Sight:
+    """What one look has seen, as text. Nothing in it can be trusted: whoever writes to the store chose it."""
+
+    title: str
+    share: float
+    """Of the rounds that are done; 0 if the run does not say how many it has."""
+    progress: str
+    members: tuple[MemberRow, ...]
+    rounds: tuple[tuple[str, str, str, str], ...]
 
 
 @dataclass
@@ -35,13 +69,15 @@ class _Seen:
     """The counter of a member, and when it was first seen."""
 
     counter: int
-    since: float = field(default_factory=time.monotonic)
+    since: float
 
 
 class Watch:
     """What can be seen of a run. Signs of life are counted from the first look on, by the local clock."""
 
-    def __init__(self, url: str, key: Key, encrypt: bytes | None = None) -> None:
+    def __init__(
+        self, url: str, key: Key, encrypt: bytes | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         run = find_run(url, key, encrypt=encrypt)
         if run is None and Store(open_store(url, create=False)).perform(Size(f"{SHARD.format(0)}/{NAME}")) is not None:
             url = below(url, 0)  # where members have several ranks: the ranks that hold the first shard
@@ -54,44 +90,66 @@ class Watch:
         self._envelope, self._store = run.envelope(key), Store(open_encrypted(url, encrypt, create=False))
         self._seen: dict[tuple[str, int], _Seen] = {}
         self._rejected = 0
+        self._clock = clock
+        self._pace: list[tuple[float, int, int]] = []  # time, rounds of all fragments, rounds of each: first and last
 
     def look(self) -> RenderableType:
+        """What can be seen, as tables."""
+        seen = self.see()
+        rows = [member.cells for member in seen.members]
+        columns = [
+            Column(name, [row[k] for row in rows], left=k < 2, spare=spare)
+            for k, (name, (spare, _)) in enumerate(COLUMNS.items())
+        ]
+        names = ("fragment", "round", "members and their shares", "bytes")
+        rounds = [Column(name, [row[k] for row in seen.rounds], left=k == 2) for k, name in enumerate(names)]
+        # As text, not as markup.
+        return Group(Text(seen.title), Text(seen.progress), Fitted(columns), Text(""), Fitted(rounds))
+
+    def see(self) -> Sight:
         self._store.run(load_lists(self._envelope), nullcontext())
         members = self._store.run(read_members(self._envelope, self._reject), nullcontext())
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-        for name in ("member", "state", "round", "step", "loss", "anchors", "tokens/s", "step time"):
-            table.add_column(name, justify="left" if name in ("member", "state") else "right")
-        for member in members:
-            values = member.published
-            table.add_row(
-                member.name, self._state(member), f"{min(member.held, default=0)}–{max(member.held, default=0)}",
-                _shown(values, "step", "{:.0f}"), _shown(values, "loss", "{:.3f}"),
-                _shown(values, "anchor_loss", "{:.3f}"),
-                units.amount(values.get("tokens_per_second", 0.0)), units.duration(member.step_seconds),
-            )  # fmt: skip
+        rounds = [(f, *round) for f in range(len(self.run.snapshots)) for round in self._last(f, members)]
         rejected = f"; {self._rejected} objects cannot be used" if self._rejected else ""
-        head = f"run {self.run.id} in {self.url}, {len(self.run.snapshots)} fragments{rejected}"
-        # As text, not as markup, and without control characters: whoever can write to the store chose what it says.
-        return Group(Text("".join(c if c.isprintable() else "?" for c in head)), table, self._rounds(members))
+        title = f"run {self.run.id} in {self.url}, {len(self.run.snapshots)} fragments{rejected}"
+        share, progress = self._progress([max((r[1] for r in rounds if r[0] == f), default=0)
+                                          for f in range(len(self.run.snapshots))])  # fmt: skip
+        listed = tuple(
+            (str(f), str(index), ", ".join(f"{name} {share:.2f}" for name, share in shares.items()), units.size(nbytes))
+            for f, index, shares, nbytes in rounds
+        )
+        return Sight(_printable(title), share, progress, tuple(map(self._row, members)), listed)
 
-    def _rounds(self, members: Sequence[Member]) -> Table:
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-        for name in ("fragment", "round", "members and their shares", "bytes"):
-            table.add_column(name, justify="left" if name.startswith("members") else "right")
-        for fragment in range(len(self.run.snapshots)):
-            held = [member.held[fragment] for member in members if fragment < len(member.held)]
-            for index, shares, nbytes in self._last(fragment, sorted(set(held), reverse=True)):
-                listed = ", ".join(f"{name} {share:.2f}" for name, share in shares.items())
-                table.add_row(str(fragment), str(index), listed, units.size(nbytes))
-        return table
+    def _row(self, member: Member) -> MemberRow:
+        values = member.published
+        kind, text = self._state(member)
+        return MemberRow(kind, (
+            member.name, text, f"{min(member.held, default=0)}–{max(member.held, default=0)}",
+            _shown(values, "step", "{:.0f}"), _shown(values, "loss", "{:.3f}"), _shown(values, "anchor_loss", "{:.3f}"),
+            units.amount(values.get("tokens_per_second", 0.0)), units.duration(member.step_seconds),
+        ))  # fmt: skip
 
-    def _last(self, fragment: int, held: Sequence[int]) -> Iterator[tuple[int, dict[str, float], int]]:
+    def _progress(self, closed: Sequence[int]) -> tuple[float, str]:
+        """How far the run is, by the last closed round of each fragment, and how long it will take, by the pace since
+        the first look."""
+        now, reached = self._clock(), min(closed, default=0)
+        if not self._pace or sum(closed) != self._pace[-1][1]:
+            self._pace = [*self._pace[:1], (now, sum(closed), reached)]
+        (began, _, first), (changed, _, _) = self._pace[0], self._pace[-1]
+        total = _rounds_planned(self.run.note)
+        text = f"round {reached}" + (f" of {total}" if total else "")
+        if len(self._pace) > 1 or now - changed > QUIET:
+            text += f", the last one {units.ago(now - changed)}"
+        if total and reached > first:
+            text += f", {units.duration((total - reached) * (changed - began) / (reached - first))} left"
+        return min(reached / total, 1.0) if total else 0.0, text
+
+    def _last(self, fragment: int, members: Sequence[Member]) -> Iterator[tuple[int, dict[str, float], int]]:
         """(index, share of each member, bytes of all its objects) of the last closed rounds, newest first. A member may
         claim to hold a round that was never closed: then the next lower claim is tried."""
-        few, rounds = (
-            max(1, ROUNDS // len(self.run.snapshots)),
-            RoundStore(fragment, 0, Float32(), self._envelope, self._reject),
-        )
+        held = sorted({member.held[fragment] for member in members if fragment < len(member.held)}, reverse=True)
+        few = max(1, ROUNDS // len(self.run.snapshots))
+        rounds = RoundStore(fragment, 0, Float32(), self._envelope, self._reject)
         newest = next((i for i in held if self._record(rounds, i) is not None), 0)
         for index in range(newest, max(newest - few, 0), -1):
             record = self._record(rounds, index)
@@ -101,17 +159,33 @@ class Watch:
     def _record(self, rounds: RoundStore, index: int) -> Record | None:
         return self._store.run(rounds.record(index, None), nullcontext())[0]
 
-    def _state(self, member: Member) -> str:
+    def _state(self, member: Member) -> tuple[str, str]:
+        """In a word, and as text."""
         key = (member.name, member.incarnation)
         if key not in self._seen or self._seen[key].counter != member.counter:
-            self._seen[key] = _Seen(member.counter)
-        quiet = time.monotonic() - self._seen[key].since
+            self._seen[key] = _Seen(member.counter, self._clock())
+        quiet = self._clock() - self._seen[key].since
         if member.left:
-            return "left"
-        return "joining" if member.joining else f"quiet for {quiet:.0f} s" if quiet > QUIET else "trains"
+            return "left", "left"
+        if quiet > QUIET:
+            kind = "lost" if quiet > LOST else "quiet"
+            return kind, f"{kind} for {units.duration(round(quiet))}"
+        return ("joining", "joining") if member.joining else ("trains", "trains")
 
     def _reject(self, name: str, reason: Exception) -> None:
         self._rejected += 1
+
+
+def _rounds_planned(note: Mapping[str, Any]) -> int:
+    """Rounds of each fragment in the whole run; 0 if its settings do not say."""
+    steps, sync_every = note.get("steps"), note.get("sync_every")
+    if not isinstance(steps, int) or not isinstance(sync_every, int) or steps < 1 or sync_every < 1:
+        return 0
+    return math.ceil(steps / sync_every)
+
+
+def _printable(text: str) -> str:
+    return "".join(c if c.isprintable() else "?" for c in text)
 
 
 def _shown(published: dict[str, float], key: str, form: str) -> str:

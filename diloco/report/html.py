@@ -1,9 +1,10 @@
-"""One run, or a comparison of several, as one HTML file that opens offline."""
+"""One run, or a comparison of several, as one HTML file that opens offline; and the same pages for a server."""
 
 import json
 import os
 import time
 from collections.abc import Mapping, Sequence
+from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ from diloco.errors import ConfigError
 from diloco.report import terminal, units
 from diloco.report.comparison import compare, differences, in_bits
 from diloco.report.curves import PER_STEP, charts, compared, timeline
-from diloco.runs.reader import RecordedRun, read
+from diloco.runs.follow import Followed
+from diloco.runs.reader import RecordedRun
 
 GLOSSARY = {
     "anchors": "the weights that all replicas agree on; what is exported",
@@ -35,28 +37,48 @@ def write(runs: Sequence[Path], out: Path) -> None:
     """Write the report of one run directory, or the comparison of several, to the file `out`."""
     if not runs:
         raise ConfigError("there is no run to report on: give at least one folder that `diloco train` wrote")
-    found = [read(folder) for folder in runs]
-    page = _one(found[0]) if len(found) == 1 else _several(found, out.parent)
+    found = [Followed(folder).look() for folder in runs]
+    if len(found) == 1:
+        text = page("run", one(found[0]), {"charts": charts(found[0]), "timeline": timeline(found[0])})
+    else:
+        pages = [(run.name, run.folder / "report.html") for run in found]
+        links = [(name, os.path.relpath(path, out.parent)) for name, path in pages if path.is_file()]
+        text = page("comparison", several(found, links), compared_runs(found))
     out.parent.mkdir(parents=True, exist_ok=True)
     # A browser that reads it while the run continues must never find half a file.
     part = out.with_name(f".{out.name}.{os.getpid()}")
-    part.write_text(page, encoding="utf-8")
+    part.write_text(text, encoding="utf-8")
     part.replace(out)
 
 
-def _one(run: RecordedRun) -> str:
-    return _render(
-        title=run.name,
-        about=terminal.about(run),
-        run=run,
-        figures=_figures(run),
-        glossary=GLOSSARY,
-        origin=_origin(run),
-        per_step=PER_STEP,
-        settings=_settings(run.config),
-        corpus=_corpus(run),
-        data={"kind": "run", "charts": charts(run), "timeline": timeline(run)},
-    )
+def page(kind: str, values: Mapping[str, Any], data: Mapping[str, Any], **more: Any) -> str:
+    """A whole page: `values` for its template, `data` for its scripts. `more` values are of a page that lives."""
+    text = json.dumps({"kind": kind, **data}, separators=(",", ":"), allow_nan=False)
+    # The HTML parser looks for `</script` even inside a JSON string.
+    return _template(kind).render(**values, **more, data=text.replace("<", "\\u003c"))
+
+
+def parts(kind: str, values: Mapping[str, Any], **more: Any) -> dict[str, str]:
+    """The parts of a page that may change while the run goes on, by the ids of their elements."""
+    template = _template(kind)
+    context = template.new_context({**values, **more})
+    return {name: "".join(template.blocks[name](context)) for name in template.blocks if name != "body"}
+
+
+def one(run: RecordedRun, progress: Any = None) -> dict[str, Any]:
+    """What the page of one run shows besides curves. `progress`: of a run that goes on, its share and text."""
+    return {
+        "title": run.name,
+        "about": terminal.about(run, running=progress is not None),
+        "run": run,
+        "figures": _figures(run),
+        "glossary": GLOSSARY,
+        "origin": _origin(run),
+        "per_step": PER_STEP,
+        "settings": _settings(run.config),
+        "corpus": _corpus(run),
+        "progress": progress,
+    }
 
 
 def _figures(run: RecordedRun) -> list[terminal.Figure]:
@@ -67,7 +89,8 @@ def _figures(run: RecordedRun) -> list[terminal.Figure]:
         note = f"{sent.value} per replica; {sent.note.rpartition(', ')[0] or sent.note}"
         sent = terminal.Figure("less traffic", units.factor(run.factor), note)
     busy = rows.pop("utilisation")
-    return [sent, busy, *(row for row in rows.values() if row.name != "time")]
+    found = [sent, busy, *(row for row in rows.values() if row.name != "time")]
+    return [row for row in found if row.value != "–"]  # what is known at the end only
 
 
 def _origin(run: RecordedRun) -> list[tuple[str, str]]:
@@ -80,29 +103,31 @@ def _origin(run: RecordedRun) -> list[tuple[str, str]]:
     return [*facts, ("again", f"diloco train {run.folder}/config.toml --name another")]
 
 
-def _several(runs: Sequence[RecordedRun], home: Path) -> str:
+def several(runs: Sequence[RecordedRun], pages: Sequence[tuple[str, str]]) -> dict[str, Any]:
+    """What the comparison shows besides curves. `pages`: names and addresses of the runs' own pages."""
     rows = compare(runs)
-    names = [row.label for row in rows]
-    curves = [compared(run, k, in_bits(runs)) for k, row in enumerate(rows) for run in row.runs]
     seeds = max(len(row.runs) for row in rows)
-    return _render(
-        title=" · ".join(dict.fromkeys(row.runs[0].method for row in rows)) + " compared",
-        about=f"{len(runs)} runs, {len(rows)} settings" + (f", up to {seeds} seeds" if seeds > 1 else ""),
-        rows=rows,
-        bits=in_bits(runs),
-        differences=differences(rows),
-        pages=[
-            (run.name, os.path.relpath(run.folder / "report.html", home))
-            for run in runs
-            if (run.folder / "report.html").is_file()
-        ],
-        paired=max((row.gap.seeds for row in rows if row.gap), default=0),
-        common=_settings(_common(runs)),
-        data={"kind": "comparison", "settings": names, "runs": curves},
-    )
+    return {
+        "title": " · ".join(dict.fromkeys(row.runs[0].method for row in rows)) + " compared",
+        "about": f"{len(runs)} runs, {len(rows)} settings" + (f", up to {seeds} seeds" if seeds > 1 else ""),
+        "rows": rows,
+        "bits": in_bits(runs),
+        "differences": differences(rows),
+        "pages": pages,
+        "paired": max((row.gap.seeds for row in rows if row.gap), default=0),
+        "common": _settings(_common(runs)),
+    }
 
 
-def _render(**values: Any) -> str:
+def compared_runs(runs: Sequence[RecordedRun], since: Mapping[Path, int] | None = None) -> dict[str, Any]:
+    """The curves of the comparison; of each run those after a step, if `since` has one for its folder."""
+    rows, bits, known = compare(runs), in_bits(runs), since or {}
+    curves = [compared(run, k, bits, known.get(run.folder, 0)) for k, row in enumerate(rows) for run in row.runs]
+    return {"settings": [row.label for row in rows], "runs": curves}
+
+
+@cache
+def _template(kind: str) -> jinja2.Template:
     environment = jinja2.Environment(
         loader=jinja2.FunctionLoader(_text),
         autoescape=True,
@@ -110,12 +135,11 @@ def _render(**values: Any) -> str:
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    environment.globals.update(units=units, gap=terminal.gap, version=__version__, asset=_text, run=None, rows=None)
-    data = json.dumps(values.pop("data"), separators=(",", ":"), allow_nan=False)
-    # The HTML parser looks for `</script` even inside a JSON string.
-    return environment.get_template("report.html.jinja").render(**values, data=data.replace("<", "\\u003c"))
+    environment.globals.update(units=units, gap=terminal.gap, version=__version__, asset=_text, live=False, up="")
+    return environment.get_template(f"{kind}.html.jinja")
 
 
+@cache
 def _text(name: str) -> str:
     return resources.files("diloco.report").joinpath("assets", name).read_text(encoding="utf-8")
 

@@ -1,10 +1,13 @@
 """A run while it goes on, from the files that its replicas write: a panel in a terminal, plain lines elsewhere."""
 
 import contextlib
+import math
 import sys
 import termios
+import threading
 import time
 from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TextIO
@@ -17,9 +20,10 @@ from rich.text import Text
 
 from diloco.report import units
 from diloco.report.fitted import Column, Fitted
+from diloco.runs.follow import Tail
 from diloco.runs.phase import read_phase
-from diloco.runs.reader import read_config
-from diloco.runs.schema import Evaluation, Event, Record, Round, Step, from_line
+from diloco.runs.reader import bytes_data_parallel, read_config
+from diloco.runs.schema import Evaluation, Event, Round, Step
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _HISTORY = 512
@@ -35,11 +39,13 @@ class Live:
         folder: the run directory; it may still be empty.
         steps: steps of the complete run; 0: take them from config.toml as soon as it is written.
         every: seconds between two plain lines, when `stream` is not a terminal.
+        told: whether somebody else has printed the derived settings.
     """
 
     def __init__(
-        self, folder: Path, replicas: int, steps: int, stream: TextIO | None = None, *, every: float = 5.0
-    ) -> None:
+        self, folder: Path, replicas: int, steps: int, stream: TextIO | None = None, *, every: float = 5.0,
+        told: bool = False,
+    ) -> None:  # fmt: skip
         self.folder, self.steps = folder, steps
         self.watched = [_Watched(folder / f"replica-{number}") for number in range(replicas)]
         self.console = Console(file=stream or sys.stderr)
@@ -48,8 +54,8 @@ class Live:
         self.screen = Screen(console=self.console, auto_refresh=False, transient=False) if self.panel else None
         self.began = time.monotonic()
         self.shown = -float("inf")
-        self.printed, self.told = -1, ""
-        self.sync_every, self.method, self.phase = 0, "", ""
+        self.printed, self.told = -1, told
+        self.sync_every, self.method, self.phase, self.bucket, self.replicas = 0, "", "", False, replicas
         self.echo: list[Any] | None = None
 
     def __enter__(self) -> Self:
@@ -85,7 +91,8 @@ class Live:
         if not self.sync_every:
             config = read_config(self.folder)
             self.sync_every, self.steps = config.get("sync_every", 0), self.steps or config.get("steps", 0)
-            self.method = config.get("method", "")
+            self.method, self.bucket = config.get("method", ""), "bucket" in config
+            self.replicas = config.get("replicas", self.replicas)
         self.phase = read_phase(self.folder / "phase")
         for replica in self.watched:
             replica.read()
@@ -100,37 +107,57 @@ class Live:
             self.console.print(self._line(now - self.began), soft_wrap=True, markup=False, highlight=False)
 
     @property
+    def here(self) -> list["_Watched"]:
+        """The replicas that write here; those on other machines do not."""
+        return [replica for replica in self.watched if replica.last] or self.watched
+
+    @property
     def step(self) -> int:
         """The step that all replicas have done."""
-        return min(replica.last.step if replica.last else 0 for replica in self.watched)
+        return min(replica.last.step if replica.last else 0 for replica in self.here)
+
+    @property
+    def way(self) -> tuple[str, int, int]:
+        """What is counted, how much of it is done, and how much there is: steps; with a bucket, where each member has
+        its own number of them, rounds."""
+        if not self.bucket or not self.sync_every:
+            return "step", self.step, self.steps
+        return (
+            "round",
+            self.watched[0].rounds[-1][0] if self.watched[0].rounds else 0,
+            math.ceil(self.steps / self.sync_every),
+        )
 
     @property
     def seconds_left(self) -> float | None:
         """By the pace of the slowest replica over its last lines, evaluations and saving included."""
-        paces = [replica.seconds_per_step for replica in self.watched]
+        _, done, total = self.way
+        paces = [replica.seconds_per_round if self.bucket else replica.seconds_per_step for replica in self.here]
         if any(pace is None for pace in paces):
             return None
-        return max(pace for pace in paces if pace is not None) * max(0, self.steps - self.step)
+        return max(pace for pace in paces if pace is not None) * max(0, total - done)
 
     def _line(self, elapsed: float) -> str:
-        last = [replica.last for replica in self.watched]
+        last = [replica.last for replica in self.here]
         losses = " ".join(f"{step.loss:.3f}" if step else "–" for step in last)
         speed = units.amount(sum(step.tokens_per_second for step in last if step))
         sent = units.size(max((step.bytes_sent for step in last if step), default=0))
         left = units.duration(self.seconds_left)
-        done = f"{_clock(elapsed)}  step {self.step}/{self.steps}"
-        return f"{done}  loss {losses}  {speed} tokens/s  sent {sent}  left {left}"
+        what, done, total = self.way
+        much = f"{_clock(elapsed)}  {what} {done}/{total}"
+        return f"{much}  loss {losses}  {speed} tokens/s  sent {sent}  left {left}"
 
     def _panel(self) -> RenderableType:
         curve = 24 if self.console.width >= 100 else 10
-        rows = [[str(number), *replica.cells(self.sync_every, curve)] for number, replica in enumerate(self.watched)]
+        rows = [[replica.number, *replica.cells(self.sync_every, curve)] for replica in self.here]
         columns = [
             Column(name, [row[k] for row in rows], left=name == "", spare=spare, style="cyan" if name == "" else "")
             for k, (name, spare) in enumerate(COLUMNS)
         ]
-        done = self.step / self.steps if self.steps else 0.0
+        what, reached, total = self.way
+        done = min(reached / total, 1.0) if total else 0.0
         gone = f"{_clock(time.monotonic() - self.began)} gone, {units.duration(self.seconds_left)} left"
-        where = f"step {self.step}/{self.steps}" if self.steps else "step 0"
+        where = f"{what} {reached}/{total}" if total else f"{what} {reached}"
         bar = Table.grid(padding=(0, 1))
         room = self.console.width - len(f" {done:4.0%} {where} {gone} ")
         bar.add_row(ProgressBar(total=1.0, completed=done, width=max(min(32, room), 4)), f"{done:4.0%}", Text(where),
@@ -140,28 +167,50 @@ class Live:
 
     def _state(self) -> str:
         """What the run does at the moment, and its figures so far."""
-        first = self.watched[0]
+        first = self.here[0]
         parts = [self.phase or "starting Python and torch"]
         if first.held_out is not None:
             parts.append(f"held-out {first.held_out:.4f}")
         step = first.last
         if step and step.bytes_sent and first.parameters and self.method in ("streaming", "diloco"):
-            count = len(self.watched)
-            data_parallel = 2 * (count - 1) / count * 2 * first.parameters * step.step
+            data_parallel = bytes_data_parallel(first.parameters, self.replicas, step.step)
             parts.append(f"{units.factor(data_parallel / step.bytes_sent)} less than data-parallel")
         if step and self.method in ("streaming", "diloco"):
-            busy = min(replica.busy for replica in self.watched)
+            busy = min(replica.busy for replica in self.here)
             parts.append(f"{units.percent(busy, digits=1)} busy")
         if step:
             parts.append(f"lr {step.lr:.3g}")
+        if self.bucket and first.members:
+            parts.append(f"{first.members} member{'s' * (first.members > 1)} in the last round")
         return " · ".join(parts)
+
+
+@contextlib.contextmanager
+def beside(live: Live) -> Iterator[None]:
+    """Show a run from a thread of the process that trains it."""
+    ended = threading.Event()
+
+    def show() -> None:
+        while not ended.wait(0.5):
+            with contextlib.suppress(OSError):
+                live.refresh()
+
+    thread = threading.Thread(target=show, name="live view", daemon=True)
+    with live:
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
 
 
 class _Watched:
     """One replica's files, read on from where the last look ended."""
 
     def __init__(self, folder: Path) -> None:
-        self.metrics, self.events = _Tail(folder / "metrics.jsonl"), _Tail(folder / "events.jsonl")
+        self.number = folder.name.removeprefix("replica-")
+        self.metrics, self.events = Tail(folder / "metrics.jsonl"), Tail(folder / "events.jsonl")
         self.parameters = 0
         self._clear()
 
@@ -174,6 +223,8 @@ class _Watched:
         self.width = 1  # steps that one entry of `losses` is the mean of
         self.pending: list[float] = []
         self.sent: dict[int, int] = {}  # fragment: step at which its last known round was sent
+        self.rounds: deque[tuple[int, float]] = deque(maxlen=16)  # index and time of the last rounds of one fragment
+        self.members = 0
 
     def read(self) -> None:
         for record in self.metrics.records():
@@ -189,8 +240,12 @@ class _Watched:
                 self.trained += record.step_seconds
                 self._remember(record.loss)
         for record in self.events.records():
-            if isinstance(record, Round) and record.sent_step is not None:
-                self.sent[record.fragment] = record.sent_step
+            if isinstance(record, Round):
+                self.members = record.members
+                if record.sent_step is not None:
+                    self.sent[record.fragment] = record.sent_step
+                if record.fragment == 0:
+                    self.rounds.append((record.index, record.seconds))
             elif isinstance(record, Event):
                 self.parameters = int(record.details.get("parameters", self.parameters))
                 if record.event == "resume":
@@ -207,6 +262,13 @@ class _Watched:
             return None
         first, last = self.recent[0], self.recent[-1]
         return max(0.0, last.seconds - first.seconds) / max(1, last.step - first.step)
+
+    @property
+    def seconds_per_round(self) -> float | None:
+        if len(self.rounds) < 2:
+            return None
+        (first, began), (last, ended) = self.rounds[0], self.rounds[-1]
+        return max(0.0, ended - began) / max(1, last - first)
 
     def cells(self, sync_every: int, width: int) -> list[str]:
         step = self.last
@@ -238,27 +300,6 @@ class _Watched:
         if len(self.losses) == _HISTORY:
             self.losses = [(a + b) / 2 for a, b in zip(self.losses[::2], self.losses[1::2], strict=True)]
             self.width *= 2
-
-
-class _Tail:
-    """The complete lines that were added to a file since the last look."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.offset = 0
-
-    def records(self) -> list[Record]:
-        try:
-            with self.path.open("rb") as file:
-                if file.seek(0, 2) < self.offset:
-                    self.offset = 0  # written anew
-                file.seek(self.offset)
-                new = file.read()
-        except FileNotFoundError:
-            return []
-        complete = new[: new.rfind(b"\n") + 1]
-        self.offset += len(complete)
-        return list(filter(None, map(from_line, complete.splitlines())))
 
 
 def sparkline(values: list[float], width: int = 20) -> str:

@@ -54,8 +54,8 @@ def rows(run: RecordedRun) -> list[Figure]:
         Figure("utilisation", units.percent(run.utilization), _lowest(run)),
         Figure("time", units.duration(f.seconds), f"{f.steps} steps, {units.amount(f.tokens)} tokens"),
     ]
-    if carried := sum(not round.counted for round in run.rounds):
-        much = f"{carried} of {len(run.rounds)}"
+    if run.carried[0]:
+        much = "{} of {}".format(*run.carried)
         figures.insert(
             -1, Figure("rounds carried", much, "own delta not sent or not counted; its work is in a later one")
         )
@@ -99,15 +99,22 @@ def gap(value: Gap | None) -> str:
     return f"{value.mean * 100:+.2f}{spread} %"
 
 
-def about(run: RecordedRun) -> str:
-    """Method, replicas, parameters, and how far it came if it did not finish."""
-    parts = [run.method, f"{len(run.replicas)} replica" + "s" * (len(run.replicas) != 1)]
+def about(run: RecordedRun, *, running: bool = False) -> str:
+    """Method, replicas, parameters, and how far it came if it did not finish, unless it is known to go on."""
+    parts = [run.method, _taking_part(run)]
     if run.figures.parameters:
         parts.append(f"{units.amount(run.figures.parameters)} parameters")
-    if run.state != "finished":
+    if run.state != "finished" and not running:
         planned = f" of {run.steps_planned}" if run.steps_planned else ""
         parts.append(f"{run.state}: step {run.figures.steps}{planned}")
     return ", ".join(parts)
+
+
+def _taking_part(run: RecordedRun) -> str:
+    if not run.config.get("bucket"):
+        return f"{len(run.replicas)} replica" + "s" * (len(run.replicas) != 1)
+    members = max((round.members for round in run.rounds), default=0)
+    return f"one member of up to {members} in a bucket" if members > 1 else "one member of a bucket"
 
 
 def data_parallel(run: RecordedRun) -> str:

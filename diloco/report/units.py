@@ -47,6 +47,15 @@ def duration(seconds: float | None) -> str:
     return f"{days} days {hours} h" if days < 730 else f"{_digits(seconds / YEAR)} years"
 
 
+def ago(seconds: float) -> str:
+    """How long ago something was, in whole seconds; the very last ones are all the same.
+
+    >>> ago(0.3), ago(7.4), ago(7260)
+    ('now', '7 s ago', '2 h 01 min ago')
+    """
+    return "now" if seconds < 3 else f"{duration(round(seconds))} ago"
+
+
 def factor(value: float | None) -> str:
     """A ratio.
 

@@ -148,6 +148,8 @@ class TrainConfig:
     name: str | None = _output(None, "Name of the run.", why="MODEL-METHOD and the first free number", scope="member",
         result=False)
     out: Path = _output(Path("runs"), "Folder of all runs.", scope="member", result=False)
+    dashboard: bool = _output(False, "Serve the run as a page that lives, on this machine, while it trains.",
+        scope="start")
     resume: bool = _output(False, "Continue from the newest checkpoint that all replicas have.", scope="start")
     json: bool = _output(False, "Print the summary as JSON.", scope="start")
     dry_run: bool = _output(False, "Check everything, print the derived settings and the memory, and end.",

@@ -1,11 +1,15 @@
 """The folder of a run: a new one, an existing one, and the lock that keeps a second process out of it. No torch."""
 
 import fcntl
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from diloco.errors import ConfigError
+
+PAUSES = (0.01, 0.05, 0.1, 0.0)
+"""Seconds between tries to lock: `in_use` holds a lock for a moment to see whether it can."""
 
 
 def new(out: Path, name: str | None, stem: str) -> Path:
@@ -62,9 +66,13 @@ def locked(folder: Path, busy: str = "") -> Iterator[int]:
     """
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            usual = f"{folder} is in use by another process: wait until it ends, or give another --name"
-            raise ConfigError(busy or usual) from None
+        for pause in PAUSES:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if not pause:
+                    usual = f"{folder} is in use by another process: wait until it ends, or give another --name"
+                    raise ConfigError(busy or usual) from None
+                time.sleep(pause)
         yield file.fileno()

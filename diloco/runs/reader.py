@@ -12,18 +12,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from diloco.errors import ConfigError
-from diloco.runs.schema import Evaluation, Event, Figures, Record, Round, Step, figures, from_line, parse_object
+from diloco.runs.replica import Growing, Replica
+from diloco.runs.schema import Evaluation, Figures, Record, Round, figures, from_line, parse_object
 
 State = Literal["finished", "stopped", "unfinished"]
-
-
-@dataclass(frozen=True)
-class Replica:
-    number: int
-    steps: tuple[Step, ...]
-    evaluations: tuple[Evaluation, ...]
-    rounds: tuple[Round, ...]
-    events: tuple[Event, ...]
+_ENDS = ("start", "resume", "stop", "finish")
 
 
 @dataclass(frozen=True)
@@ -36,6 +29,8 @@ class RecordedRun:
     figures: Figures
     """The summary's; while there is none, those of the last lines written."""
     replicas: tuple[Replica, ...]
+    width: int = 1
+    """Steps that an entry of a replica's steps stands for."""
 
     @property
     def name(self) -> str:
@@ -82,6 +77,12 @@ class RecordedRun:
         return [round for replica in self.replicas for round in replica.rounds]
 
     @property
+    def carried(self) -> tuple[int, int]:
+        """Rounds in which the own delta did not count, and all rounds, also those that were thinned out."""
+        carried = sum(not round.counted for round in self.rounds) + sum(r.carried_left_out for r in self.replicas)
+        return carried, len(self.rounds) + sum(replica.left_out for replica in self.replicas)
+
+    @property
     def factor(self) -> float | None:
         """How many times fewer bytes than data-parallel."""
         sent, data_parallel = self.figures.bytes_sent, self.figures.bytes_data_parallel
@@ -116,12 +117,31 @@ class RecordedRun:
 
 def read(folder: Path) -> RecordedRun:
     """All that is in a run directory so far."""
+    replicas = []
+    for number, home in replica_folders(folder).items():
+        growing = Growing()
+        for name in ("metrics.jsonl", "events.jsonl"):
+            for record in _records(home / name):
+                growing.add(record)
+        replicas.append(growing.replica(number))
+    return recorded(folder, tuple(replicas))
+
+
+def recorded(folder: Path, replicas: tuple[Replica, ...], width: int = 1) -> RecordedRun:
+    """The run of which these replicas were read."""
+    ends = [event.event for event in replicas[0].events if event.event in _ENDS] if replicas else []
+    # While a run that was stopped goes on, its summary is that of the stop.
+    old = bool(ends) and ends[-1] in ("start", "resume")
+    config, summary = read_config(folder), {} if old else parse_object(_bytes(folder / "summary.json"))
+    return RecordedRun(folder, config, summary, figures(summary, _so_far(config, replicas)), replicas, width)
+
+
+def replica_folders(folder: Path) -> dict[int, Path]:
+    """The folders of the replicas, in the order of their numbers. Raises ConfigError if this is no run."""
     numbered = {int(tail): path for path in folder.glob("replica-*") if (tail := path.name[8:]).isdecimal()}
     if not numbered and not (folder / "config.toml").is_file():
         raise ConfigError(f"{folder} has no config.toml and no replica-0: give a folder that `diloco train` wrote")
-    summary = parse_object(_bytes(folder / "summary.json"))
-    replicas = tuple(_replica(number, numbered[number]) for number in sorted(numbered))
-    return RecordedRun(folder, read_config(folder), summary, figures(summary, _so_far(replicas)), replicas)
+    return {number: numbered[number] for number in sorted(numbered)}
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -132,7 +152,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         return {}
 
 
-def _so_far(replicas: tuple[Replica, ...]) -> dict[str, Any]:
+def _so_far(config: Mapping[str, Any], replicas: tuple[Replica, ...]) -> dict[str, Any]:
     """Figures by the last lines written."""
     last = [replica.steps[-1] for replica in replicas if replica.steps]
     found: dict[str, Any] = {
@@ -143,42 +163,23 @@ def _so_far(replicas: tuple[Replica, ...]) -> dict[str, Any]:
     if replicas and replicas[0].steps:
         names = ("seconds", "bytes_sent", "seconds_hidden", "seconds_exposed")
         found |= {name: getattr(replicas[0].steps[-1], name) for name in names}
+    begun = [event.details for event in replicas[0].events if "parameters" in event.details] if replicas else []
+    if begun and isinstance(begun[-1]["parameters"], int):
+        count, many = begun[-1]["parameters"], config.get("replicas") or len(replicas)
+        found["parameters"] = count
+        found["bytes_data_parallel"] = round(bytes_data_parallel(count, many, found["steps"]))
     if evaluations := _evaluations(replicas):
         found |= {name: getattr(evaluations[-1], name) for name in ("loss", "bits_per_byte", "replica_loss")}
     return found
 
 
+def bytes_data_parallel(parameters: int, replicas: int, steps: int) -> float:
+    """What one replica would have sent with data-parallel training in bfloat16: a ring sends every value so often."""
+    return 2 * (replicas - 1) / replicas * 2 * parameters * steps
+
+
 def _evaluations(replicas: tuple[Replica, ...]) -> tuple[Evaluation, ...]:
     return next((replica.evaluations for replica in replicas if replica.evaluations), ())
-
-
-def _replica(number: int, folder: Path) -> Replica:
-    steps: list[Step] = []
-    evaluations: list[Evaluation] = []
-    rounds: list[Round] = []
-    events: list[Event] = []
-    for record in _records(folder / "metrics.jsonl"):
-        if isinstance(record, Step):
-            _rewind(steps, record.step)
-            _rewind(evaluations, record.step)
-            steps.append(record)
-        elif isinstance(record, Evaluation):
-            _rewind(evaluations, record.step)
-            evaluations.append(record)
-    for record in _records(folder / "events.jsonl"):
-        if isinstance(record, Round):
-            rounds.append(record)
-        elif isinstance(record, Event):
-            if record.event == "resume":
-                _rewind(rounds, record.step + 1)
-            events.append(record)
-    return Replica(number, tuple(steps), tuple(evaluations), tuple(rounds), tuple(events))
-
-
-def _rewind(entries: "list[Step] | list[Evaluation] | list[Round]", step: int) -> None:
-    """Forget what was done at this step and later: the run was resumed before it and did it again."""
-    while entries and entries[-1].step >= step:
-        entries.pop()
 
 
 def _records(path: Path) -> Iterator[Record]:

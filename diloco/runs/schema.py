@@ -133,7 +133,7 @@ def from_line(text: bytes) -> Record | None:
 def parse_object(text: bytes) -> dict[str, Any]:
     """A JSON object; empty if the text is cut off or not an object."""
     try:
-        value = json.loads(text)
+        value = json.loads(text.decode())
     except ValueError:
         return {}
     return value if isinstance(value, dict) else {}
@@ -147,7 +147,7 @@ def figures(summary: Mapping[str, Any], so_far: Mapping[str, Any]) -> Figures:
 
 def _made(kind: Callable[..., Record], line: Mapping[str, Any], **more: Any) -> Record | None:
     try:
-        return kind(**{name: read(line.get(key, 0)) for name, key, read in _FIELDS[kind]}, **more)
+        return kind(*[read(line.get(key, 0)) for _, key, read in _FIELDS[kind]], **more)
     except (TypeError, ValueError, OverflowError):
         return None
 

@@ -30,6 +30,8 @@ def check(config: TrainConfig, processes: int) -> None:
     if config.device.partition(":")[0] not in DEVICES:
         hint = "; did you mean cuda?" if config.device.startswith("gpu") else ""
         raise ConfigError(f"device={config.device!r}: give {', '.join(DEVICES)}{hint}")
+    if config.bucket is not None:
+        _check_bucket(config.bucket, config.join_only)
     for name in config.track:
         if importlib.util.find_spec(MODULES[name]) is None:
             raise missing(name)
@@ -71,6 +73,19 @@ def _check_model(spec: str) -> None:
             raise ConfigError(f"model={spec!r}: the folder has no config.json; give that of a causal LM")
     if importlib.util.find_spec("transformers") is None:
         raise ConfigError(f"model={spec!r} needs transformers: pip install 'diloco[hf]'")
+
+
+def _check_bucket(url: str, join_only: bool) -> None:
+    """What opening it would refuse too, once torch is imported."""
+    scheme, separator, _ = url.partition("://")
+    if not separator:
+        if join_only and not Path(url).expanduser().is_dir():
+            raise ConfigError(f"there is no folder {url}: check the address, or leave --join-only out to begin a run")
+        return
+    if scheme not in ("file", "s3", "gs", "az", "memory"):
+        raise ConfigError(f"bucket={url}: give a folder, file://, s3://, gs://, az:// or memory://")
+    if scheme != "file" and importlib.util.find_spec("obstore") is None:
+        raise ConfigError("the bucket needs obstore: pip install 'diloco[bucket]'")
 
 
 def _check_data(sources: Sources) -> None:

@@ -1,7 +1,6 @@
 """The run of one process, top to bottom: prepare, fit, finish."""
 
 import contextlib
-import logging
 import time
 from collections import deque
 from collections.abc import Callable
@@ -23,11 +22,8 @@ from diloco.train.setup import Prepared, prepare, set_lr
 from diloco.train.stop import Stop
 from diloco.world import World
 
-SAY_EVERY = 10.0
-"""Seconds between two lines of progress in the log."""
 DELAY = 2
 """Steps that the host may be ahead of the device."""
-log = logging.getLogger("diloco")
 
 
 @dataclass(frozen=True)
@@ -84,7 +80,7 @@ def train(config: TrainConfig, world: World, folder: Path) -> dict[str, Any]:
 def fit(run: Prepared) -> tuple[int, bool]:
     """Train until the run is over or somebody asks to stop; return the last step, and whether it was a stop."""
     config, members, stats = run.config, run.members, run.stats
-    step, stopped, rounds, said, readings = run.start, False, stats.rounds, 0.0, Readings(run.writer.write)
+    step, stopped, rounds, readings = run.start, False, stats.rounds, Readings(run.writer.write)
     with Stop(dist.distributed_c10d._get_default_store(), run.world.rank, run.world.size) as stop:
         try:
             while not (members.over or stopped):
@@ -105,11 +101,6 @@ def fit(run: Prepared) -> tuple[int, bool]:
                 if catch_up:
                     readings.write()
                 rounds = _write_rounds(run, rounds)
-                if run.world.rank == 0 and readings.last and run.writer.seconds() > said + SAY_EVERY:
-                    said = run.writer.seconds()
-                    log.info("step %d/%d, loss %.3f, %.0f tokens/s, sent %.3g MB", step, config.steps,
-                             readings.last.loss, speed, stats.bytes_sent / 1e6)  # fmt: skip
-
                 members.after(step, run.writer, readings.last)
                 if members.over:
                     break

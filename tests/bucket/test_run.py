@@ -116,3 +116,33 @@ def test_watching_a_place_whose_name_looks_like_markup_shows_it_as_it_is(tmp_pat
     place = tmp_path / "[bold]x"
     begin(place)
     assert "[bold]x" in shown(Watch(str(place), None)).replace("\n", "")
+
+
+def test_a_member_that_is_not_heard_of_is_quiet_then_lost_and_the_run_says_how_far_it_is(tmp_path):
+    a = Trainer(tmp_path, "a")
+    until(lambda: min(a.held) > 2, a)
+    a.stop().end()
+    silent = Member("z", 0, counter=3, held=(1, 1, 1), joining=False)
+    (tmp_path / "members/z").mkdir()
+    (tmp_path / silent.object_name).write_bytes(silent.sealed(Envelope(find_run(str(tmp_path)).id)))
+    now = [100.0]
+    watch = Watch(str(tmp_path), None, clock=lambda: now[0])
+    seen = {}
+    for later in (0.0, 12.0, 33.0):
+        now[0] = 100.0 + later
+        sight = watch.see()
+        seen[later] = [(row.kind, row.cells[1]) for row in sight.members if row.cells[0] == "z"]
+    assert seen == {0.0: [("trains", "trains")], 12.0: [("quiet", "quiet for 12 s")], 33.0: [("lost", "lost for 33 s")]}
+    reached = min(int(round) for _, round, _, _ in sight.rounds)
+    assert sight.progress.startswith(f"round {reached}") and "the last one 33 s ago" in sight.progress
+
+
+def test_a_run_that_says_how_long_it_is_has_a_share_and_an_estimate(tmp_path):
+    begin(tmp_path, steps=1000, sync_every=100)
+    now = [0.0]
+    watch = Watch(str(tmp_path), None, clock=lambda: now[0])
+    assert watch._progress([2, 3]) == (0.2, "round 2 of 10")
+    now[0] = 60.0
+    assert watch._progress([4, 4]) == (0.4, "round 4 of 10, the last one now, 3 min 00 s left")
+    now[0] = 65.0
+    assert watch._progress([4, 4])[1] == "round 4 of 10, the last one 5 s ago, 3 min 00 s left"

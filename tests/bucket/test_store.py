@@ -11,10 +11,11 @@ from torch import nn
 
 from diloco import Balanced, DiLoCo, Float32
 from diloco.bucket import Bucket
-from diloco.bucket.store.backend import TIMEOUT, Failure
+from diloco.bucket.store.backend import TIMEOUT, Failure, Obstore, open_store, patiently
 from diloco.bucket.store.limit import LARGE, MAX_TRANSFERS, STEADY, TransferLimit
-from diloco.bucket.store.operations import All, Create, Work, Write
+from diloco.bucket.store.operations import All, Create, Size, Work, Write
 from diloco.bucket.store.store import Closed, Store
+from diloco.errors import ConfigError
 from tests.support.members import PATIENT, until
 
 
@@ -180,3 +181,15 @@ def test_work_is_done_on_the_thread_that_asks_for_it_while_others_wait_for_the_s
     work = Work(lambda: threading.current_thread().name)
     answers = Store(memory).perform(All([work, Write("x", b"1"), work, Write("y", b"2"), work]))
     assert answers[::2] == [threading.current_thread().name] * 3 and set(memory.stored) == {"x", "y"}
+
+
+def test_a_store_without_credentials_is_told_which_to_set(monkeypatch):
+    exceptions = pytest.importorskip("obstore.exceptions")
+
+    def fail(self, operation):
+        raise exceptions.GenericError("Error performing PUT http://169.254.169.254/latest/api/token in 1s - HTTP error")
+
+    monkeypatch.setattr(Obstore, "_attempt", fail)
+    with pytest.raises(ConfigError, match=r"s3://b: there are no credentials.*set AWS_ACCESS_KEY_ID") as error:
+        patiently(lambda: open_store("s3://b").attempt(Size("x")), "s3://b")
+    assert "169.254" not in str(error.value)

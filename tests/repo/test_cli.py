@@ -127,7 +127,7 @@ def test_flags_are_read_as_people_write_them():
 
 
 def test_what_is_not_the_runs_is_the_members_or_of_this_start():
-    assert names("start") == ("join_only", "resume", "json", "dry_run")
+    assert names("start") == ("join_only", "dashboard", "resume", "json", "dry_run")
     assert set(names("member")) == {
         "data", "accumulate", "eval_every", "eval_tokens", "save_every", "keep", "compile", "device", "track", "name",
         "text_key", "out", "bucket", "member", "pace", "quorum", "grace", "key_file", "founder", "encrypt",
@@ -148,7 +148,7 @@ def test_a_method_reads_its_own_settings_only():
     assert not unread["dp"] & {"lr", "batch", "replicas", "seed"}
     assert reads("dp", "of_a_later_version") and distinguishes("of_a_later_version")
     same = {"name", "out", "seed", "method", "resume", "track", "device", "keep", "save_every", "timeout", "json"}
-    assert {name for name in known if not distinguishes(name)} == same | {"join_only", "dry_run"}
+    assert {name for name in known if not distinguishes(name)} == same | {"join_only", "dashboard", "dry_run"}
 
 
 def test_the_outer_rule_is_chosen_by_a_flag():
@@ -284,3 +284,29 @@ def test_doctor_lists_what_is_here_and_measures_the_link_under_torchrun(tmp_path
 def test_the_doctor_refuses_a_message_without_a_size(tmp_path):
     code, out, err = run_here(tmp_path, "doctor", "--megabytes", "-1")
     assert (code, out) == (2, "") and "megabytes=-1: give a size above 0" in err
+
+
+def test_a_shell_completes_verbs_flags_and_choices(tmp_path):
+    code, script, _ = run_here(tmp_path, "completion", "bash")
+    assert code == 0
+    asks = ["diloco da", "diloco train --sync", "diloco train --method s", "diloco train --no-o", "diloco train rec"]
+    for number, ask in enumerate(asks):
+        script += f"COMP_WORDS=({ask}) COMP_CWORD={len(ask.split()) - 1}; COMPREPLY=(); _diloco\n"
+        script += f'echo "{number} ${{COMPREPLY[*]}}"\n'
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == [
+        "0 dashboard", "1 --sync-every", "2 streaming", "3 --no-outer-follow", "4 ",
+    ]  # fmt: skip
+    assert "bashcompinit" in run_here(tmp_path, "completion", "zsh")[1]
+
+
+def test_a_wrong_argument_is_answered_before_anything_slow_is_imported():
+    code = """
+import sys
+from diloco.cli import main
+assert main(["train", "--model", "tinny"]) == 2
+assert main(["train", "--bucket", "s3x://a"]) == 2
+assert main(["watch", "/there/is/no/such"]) == 2
+assert not {"torch", "rich", "jinja2"} & set(sys.modules)"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0 and done.stderr.count("diloco: ") == 3, done.stderr

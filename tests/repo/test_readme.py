@@ -13,6 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import diloco
+from diloco.report import terminal
+from diloco.runs.reader import read
 from tests.support import commands
 from tests.support.commands import ended, run_program, start_program
 from tests.support.processes import run
@@ -119,9 +121,10 @@ def test_the_two_machine_commands_make_one_run(folder):
         start_program(folder, *(here.get(word, word) for word in words), *FEWER, tool=_installed(program))
         for program, *words in pair
     ]
-    for process in processes:
-        code, out, err = ended(process)
+    said = [ended(process) for process in processes]
+    for code, out, err in said:
         assert code == 0, out + err
+    assert "step 2/2  loss" in said[0][2] and "step 2/2" not in said[1][2], "the first process shows the run"
     assert (folder / "runs/pair/replica-1/metrics.jsonl").exists()
 
 
@@ -132,6 +135,26 @@ def test_make_runs_the_demo_recipe_and_the_tests(folder):
     code, out, err = commands.run(folder, "train", ROOT / "recipes/demo.toml", "--steps", "4", "--eval-tokens", "2048")
     assert code == 0, err
     assert "loss of the anchors" in out and "report.html" in out
+
+
+def test_the_table_of_methods_has_the_figures_of_the_benchmarks():
+    measured = {}
+    for line in (ROOT / "docs/benchmarks.md").read_text().splitlines():
+        name, *cells = [cell.strip() for cell in line.strip("|").split("|")]
+        measured.setdefault(name, []).append(cells)
+    for name, sent, busy, times in re.findall(
+        r"^\| (\w.*) \| ([\d,]+) \| ([\d.]+) % \| ([\d.]+) \|$", TEXT, re.MULTILINE
+    ):
+        known = "torchft, 2 fragments" if name.startswith("torchft") else name
+        (utilisation, rates) = [cells for cells in measured[known] if len(cells) in (12, 8)]
+        assert utilisation[8].split(" / ")[0] == busy and rates[1] == sent
+        assert rates[5].split(" and ")[0] == times
+
+
+def test_the_table_in_the_terminal_is_the_one_that_is_printed(finished):
+    (shown,) = [block for kind, block in BLOCKS if kind == "text"]
+    names = [re.split(r"  +", line.strip())[0] for line in shown.splitlines()[2:]]
+    assert names == [row.name for row in terminal.rows(read(finished))]
 
 
 def test_the_tree_and_the_links_name_files_that_exist():

@@ -38,7 +38,7 @@ def test_the_report_renders_offline_without_a_console_error(copied: Path, tmp_pa
     assert_offline(copied / "report.html")
     page = chromium(copied / "report.html", tmp_path / "profile", "--dump-dom")
     assert 'data-drawn="yes"' in page and "<title>demo – diloco</title>" in page
-    assert page.count('class="uplot') == 6 and page.count("</button>") == 4
+    assert page.count('class="uplot') == 6 and page.count("</button>") == 5
     bars = re.search(r'data-bars="(\d+)"', page)
     events = 2 * 3
     assert bars and int(bars[1]) == 2 * (STEPS + len(read(copied).replicas[0].rounds)) + events

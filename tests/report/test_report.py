@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 from diloco.errors import ConfigError
 from diloco.report import html, terminal
 from diloco.report.comparison import compare, interval, student
-from diloco.report.curves import PER_STEP, POINTS, charts, timeline
+from diloco.report.curves import PER_STEP, charts, timeline
+from diloco.runs.follow import Followed
 from diloco.runs.reader import read
+from diloco.runs.replica import POINTS
 from diloco.runs.schema import Round
 from tests.support.run_directory import (
     DATA_PARALLEL,
@@ -148,11 +150,14 @@ def test_settings_are_named_by_what_varies_and_what_the_method_reads(tmp_path: P
 
 
 def test_long_curves_are_thinned_to_means_and_keep_their_ends(tmp_path: Path) -> None:
-    run = read(make_run(tmp_path / "long", steps=2 * POINTS + 1))
+    folder = make_run(tmp_path / "long", steps=2 * POINTS + 1)
+    run, whole = Followed(folder).look(), read(folder)
     loss = charts(run)["loss"]
-    assert len(loss["steps"]) <= POINTS and "mean of 3 steps" in loss["note"] and loss["steps"][-1] == 2 * POINTS + 1
-    steps = run.replicas[0].steps
-    assert loss["curves"][0]["values"][0] == pytest.approx(sum(step.loss for step in steps[:3]) / 3, rel=1e-6)
+    assert len(loss["steps"]) <= POINTS and "mean of 4 steps" in loss["note"] and loss["steps"][-1] == 2 * POINTS + 1
+    steps = whole.replicas[0].steps
+    assert loss["curves"][0]["values"][0] == pytest.approx(sum(step.loss for step in steps[:4]) / 4, rel=1e-6)
+    assert loss["curves"][0]["values"][-1] == pytest.approx(steps[-1].loss, rel=1e-6)
+    assert run.utilization == pytest.approx(whole.utilization) and run.figures == whole.figures
 
 
 def test_the_slowest_sync_periods_are_those_in_which_training_waited(finished: Path) -> None:
@@ -184,7 +189,7 @@ def test_a_run_whose_member_never_sent_has_a_timeline(copied: Path) -> None:
     run = read(copied)
     assert all(round.sent_step is None for round in run.replicas[0].rounds)
     assert len(timeline(run)["windows"]) == 3
-    assert [v for v in charts(run)["bytes-each"]["curves"][0]["values"] if v] == []
+    assert all(v is None for v in timeline(run)["replicas"][0]["rounds"]["sent_step"])
 
 
 def test_the_page_gets_every_field_of_a_round_by_its_name(finished: Path) -> None:

@@ -4,6 +4,8 @@ import contextlib
 import io
 import os
 import re
+import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from diloco.report import html, terminal
-from diloco.report.live import Live, _Watched, sparkline
+from diloco.report.live import Live, _Watched, beside, sparkline
 from diloco.runs.phase import Phase
 from diloco.runs.reader import read
 from tests.support.run_directory import ROUND_BYTES, STEPS, copy_until, make_run, wait_at_end
@@ -118,6 +120,44 @@ def test_the_panel_fits_the_terminal_and_shows_held_out_loss_and_what_was_saved(
     lines = [re.sub(r"\x1b\[[\d;?]*[a-zA-Z]", "", line) for line in text.splitlines()]
     assert "…" not in text and max(map(len, lines)) <= width
     assert ("hidden" in text) == (width > 60)
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_a_member_of_a_bucket_shows_rounds_of_the_run_instead_of_its_own_steps(
+    copied: Path, monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", str(width))
+    with (copied / "config.toml").open("a") as config:
+        config.write('bucket = "shared"\n')
+    shutil.rmtree(copied / "replica-1")
+    text = in_terminal(copied)
+    last = [round.index for round in read(copied).rounds if round.fragment == 0][-1]
+    assert f"round {last}/6" in text and "2 members in the last round" in text.replace("\r\n", " ")
+    lines = [re.sub(r"\x1b\[[\d;?]*[a-zA-Z]", "", line) for line in text.splitlines()]
+    assert "…" not in text and max(map(len, lines)) <= width
+    assert "one member of up to 2 in a bucket" in printed(terminal.table(read(copied)))
+
+
+def test_replicas_on_other_machines_do_not_hold_up_the_view(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    copy_until(200, finished, tmp_path)
+    shutil.rmtree(tmp_path / "replica-0")
+    text = in_terminal(tmp_path)
+    assert "step 200/300" in text and re.search(r"\n *1 +200 ", text.replace("\x1b[36m", ""))
+
+
+def test_a_run_is_shown_from_a_thread_of_its_own_process(finished: Path, tmp_path: Path) -> None:
+    stream = io.StringIO()
+    with beside(Live(tmp_path, replicas=2, steps=STEPS, stream=stream, every=0, told=True)):
+        copy_until(20, finished, tmp_path)
+        (tmp_path / "derived.txt").write_text("lr = 1")
+        while "step 20/300" not in stream.getvalue():
+            time.sleep(0.01)
+    assert "lr = 1" not in stream.getvalue(), "the process has printed them itself"
 
 
 def test_before_the_first_step_the_panel_says_what_the_run_does(

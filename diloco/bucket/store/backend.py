@@ -16,6 +16,8 @@ TIMEOUT = 60.0
 link."""
 PAUSES = (0.2, 0.5, 1.0, 2.0)
 """Seconds between the tries of what is asked before a member takes part."""
+METADATA = "169.254.169.254"
+"""Where clients look for a role's credentials when the environment has none."""
 T = TypeVar("T")
 SCHEMES = "a folder, file://, s3://, gs://, az:// or memory://"
 
@@ -151,6 +153,9 @@ class Obstore:
         except (exceptions.NotSupportedError, exceptions.InvalidPathError, NotImplementedError) as error:
             raise ConfigError(f"{self._url}: {_first_line(error)}") from None
         except (exceptions.BaseError, OSError) as error:
+            if METADATA in str(error):
+                raise Refused(f"{self._url}: there are no credentials: set AWS_ACCESS_KEY_ID and "
+                              "AWS_SECRET_ACCESS_KEY, or those of your store") from None  # fmt: skip
             if any(word in str(error) for word in _REFUSED):
                 raise self._refused(error) from None
             raise Failure(_first_line(error)) from None

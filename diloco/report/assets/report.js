@@ -1,4 +1,4 @@
-// Draws the curves (uPlot) and the timeline (canvas) from the JSON in this page. Nothing is fetched.
+// Draws the curves (uPlot) and the timeline (canvas) from the JSON in this page, which a page that lives adds to.
 const page = JSON.parse(document.getElementById("data").textContent);
 const byId = id => document.getElementById(id);
 const colors = new Map();
@@ -21,7 +21,7 @@ const size = value => prefixed(value, [" B", " kB", " MB", " GB", " TB", " PB"])
 const amount = value => prefixed(value, ["", " k", " M", " G", " T"]);
 const seconds = value => value < 1 ? +(value * 1000).toPrecision(3) + " ms" : +value.toPrecision(4) + " s";
 
-// Charts are built anew when colours change, and resized when the page is.
+// Charts are built anew when colours change, resized when the page is, and given new data while the run goes on.
 const built = [];
 const chart = (id, make) => {
   const place = byId(id);
@@ -34,7 +34,17 @@ const chart = (id, make) => {
     }
     return new uPlot({ width: place.clientWidth, ...options }, data, place);
   };
-  const entry = { plot: draw(), redraw: () => { entry.plot?.destroy(); entry.plot = draw(); } };
+  const entry = {
+    plot: draw(),
+    redraw: () => { entry.plot?.destroy(); entry.plot = draw(); },
+    update: () => {
+      const { data } = make(), old = entry.plot?.data;
+      if (!old || !data[0].length || data.length !== old.length) return entry.redraw();
+      const { min, max } = entry.plot.scales.x, zoomed = min > old[0][0] || max < old[0].at(-1);
+      entry.plot.setData(data, !zoomed);
+      if (zoomed) entry.plot.redraw();
+    },
+  };
   new ResizeObserver(() => {
     if (entry.plot && place.clientWidth !== entry.plot.width) entry.plot.setSize({ width: place.clientWidth, height: entry.plot.height });
   }).observe(place);
@@ -81,8 +91,14 @@ const STYLES = {
 };
 const FORMATS = { nats, bytes: size, number: value => value == null ? "–" : String(+value.toPrecision(3)) };
 
-const drawChart = (id, { steps, unit, curves, note }) => {
+const drawChart = id => {
+  const { unit } = page.charts[id];
+  const note = byId(id).parentElement.insertBefore(document.createElement("p"), byId(id));
+  note.className = "caption";
   const entry = chart(id, () => {
+    const { steps, curves } = page.charts[id];
+    note.textContent = page.charts[id].note;
+    note.hidden = !note.textContent;
     const keep = unit === "nats" ? +byId("smoothing").value : 0;
     const data = [steps, ...curves.map(({ kind, values }) => kind === "replica" ? smoothed(values, keep) : values)];
     const lines = curves.map(({ label, kind }, k) => ({ label, spanGaps: true, value: legend(FORMATS[unit]), ...STYLES[kind](k, steps.length < 400) }));
@@ -90,14 +106,11 @@ const drawChart = (id, { steps, unit, curves, note }) => {
     if (unit === "nats") return { data, options };
     options.height = Math.min(260, height());
     if (unit !== "bytes") return { data, options };
-    const all = curves.flatMap(({ values }) => values).filter(value => value > 0);
-    if (!all.length) return { data: [[]], options };
-    const [low, high] = all.reduce(([a, b], value) => [Math.min(a, value), Math.max(b, value)], [Infinity, 0]);
-    const range = [10 ** Math.floor(Math.log10(low) - 0.3), 10 ** Math.ceil(Math.log10(high) + 0.05)];
+    if (!curves.some(({ values }) => values.some(value => value > 0))) return { data: [[]], options };
+    const range = (u, low, high) => low > 0 ? [10 ** Math.floor(Math.log10(low) - 0.3), 10 ** Math.ceil(Math.log10(high) + 0.05)] : [1, 10];
     return { data, options: { ...options, axes: [options.axes[0], logarithmic({ size: 64 })], scales: { x: { time: false }, y: { distr: 3, range } } } };
   });
   if (unit === "nats") byId("smoothing").addEventListener("change", entry.redraw);
-  if (note) byId(id).insertAdjacentHTML("beforebegin", `<p class="caption">${note}</p>`);
 };
 
 // What the comparison may be drawn over, by the names of the columns.
@@ -113,7 +126,7 @@ const drawComparison = id => {
     const seeds = [...new Set(page.runs.map(run => run.seed))];
     const several = seeds.length > 1;
     const lines = page.runs.map(run => ({
-      label: page.settings[run.setting] + (several ? `, seed ${run.seed}` : ""), stroke: color(series(run.setting)), width: id === "held-out" ? 2 : 1.25,
+      label: (page.settings[run.setting] ?? run.name) + (several ? `, seed ${run.seed}` : ""), stroke: color(series(run.setting)), width: id === "held-out" ? 2 : 1.25,
       dash: DASHES[seeds.indexOf(run.seed) % 4], spanGaps: true, value: legend(nats), points: { show: false },
     }));
     const data = tables.some(table => table[0].length) ? uPlot.join(tables) : [[]];
@@ -127,3 +140,5 @@ const drawComparison = id => {
   });
   for (const control of ["over", "smoothing"]) byId(control).addEventListener("change", entry.redraw);
 };
+
+const colourSettings = () => { for (const swatch of document.querySelectorAll("[data-setting]")) swatch.style.background = `var(--${series(swatch.dataset.setting)})`; };

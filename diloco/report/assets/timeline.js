@@ -1,27 +1,25 @@
 // The timeline of one run: a lane of training and a lane per fragment for every replica, on one canvas, over seconds.
+// Returns a function that adds what a message of the server brings.
 const drawTimeline = () => {
-  const { fragments, windows } = page.timeline;
-  const replicas = page.timeline.replicas.map(replica => ({ ...replica, steps: rows(replica.steps), rounds: rows(replica.rounds) }));
   const frame = byId("timeline"), canvas = frame.querySelector("canvas"), tip = frame.querySelector(".tip"), bar = byId("windows");
   const LANE = 13, GAP = 2, HEAD = 20, AXIS = 22, BETWEEN = 12;
-  const ends = replicas.flatMap(({ steps, rounds }) => [...steps.map(block => block.end), ...rounds.map(round => Math.max(round.seconds, round.sent_seconds + round.flight_seconds))]);
-  const end = ends.reduce((a, b) => Math.max(a, b), 0);
-  if (!end) { frame.innerHTML = '<p class="empty">Nothing written yet.</p>'; return; }
-  const full = [0, end * 1.005];
-  let view = full, shown = replicas.length > 4 ? [replicas[0]] : replicas, drag = null, hits = [], left = 88;
-  const lanes = fragments + 1, tall = HEAD + lanes * (LANE + GAP);
+  const empty = frame.insertBefore(Object.assign(document.createElement("p"), { className: "empty" }), canvas);
+  let replicas = [], end = 0, full = [0, 1], view = full, chosen = 0, drag = null, hits = [], left = 88, lanes = 1, tall = HEAD;
+  // Beyond four replicas one at a time is shown.
+  const shown = () => replicas.length > 4 ? [replicas[chosen]] : replicas;
+  const latest = ({ steps, rounds, events }) => Math.max(steps.at(-1)?.end ?? 0, events.at(-1)?.seconds ?? 0, rounds.reduce((most, round) => Math.max(most, round.seconds, round.sent_seconds + round.flight_seconds), 0));
   const x = t => left + (t - view[0]) / (view[1] - view[0]) * (canvas.clientWidth - left - 2);
   const time = px => view[0] + (px - left) / (canvas.clientWidth - left - 2) * (view[1] - view[0]);
 
   const draw = () => {
-    const width = frame.clientWidth, high = AXIS + shown.length * (tall + BETWEEN), scale = devicePixelRatio || 1;
+    const width = frame.clientWidth, high = AXIS + shown().length * (tall + BETWEEN), scale = devicePixelRatio || 1;
     left = width < 560 ? 62 : 88;
     canvas.style.height = high + "px"; canvas.width = width * scale; canvas.height = high * scale;
     const g = canvas.getContext("2d");
     g.scale(scale, scale); g.font = "12px system-ui, sans-serif"; g.textBaseline = "middle";
     hits = [];
     grid(g, high);
-    shown.forEach((replica, k) => lanesOf(g, replica, AXIS + k * (tall + BETWEEN)));
+    shown().forEach((replica, k) => lanesOf(g, replica, AXIS + k * (tall + BETWEEN)));
     if (drag) { g.globalAlpha = 0.2; g.fillStyle = color("flight"); g.fillRect(Math.min(drag.from, drag.to), AXIS, Math.abs(drag.to - drag.from), high); g.globalAlpha = 1; }
     canvas.dataset.bars = hits.length;
   };
@@ -96,29 +94,41 @@ const drawTimeline = () => {
   ].join("\n");
 
   const show = (next, button) => {
+    if (next === full) { view = full; return press(button); }
     const span = Math.min(Math.max(next[1] - next[0], end / 20000), full[1]);
     const from = Math.min(Math.max(full[0], next[0]), full[1] - span);
     view = [from, from + span];
+    press(button);
+  };
+  const press = button => {
     for (const other of bar.querySelectorAll("button")) other.setAttribute("aria-pressed", String(other === button));
     tip.hidden = true;
     draw();
   };
   const add = (text, title, window) => {
     const button = Object.assign(document.createElement("button"), { type: "button", textContent: text, title });
-    button.addEventListener("click", () => show(window, button));
+    button.addEventListener("click", () => show(window(), button));
     bar.append(button);
     return button;
   };
-  const all = add("whole run", "0", full);
-  windows.forEach((w, k) => add(k ? `${["", "second", "third"][k]} slowest` : "slowest sync period",
-    `steps ${w.first_step} to ${w.last_step}, exposed ${seconds(w.exposed_seconds)} on all replicas`, [w.start, w.end]));
-  if (replicas.length > 4) {
-    const select = document.createElement("select");
-    select.setAttribute("aria-label", "Replica");
-    replicas.forEach((r, k) => select.append(new Option("replica " + r.number, k)));
-    select.addEventListener("change", () => { shown = [replicas[select.value]]; draw(); });
-    bar.append(select);
-  }
+  let all = null, buttons = "";
+  // The buttons are made anew only if they change, so that nobody loses one while pressing it.
+  const offer = windows => {
+    const wanted = JSON.stringify([windows, replicas.length]);
+    if (wanted === buttons) return;
+    buttons = wanted;
+    bar.replaceChildren();
+    all = add("whole run", "0", () => full);
+    windows.forEach((w, k) => add(k ? `${["", "second", "third"][k]} slowest` : "slowest sync period",
+      `steps ${w.first_step} to ${w.last_step}, exposed ${seconds(w.exposed_seconds)} on all replicas`, () => [w.start, w.end]));
+    if (replicas.length > 4) {
+      const select = document.createElement("select");
+      select.setAttribute("aria-label", "Replica");
+      replicas.forEach((r, k) => select.append(new Option("replica " + r.number, k, false, k === chosen)));
+      select.addEventListener("change", () => { chosen = +select.value; draw(); });
+      bar.append(select);
+    }
+  };
   const zoom = by => { const middle = (view[0] + view[1]) / 2, half = (view[1] - view[0]) / 2 * by; show([middle - half, middle + half]); };
   const move = by => { const span = view[1] - view[0]; show([view[0] + by * span, view[1] + by * span]); };
   const keys = { "+": () => zoom(0.5), "=": () => zoom(0.5), "-": () => zoom(2), ArrowLeft: () => move(-0.2), ArrowRight: () => move(0.2), 0: () => show(full, all) };
@@ -142,10 +152,26 @@ const drawTimeline = () => {
     if (Math.abs(to - from) > 6) show([time(Math.min(from, to)), time(Math.max(from, to))]); else draw();
   });
   canvas.addEventListener("pointerleave", () => { tip.hidden = true; });
-  const omitted = replicas.reduce((sum, r) => sum + r.left_out, 0);
-  if (omitted) { byId("left-out").hidden = false; byId("left-out").textContent = `${whole(omitted)} rounds outside the slowest sync periods are not drawn; those that are drawn are spread evenly.`; }
   let before = 0;
-  new ResizeObserver(() => { if (frame.clientWidth !== before) { before = frame.clientWidth; draw(); } }).observe(frame);
+  new ResizeObserver(() => { if (frame.clientWidth !== before && end) { before = frame.clientWidth; draw(); } }).observe(frame);
   built.push({ redraw: draw });
-  show(full, all);
+  const take = ({ since, replicas: fresh, fragments, windows, seconds: total, left_out }) => {
+    const before = new Map(since ? replicas.map(replica => [replica.number, replica]) : []);
+    const earlier = (number, name) => (before.get(number)?.[name] ?? []).filter(entry => entry.step < since);
+    replicas = fresh.map(replica => ({ ...replica, steps: earlier(replica.number, "steps").concat(rows(replica.steps)), rounds: earlier(replica.number, "rounds").concat(rows(replica.rounds)), events: earlier(replica.number, "events").concat(replica.events) }));
+    end = Math.max(total ?? 0, ...replicas.map(latest));
+    lanes = fragments + 1; tall = HEAD + lanes * (LANE + GAP);
+    const complete = view === full;
+    full = [0, Math.max(end, 1e-3) * 1.005];
+    empty.textContent = end ? "" : "Nothing written yet.";
+    empty.hidden = end > 0; canvas.hidden = bar.hidden = !end;
+    byId("left-out").hidden = !left_out;
+    byId("left-out").textContent = `${whole(left_out)} rounds are not drawn; those that are drawn are spread evenly.`;
+    offer(windows);
+    if (complete) view = full;
+    if (all.getAttribute("aria-pressed") == null) all.setAttribute("aria-pressed", String(complete));
+    if (end) draw();
+  };
+  take(page.timeline);
+  return take;
 };
