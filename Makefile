@@ -5,7 +5,7 @@ JOBS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 export PIP_CONSTRAINT := constraints.txt
 
-.PHONY: help demo picture test test-frameworks test-slurm test-fast lint format wheel sanitize browser bench netlab autopilot bucket chaos parity parity-quick clean
+.PHONY: help demo picture docs test test-frameworks test-slurm test-fast lint format wheel sanitize browser bench netlab autopilot bucket chaos parity parity-quick clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## */\1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -37,6 +37,9 @@ lint: .venv/ready  ## formatting, lint, types, directions of imports
 format: .venv/ready  ## repair what ruff can repair
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+docs: .venv/ready  ## the site into build/site, to be opened from disk; a broken link is an error
+	$(BIN)/mkdocs build --strict --clean
 
 wheel: .venv/ready  ## build sdist and wheel into dist/, install the wheel into a clean environment, try it there
 	.ci/wheel

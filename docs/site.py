@@ -1,0 +1,23 @@
+"""What `make docs` adds to the pages of this folder: those that lie in the project's root, with the README as the start."""
+
+import re
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).parents[1]
+FROM_ROOT = {"index.md": "README.md", **{name: name for name in ("CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")}}
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    for page, source in FROM_ROOT.items():
+        text = (ROOT / source).read_text()
+        files.append(File.generated(config, page, content=re.sub(r"\]\(docs/", "](", text)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """A link to a page in the root, as it is written for those who read the sources."""
+    return re.sub(r"\]\(\.\./(\w+\.md)", r"](\1", markdown)
