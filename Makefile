@@ -39,7 +39,7 @@ format: .venv/ready  ## repair what ruff can repair
 	$(BIN)/ruff format .
 
 docs: .venv/ready  ## the site into build/site, to be opened from disk; a broken link is an error
-	$(BIN)/mkdocs build --strict --clean
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --clean --quiet
 
 wheel: .venv/ready  ## build sdist and wheel into dist/, install the wheel into a clean environment, try it there
 	.ci/wheel

@@ -1,4 +1,4 @@
-"""What `make docs` adds to the pages of this folder: those that lie in the project's root, with the README as the start."""
+"""What `make docs` adds to the pages of this folder: those in the project's root, with the README as the start."""
 
 import re
 from pathlib import Path
