@@ -1,6 +1,7 @@
 """The pages that teach: every command and snippet on them is run, or marked with what it needs; the site is built."""
 
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import torch
 import diloco
 from tests.repo.test_readme import BLOCKS, COMMANDS, FEWER, Summed
 from tests.support import commands
-from tests.support.commands import ended, start_program
+from tests.support.commands import ended, start_ranks
 from tests.support.processes import run
 
 ROOT = Path(__file__).parents[2]
@@ -46,14 +47,13 @@ def folder(tmp_path_factory):
     sources = Path(shlex.__file__), Path(subprocess.__file__)
     (place / "notes.txt").write_text("\n\n".join(path.read_text() for path in sources))
     (place / "recipes").symlink_to(ROOT / "recipes")
-    (place / "examples").symlink_to(ROOT / "examples")
     return place
 
 
 def test_the_commands_of_the_trainer_run_in_their_order(folder):
     few = {
-        "train": [*FEWER, "--sync-every", "2"],
-        "compare": [*FEWER, "--replicas", "2", "--sync-every", "2", "--methods", "streaming"],
+        "train": FEWER,
+        "compare": [*FEWER, "--replicas", "2", "--methods", "streaming"],
         "sample": ["--tokens", "2"],
     }
     shown = [shlex.split(command)[1:] for command in RUN_HERE if command.startswith("diloco ")]
@@ -67,16 +67,27 @@ def test_the_commands_of_the_trainer_run_in_their_order(folder):
     assert (folder / "pair.toml").exists() and (folder / "runs/tuned").is_dir() and (folder / "runs/own").is_dir()
 
 
-def test_the_scripts_of_the_tutorial_give_the_rounds_that_it_shows(folder):
+def _script(name, *words):
+    sys.argv = [name, *words]
+    runpy.run_path(name, run_name="__main__")
+
+
+def test_the_script_of_the_tutorial_goes_on_and_makes_the_rounds_that_are_shown(folder):
+    """In the processes that torchrun would start. tests/repo/test_package.py does the same for examples/minimal.py."""
     (folder / "train.py").write_text(SCRIPT)
     shown = [shlex.split(command) for command in RUN_HERE if command.startswith("torchrun")]
-    assert [words[-1] for words in shown] == ["examples/minimal.py", "200", "300"]
-    told = [r"121 rounds, 0\.63 MB sent", "21 rounds, 32820 bytes sent", "13 rounds, 19692 bytes sent"]
-    for (program, *words), text in zip(shown, told, strict=True):
-        tool = [str(Path(sys.executable).with_name(program))]
-        code, out, err = ended(start_program(folder, *words, tool=tool))
-        assert code == 0, err
-        assert re.search(text, out) and re.search(text, TEXTS["tutorial"])
+    start = ["torchrun", "--nproc_per_node", "2"]
+    assert shown == [[*start, "examples/minimal.py"], [*start, "train.py", "200"], [*start, "train.py", "300"]]
+    for (*_, name, steps), text in zip(
+        shown[1:], ["21 rounds, 32820 bytes sent", "13 rounds, 19692 bytes sent"], strict=True
+    ):
+        results = [ended(process) for process in start_ranks(folder, 2, _script, name, steps)]
+        assert [code for code, _, _ in results] == [0, 0], results
+        said = "".join(out for _, out, _ in results)
+        losses = re.findall(rf"step {steps}: loss of the anchors ([\d.]+)", said)
+        assert len(losses) == 2 and losses[0] == losses[1]
+        assert text in said and text in TEXTS["tutorial"]
+        assert ("goes on after step 200" in said) is (steps == "300")
 
 
 def test_every_command_is_run():
@@ -93,10 +104,12 @@ def _names(model):
 
 def _together(rank, snippets):
     """What each leaves of its DiLoCo."""
-    torch.manual_seed(rank)
     told = []
     for code in snippets:
-        names = _names(Summed())
+        torch.manual_seed(0)  # what is frozen must be equal
+        model = Summed()
+        torch.manual_seed(rank)
+        names = _names(model)
         if "diloco =" not in code:
             names["diloco"] = diloco.DiLoCo(names["model"], names["optimizer"])
         exec(compile(code, "docs", "exec"), names)
