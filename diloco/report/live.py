@@ -54,7 +54,7 @@ class Live:
         self.screen = Screen(console=self.console, auto_refresh=False, transient=False) if self.panel else None
         self.began = time.monotonic()
         self.shown = -float("inf")
-        self.printed, self.told = -1, told
+        self.printed, self.derived, self.told = -1, "", told
         self.sync_every, self.method, self.phase, self.bucket, self.replicas = 0, "", "", False, replicas
         self.echo: list[Any] | None = None
 
@@ -96,10 +96,11 @@ class Live:
         self.phase = read_phase(self.folder / "phase")
         for replica in self.watched:
             replica.read()
-        if (derived := self.folder / "derived.txt").exists() and (text := derived.read_text()) != self.told:
-            more = text.removeprefix(self.told)  # what the autopilot has chosen follows later
-            self.told, self.sync_every = text, 0  # read the config again
-            self.console.print(more.rstrip(), markup=False, highlight=False)
+        if (file := self.folder / "derived.txt").exists() and (text := file.read_text()) != self.derived:
+            more = text.removeprefix(self.derived)  # what the autopilot has chosen follows later
+            self.derived, self.sync_every = text, 0  # read the config again
+            if not self.told:
+                self.console.print(more.rstrip(), markup=False, highlight=False)
         if self.screen:
             self.screen.update(self._panel(), refresh=True)
         elif self.step != self.printed and any(replica.last for replica in self.watched):

@@ -155,7 +155,9 @@ def test_a_run_is_shown_from_a_thread_of_its_own_process(finished: Path, tmp_pat
     with beside(Live(tmp_path, replicas=2, steps=STEPS, stream=stream, every=0, told=True)):
         copy_until(20, finished, tmp_path)
         (tmp_path / "derived.txt").write_text("lr = 1")
+        until = time.monotonic() + 100
         while "step 20/300" not in stream.getvalue():
+            assert time.monotonic() < until, stream.getvalue()
             time.sleep(0.01)
     assert "lr = 1" not in stream.getvalue(), "the process has printed them itself"
 
