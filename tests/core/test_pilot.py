@@ -86,11 +86,12 @@ ENOUGH = 4.03 * VALUES / (30 * STEP)
 """Bits a second with which a sync_every of 30 keeps the link full."""
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_machine")
 @pytest.mark.parametrize("factor", [1 / 3, 2.0])
 def test_when_the_link_changes_all_change_within_three_sync_periods_and_say_why(factor):
-    first, at = 0.55 * ENOUGH, 400
-    results = local.run(2, lambda r: fly(r, 900, {0: first, at: factor * first}))
+    first, at = 0.55 * ENOUGH, 280
+    results = local.run(2, lambda r: fly(r, 620, {0: first, at: factor * first}))
     (held, said, weights), (held_too, _, weights_too) = results
     assert held == held_too and torch.equal(weights, weights_too)
     before, after = held[at], held[-1]
@@ -105,17 +106,19 @@ def test_when_the_link_changes_all_change_within_three_sync_periods_and_say_why(
     assert len(said) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_machine")
 def test_nothing_changes_on_a_steady_link_nor_when_it_wavers_by_a_fifth():
-    wavering = {step: 0.55 * ENOUGH * (0.85 if step % 80 else 1.2) for step in range(100, 600, 40)}
-    (held, said, _), _ = local.run(2, lambda r: fly(r, 600, {0: 0.55 * ENOUGH, **wavering}))
+    wavering = {step: 0.55 * ENOUGH * (0.85 if step % 80 else 1.2) for step in range(100, 400, 40)}
+    (held, said, _), _ = local.run(2, lambda r: fly(r, 400, {0: 0.55 * ENOUGH, **wavering}))
     assert len(set(held[10:])) == 1 and len(said) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_machine")
 def test_without_retune_on_one_replica_all_keep_what_they_have():
     rates = {0: 0.55 * ENOUGH, 200: 0.18 * ENOUGH}
-    results = local.run(2, lambda r: fly(r, 500, rates, retune=r.replica == 0))
+    results = local.run(2, lambda r: fly(r, 420, rates, retune=r.replica == 0))
     assert all(len(set(held[10:])) == 1 for held, _, _ in results)
 
 
