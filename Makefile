@@ -5,7 +5,7 @@ JOBS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 export PIP_CONSTRAINT := constraints.txt
 
-.PHONY: help demo picture docs test test-frameworks test-slurm test-fast lint format wheel sanitize browser bench netlab autopilot bucket chaos parity parity-quick clean
+.PHONY: help demo picture docs test test-frameworks test-slurm test-fast lint format wheel sanitize browser bench netlab autopilot bucket scale chaos parity parity-quick clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## */\1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -75,6 +75,9 @@ bucket: .venv/ready  ## what the bucket costs and survives, beside torchft; as r
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[netlab]'
 	$(BIN)/python -m studies.bucket
 	$(BIN)/python -m benchmarks.table
+
+scale: .venv/ready  ## what a round of a bucket costs as members are many, in virtual time
+	$(BIN)/python -m studies.bucket.scale
 
 chaos: .venv/ready  ## members of a bucket and what they meet in are disturbed a thousand times; as root for full disks; 25 minutes
 	$(BIN)/python -m studies.bucket.chaos

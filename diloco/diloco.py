@@ -174,10 +174,10 @@ class DiLoCo:
             match outcome:
                 case None:
                     return
-                case Dropped(reset):
+                case Dropped(reset, spoiled):
                     fragment.in_flight = None
                     if reset:
-                        self._recover()
+                        self._recover(spoiled)
                 case Jump(state):
                     fragment.jump(state, self._progress)
                 case Round():
@@ -194,12 +194,12 @@ class DiLoCo:
                         self.tuning.heard(outcome.wishes, sent.step)
                     self.reduce.applied(fragment.number, fragment.state)
 
-    def _recover(self) -> None:
-        """A delta was not finite. What made it so is in every fragment by now, and in the optimizers' moments."""
-        if self._spoiled is not None and self.step_count - self._spoiled > self.schedule.sync_every:
+    def _recover(self, spoiled: bool) -> None:
+        """Local work is given up. If a delta was not finite, what made it so is in all fragments and moments by now."""
+        if spoiled and self._spoiled is not None and self.step_count - self._spoiled > self.schedule.sync_every:
             raise NotFinite(f"step {self.step_count}: inf or nan again, after going back to the anchors at step "
                             f"{self._spoiled}. A lower learning rate or gradient clipping may prevent it.")  # fmt: skip
-        self._spoiled = self._spoiled or self.step_count
+        self._spoiled = (self._spoiled or self.step_count) if spoiled else self._spoiled
         for fragment in self._fragments:
             fragment.go_back(self._progress)
         reshard(self.model)

@@ -12,12 +12,14 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from math import inf
 from types import MappingProxyType
 from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
 
+from diloco.bucket.deltas import layout_of
 from diloco.bucket.members import check_name, register
 from diloco.bucket.protocol import FragmentProtocol
 from diloco.bucket.ranks import Asked, ranks_of
@@ -36,6 +38,7 @@ from diloco.bucket.timing import MemberOptions, Pace, Timing
 from diloco.codec import Codec, is_sparse
 from diloco.errors import ConfigError, DiLoCoError
 from diloco.reduce import Contract, Delta, Dropped, Jump, Round, State
+from diloco.reduce.mean import GATHER
 
 PATIENCE = 60.0
 """Seconds that finish() waits for the last rounds of all fragments to be closed, beyond the time in which a dead member
@@ -62,6 +65,10 @@ class Bucket:
         max_work: the most work (tokens, or steps) that counts for one delta.
         merge: "mean", by work; or "closest": the mean without the quarter of the members that is farthest from the
             median, so that one of four may lie. With fewer than four members it is the mean.
+        shares_from: from this many members of a round on, each averages a share of the fragment, and reads the others'
+            shares instead of all deltas: 1 byte a parameter in E3M0 whatever their number. A setting of the run.
+            0: from 4 on with the mean; never with the closest, or where members have keys of their own: no single
+            member shall decide anything there.
         note: JSON values that later members find with the run, if this member creates it.
         heartbeat: seconds between two signs of life. A member is dead after five without one (at least 10 s).
         poll: seconds between two looks at an open round. Default: the step time, from 0.2 to 5.
@@ -83,6 +90,7 @@ class Bucket:
         rounds: int | None = None,
         max_work: float = float("inf"),
         merge: Merge = "mean",
+        shares_from: int = 0,
         note: Mapping[str, object] = MappingProxyType({}),
         heartbeat: float = 5.0,
         poll: float | None = None,
@@ -91,10 +99,18 @@ class Bucket:
         if pace not in ("decoupled", "strict") or quorum < 1 or (grace is not None and not 0 <= grace < float("inf")):
             raise ConfigError(f"pace={pace!r}, quorum={quorum}, grace={grace}: give the pace 'decoupled' or 'strict', "
                               "a quorum of at least 1, and a grace of 0 seconds or more")  # fmt: skip
+        if shares_from < 0 or shares_from == 1:
+            raise ConfigError(f"shares_from={shares_from}: give at least 2 members, or 0 for the default")
+        if shares_from and isinstance(key, KeyPair):
+            raise ConfigError(f"shares_from={shares_from} where members have keys of their own: each would decide a "
+                              "share alone; leave it out")  # fmt: skip
         if merge not in get_args(Merge):
             raise ConfigError(f"merge={merge!r}: give {' or '.join(get_args(Merge))}")
         self.url, self.name = url, check_name(name)
         self._merge: Merge = merge
+        self._shares_from = float(shares_from) or (
+            inf if merge == "closest" or isinstance(key, KeyPair) else GATHER + 1
+        )
         self._key, self._join_only, self._rounds, self._max_work = key, join_only, rounds, max_work
         self._note = dict(note)
         self._options = MemberOptions(pace, quorum, grace, heartbeat, poll)
@@ -168,7 +184,7 @@ class Bucket:
             raise ConfigError("merge='closest' with a sparse codec: most members say nothing of a value, so the middle "
                               "of what they say is nothing; give merge='mean' or another codec"
             )  # fmt: skip
-        agreed = contract_of(contract, self._rounds, self._max_work, self._merge)
+        agreed = contract_of(contract, self._rounds, self._max_work, self._merge, self._shares_from)
         listed = Listed(0, {self.name: self._key.public}) if isinstance(self._key, KeyPair) else None
         proposal = Run(secrets.token_hex(8), agreed, (), self._note, created=True, listed=listed)
         self.run = yield from find_or_create(proposal, self._key, states, self._join_only)
@@ -179,13 +195,14 @@ class Bucket:
         sync_every = contract.get("sync_every")
         assert isinstance(sync_every, int)
         timing = Timing(self._options, sync_every, self._clock)
-        self.session = session = Session(envelope, mine, timing, self._rounds, self._max_work, self._merge)
+        agreed = self._rounds, self._max_work, self._merge, self._shares_from
+        self.session = session = Session(envelope, mine, timing, *agreed)
         self._protocols = []
         for f, (state, codec, initial) in enumerate(zip(states, codecs, self.run.snapshots, strict=True)):
-            n = len(state.anchor)
-            rounds = RoundStore(f, n, codec, envelope, session.reject)
-            snapshots = Snapshots(rounds, envelope, f, state, initial, session.reject, codec.nbytes(n))
-            self._protocols.append(FragmentProtocol(f, n, codec, rounds, snapshots, session))
+            layout = layout_of(codec, len(state.anchor), self._shares_from < inf)
+            rounds = RoundStore(f, layout, envelope, session.reject)
+            snapshots = Snapshots(rounds, envelope, f, state, initial, session.reject, layout.nbytes)
+            self._protocols.append(FragmentProtocol(f, layout, rounds, snapshots, session))
 
     def entering(self, states: Sequence[State]) -> Task[list[State | None]]:
         """Take the state of the run."""
@@ -336,12 +353,12 @@ class Bucket:
         assert session is not None
         wakes = [threading.Event() for _ in ticks]
         self._wakes += wakes
-        pauses = [lambda: session.timing.poll if first else self._options.heartbeat] * count
+        pauses = [lambda: self._options.heartbeat, *(lambda p=p: p.pause for p in self._protocols)]
         # Each thread has its own number of torch threads, but a new thread inherits the number that was set last.
         number, ready = torch.get_num_threads(), threading.Barrier(count + 1)
         threads = [
             threading.Thread(target=self._attend, args=(ready, self._store, *each), name="bucket", daemon=True)
-            for each in zip(ticks, wakes, pauses, strict=True)
+            for each in zip(ticks, wakes, pauses[first : first + count], strict=True)
         ]
         self._threads += threads
         for thread in threads:

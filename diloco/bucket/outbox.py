@@ -5,14 +5,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-import torch
 from torch import Tensor
 
-from diloco.bucket.rounds import Contribution, Record, delta_fields, delta_name, norm_of
+from diloco.bucket.deltas import Layout, SealedDelta, delta_fields, seal_delta
+from diloco.bucket.rounds import Contribution, Record
 from diloco.bucket.session import Session
-from diloco.bucket.store.envelope import Sealed, put
-from diloco.bucket.store.operations import Task, Work
-from diloco.codec import Codec, pack_checked, unpack
+from diloco.bucket.store.envelope import put
+from diloco.bucket.store.operations import Task, Work, together
 from diloco.reduce import Delta, Next
 
 
@@ -49,11 +48,12 @@ class _Waiting:
 
 
 class Outbox:
-    def __init__(self, fragment: int, n: int, codec: Codec, session: Session) -> None:
-        self._fragment, self._n, self._codec, self._session = fragment, n, codec, session
+    def __init__(self, fragment: int, layout: Layout, session: Session) -> None:
+        self._fragment, self._layout, self._session = fragment, layout, session
         self._waiting: _Waiting | None = None
         self._putting = False
         self.acknowledged: Contribution | None = None  # by the store
+        self.acknowledged_at = 0.0
         self._own: dict[str, Contribution] = {}  # by digest: all that were encoded for this round
         self._next: tuple[int, Callable[[float], Next]] | None = (
             None  # index, and what makes the state after that round
@@ -112,7 +112,7 @@ class Outbox:
             return Undelivered.ABANDONED  # it may still count: put in an earlier incarnation, it is the same object
         self._putting = True
         began = self._session.clock()
-        there = yield from put(sealed, stale=lambda: self._waiting is not None or not is_open(waiting.index))
+        there = yield from self._put(sealed, lambda: self._waiting is not None or not is_open(waiting.index))
         self._putting = False
         # Also if the round was closed meanwhile: that is when the grace of the others was too short.
         self._session.timing.uploaded(self._fragment, self._session.clock() - began)
@@ -120,35 +120,42 @@ class Outbox:
             return Undelivered.ABANDONED
         self._sent += sealed.nbytes
         self.acknowledged, self._waiting = own, None  # it stands, even if a newer one was about to replace it
-        return Delivered(sealed.name, own)
+        self.acknowledged_at = self._session.clock()
+        return Delivered(sealed.head.name, own)
+
+    def _put(self, sealed: SealedDelta, stale: Callable[[], bool]) -> Task[bool]:
+        """The pieces first: once the head is there, all of it is."""
+        if not all((yield from together([put(each, stale) for each in sealed.pieces]))):
+            return False
+        return (yield from put(sealed.head, stale))
+
+    def own(self, digest: str) -> Contribution | None:
+        """An own delta for this round, by its digest."""
+        return self._own.get(digest)
 
     def next(self, index: int, lr_sum: float) -> Next | None:
         """What makes the state after round `index`, if a delta for it was taken against the state before it."""
         return self._next[1](lr_sum) if self._next is not None and self._next[0] == index else None
 
-    def _encode(self, index: int, delta: Delta) -> tuple[Sealed, Contribution] | None:
-        """The delta as an object, and as the others will read it. None if it holds inf or nan."""
-        me = self._session.me
-        payload, finite = (
-            pack_checked(self._codec, delta.values) if self._n else (torch.empty(0, dtype=torch.uint8), True)
-        )
+    def _encode(self, index: int, delta: Delta) -> tuple[SealedDelta, Contribution] | None:
+        """The delta as objects, and as the others will read it. None if it holds inf or nan."""
+        me, layout = self._session.me, self._layout
+        payloads, finite = layout.pack(delta.values)
         if not finite:
             return None
-        sealed = self._session.envelope.seal(
-            delta_name(self._fragment, index, me),
-            "delta",
-            delta_fields(self._fragment, index, me, delta.fingerprint, delta.weight, delta.lr_sum),
-            payload.numpy().tobytes(),
-        )
-        norm = norm_of(self._codec, payload, self._n)
-        own = me, sealed.digest, delta.fingerprint, delta.weight, norm, payload, sealed.nbytes, delta.lr_sum
-        return sealed, Contribution(*own, self._session.envelope.signer)
+        fields = delta_fields(self._fragment, index, me, delta.fingerprint, delta.weight, delta.lr_sum)
+        norms = layout.norms(payloads)
+        sealed = seal_delta(self._session.envelope, layout, fields, payloads, norms)
+        norm = sum(norm**2 for norm in ([piece.norm for piece in sealed.listed] or norms)) ** 0.5
+        own = me, sealed.head.digest, delta.fingerprint, delta.weight, norm, payloads, sealed.nbytes, delta.lr_sum
+        head = sealed.head.body if layout.cut else b""
+        return sealed, Contribution(*own, sealed.listed, head, self._session.envelope.signer)
 
     def fate(self, record: Record) -> Fate:
         counted = next((self._own[e.digest] for e in record.entries if e.digest in self._own), None)
         seconds = self._session.clock() - self._began if self._own else 0.0
         last = counted is not None and counted.digest == self._newest
-        own = partial(unpack, self._codec, counted.payload, self._n) if counted is not None and last else None
+        own = partial(self._layout.unpack, counted.payloads or ()) if counted is not None and last else None
         return Fate(self._sent, seconds, bool(self._own), counted, own)
 
     def clear(self, counted: bool) -> None:

@@ -7,42 +7,30 @@ round that the core has applied, `frontier` the last one that the background has
 The way of a delta into the store, six changes of object:
     Bucket.send → FragmentProtocol.send → Outbox.accept                    on the training thread, returns at once
     FragmentProtocol.tick → Outbox.deliver → Envelope.seal → Store         in the background: encoded, signed, put
-    → FragmentProtocol._saw                                                acknowledged: from now on it stands
+    → OpenRound.saw                                                        acknowledged: from now on it stands
 """
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from math import inf
 
-from torch import Tensor
-
+from diloco.bucket.averaging import Averaging, Gone
+from diloco.bucket.deltas import Layout
+from diloco.bucket.open_round import OpenRound
 from diloco.bucket.outbox import Delivered, Outbox, Undelivered
 from diloco.bucket.round_store import RoundStore
-from diloco.bucket.rounds import (
-    Contribution,
-    Followed,
-    Link,
-    OpenRound,
-    Record,
-    delta_name,
-    entries_of,
-    may_close,
-    mean_of,
-    member_of,
-    one_per_member,
-    place_of,
-    truthful,
-)
+from diloco.bucket.rounds import Contribution, Followed, Link, Record, delta_name, truthful
 from diloco.bucket.session import Session
+from diloco.bucket.shares import mean_in_parts
 from diloco.bucket.snapshots import Snapshots
 from diloco.bucket.store.envelope import Invalid
 from diloco.bucket.store.lists import admitted
 from diloco.bucket.store.operations import Task, Work
-from diloco.codec import Codec
 from diloco.errors import Diverged
 from diloco.reduce import Delta, Dropped, Jump, Round, State
-from diloco.reduce.mean import Encoded, exact
+from diloco.reduce.mean import Encoded, decode, exact
 
 BEHIND = 8
 """Rounds by which a member may be behind and still keep its local work. If it is further behind, it starts from the
@@ -72,12 +60,10 @@ class _Jumping:
 
 
 class FragmentProtocol:
-    def __init__(
-        self, number: int, n: int, codec: Codec, rounds: RoundStore, snapshots: Snapshots, session: Session
-    ) -> None:
+    def __init__(self, number: int, layout: Layout, rounds: RoundStore, snapshots: Snapshots, session: Session) -> None:
         self.number, self.round_store, self.snapshots, self.session = number, rounds, snapshots, session
-        self._n, self._codec = n, codec
-        self.outbox = Outbox(number, n, codec, session)  # for the round after the one held
+        self._layout = layout
+        self.outbox = Outbox(number, layout, session)  # for the round after the one held
         self.held = self.frontier = 0
         self.fingerprint = 0  # of the state held
         self.previous = Link()  # what the next record has to follow
@@ -85,7 +71,7 @@ class FragmentProtocol:
         self.caught_up = False  # the round after the frontier was seen to be open
         self.answer_call = False  # in strict pace: members would wait for each other crosswise
         self._given_up = False  # the last round
-        self._round = OpenRound()
+        self._round = OpenRound(number, 1, session, rounds, ())
         self._mode: _Following | _Jumping = _Following()
         self._ready: deque[Followed | Jump | Dropped] = deque()
         self._differs: int | None = None  # other bits were found; forgotten once the record of this index agrees
@@ -111,10 +97,7 @@ class FragmentProtocol:
     def _called(self) -> bool:
         """Whether another member has sent for the next round. Without answering such calls, two members that are out of
         phase would close all rounds alone."""
-        if self.held != self.frontier:
-            return False
-        deltas = self._round.deltas.values()
-        return any(d.fingerprint == self.fingerprint and d.member != self.session.me for d in deltas)
+        return self.held == self.frontier and self._round.called(self.fingerprint)
 
     @property
     def called_since(self) -> float:
@@ -170,7 +153,7 @@ class FragmentProtocol:
         self.outbox.clear(counted)
         self._closer = record.by
         return Round(
-            index=index, encoded=(followed.mean,), members=record.members, lr_sum=record.lr_sum, counted=counted,
+            index=index, encoded=followed.mean, members=record.members, lr_sum=record.lr_sum, counted=counted,
             sent=fate.sent,
             received=followed.received, seconds=fate.seconds, own=fate.own, state=followed.state,
         )  # fmt: skip
@@ -179,6 +162,13 @@ class FragmentProtocol:
     def expects_outcome(self) -> bool:
         """A delta is under way, and its outcome is worth waiting for."""
         return self.outbox.under_way and not self._given_up
+
+    @property
+    def pause(self) -> float:
+        """Seconds until the next look: few while a round may be closed, more while it can only be called by others."""
+        timing = self.session.timing
+        waits = self.caught_up and not self.outbox.under_way and self._round.averaging is None
+        return timing.idle if waits and self._mode == _Following() and not self._ready else timing.poll
 
     def give_up(self) -> None:
         """The last round is no longer waited for."""
@@ -221,16 +211,12 @@ class FragmentProtocol:
     def _deliver(self) -> Task[None]:
         match (yield from self.outbox.deliver(is_open=lambda index: index == self.frontier + 1)):
             case Delivered(name, delta):
-                self._saw(name, delta)
+                self._round.saw(name, delta)
             case Undelivered.SPOILED:
                 self.session.event("not finite", fragment=self.number, index=self.held + 1)
-                self._ready.append(Dropped(reset=True))
+                self._ready.append(Dropped(reset=True, spoiled=True))
             case Undelivered.ABANDONED:
                 pass
-
-    def _saw(self, name: str, delta: Contribution) -> None:
-        self._round.saw(name, delta, self.session.clock())
-        self.session.members.delivered(delta.member)
 
     def _follow(self) -> Task[bool]:
         """Look once at the round after the frontier. True if it is closed: then look at the next one."""
@@ -240,20 +226,24 @@ class FragmentProtocol:
             return False
         if isinstance(self._mode, _Jumping) or len(self._ready) >= AHEAD:
             return False
-        looked = self.session.clock()
-        names = yield from self.session.listing.names(self.number, index)
-        lies = self._round.lies
+        if self._round.averaging is not None:
+            return (yield from self._await_shares(self._round.averaging))
+        looked, lies = self.session.clock(), self._round.lies
+        names = yield from self._round.names(self.outbox)
         record, slot, branched = yield from self.round_store.record(index, self.previous, names, lies)
         if branched and not self._round.checked and (yield from self._off_the_run()):
             return False
         if record is None:
-            yield from self._gather(names)
+            known = names is not None and (yield from self._round.gather(names, self.fingerprint))
             self.caught_up, self._round.open_at = True, looked
             if self._mode == _Following(late=True):
                 self._mode = _Following()
                 self._ready.append(Dropped(reset=True))
                 self.session.want(self.number, None)
-            proposal = self._propose(index)
+            own = self.outbox.acknowledged
+            if not known or own is None or self.held != self.frontier:
+                return False
+            proposal = yield from self._round.propose(self.previous, self.fingerprint, own)
             if proposal is None:
                 return False
             record = yield from self.round_store.close(proposal, slot, lies)
@@ -282,74 +272,84 @@ class FragmentProtocol:
                 return True
         return False
 
-    def _gather(self, names: dict[str, int]) -> Task[None]:
-        """Read the deltas that are new."""
-        known = self._round.deltas.keys() | self._round.unusable
-        new = [name for name in sorted(names) if member_of(name) and name not in known]
-        for name in names:
-            if place_of(name) is None:
-                self.session.reject(name, Invalid("no object of a round has such a name"))
-        for name, delta in zip(new, (yield from self.round_store.deltas(new)), strict=True):
-            if isinstance(delta, Contribution):
-                self._saw(name, delta)
-            elif delta is not None:
-                self._round.unusable.add(name)
-
-    def _propose(self, index: int) -> Record | None:
-        """The record that may close the round now, or None if the round must stay open."""
-        own, first_seen, session = self.outbox.acknowledged, self._round.first_seen, self.session
-        if own is None or self.held != self.frontier or first_seen is None:
-            return None
-        previous = self.round_store.in_force(index, self.previous)
-        listed = admitted(session.envelope, previous.keys, self._round.deltas.values())
-        deltas = one_per_member(listed, self.fingerprint, own.digest)
-        if own.digest not in {delta.digest for delta in deltas}:
-            return None  # another list of members counts
-        present, waited = {delta.member for delta in deltas}, session.clock() - first_seen
-        if not may_close(present, session.awaited(index), waited, session.grace(index), session.options.quorum):
-            return None
-        entries = entries_of(deltas, session.max_work, own.digest)
-        return Record(self.number, index, previous, self.fingerprint, session.me, entries)
-
     def _average(self, record: Record) -> Task[bool]:
-        """Read the deltas that the record names, and compute their mean."""
+        """Read the deltas that the record names, and compute their mean; or its shares, if members average them."""
+        if record.heads:
+            return (yield from self._begin_averaging(record))
         names = [delta_name(self.number, record.index, e.member, e.digest) for e in record.entries]
-        missing = [name for name in names if name not in self._round.deltas]
+        known = {name: delta for name, delta in self._round.deltas.items() if delta.payloads is not None}
+        missing = [name for name in names if name not in known]
         fetched = dict(zip(missing, (yield from self.round_store.deltas(missing)), strict=True))
-        found = [self._round.deltas.get(name) or fetched.get(name) for name in names]
+        found = [known.get(name) or fetched.get(name) for name in names]
         deltas = {delta.digest: delta for delta in found if isinstance(delta, Contribution)}
         if set(deltas) != {e.digest for e in record.entries}:
-            self.session.event("gone", fragment=self.number, index=record.index)
-            self._mode = _Jumping(self.frontier + 1)
+            return self._gone(record)
+        if not self._true(record, deltas):
+            return self._lie(record)
+        mean = yield Work(lambda: mean_in_parts(record, deltas, self._layout, self.session.merge))
+        received = sum(delta.nbytes for delta in deltas.values() if delta.member != self.session.me)
+        return (yield from self._followed(record, mean, received))
+
+    def _begin_averaging(self, record: Record) -> Task[bool]:
+        heads = yield from self.round_store.listed(record)
+        if heads is None:
+            return self._gone(record)
+        if isinstance(heads, Invalid) or not self._layout.cut or not self._true(record, heads):
+            return self._lie(record)
+        self._round.averaging = Averaging(record, heads, self._layout, self.session, self.outbox.own)
+        return (yield from self._await_shares(self._round.averaging))
+
+    def _await_shares(self, averaging: Averaging) -> Task[bool]:
+        try:
+            mean = yield from averaging.tick()
+        except Gone:
+            return self._gone(averaging.record)
+        if mean is None:
             return False
+        followed = yield from self._followed(averaging.record, mean, averaging.received)
+        with suppress(Gone):
+            yield from averaging.audit()
+        return followed
+
+    def _true(self, record: Record, deltas: Mapping[str, Contribution]) -> bool:
+        """Whether its deltas are what it says, and of those who may take part."""
         listed = admitted(self.session.envelope, record.previous.keys, deltas.values())
-        if len(listed) < len(deltas) or not truthful(record, deltas, self.session.max_work):
-            self._round.lies.add(record.digest)
-            self.session.event("lie", fragment=self.number, index=record.index, by=record.by)
-            return True
-        payloads = {digest: delta.payload for digest, delta in deltas.items()}
-        mean, state = yield Work(lambda: self._next(record, payloads))
+        return len(listed) == len(deltas) and truthful(record, deltas, self.session.max_work)
+
+    def _gone(self, record: Record) -> bool:
+        self.session.event("gone", fragment=self.number, index=record.index)
+        self._round.averaging = None
+        self._mode = _Jumping(self.frontier + 1)
+        return False
+
+    def _lie(self, record: Record) -> bool:
+        self._round.lies.add(record.digest)
+        self.session.event("lie", fragment=self.number, index=record.index, by=record.by)
+        return True
+
+    def _followed(self, record: Record, mean: Sequence[Encoded], received: int) -> Task[bool]:
+        applied, state = yield Work(lambda: self._next(record, mean))
         if isinstance(self._mode, _Jumping):
             return False  # meanwhile the core found that it holds other bits
-        received = sum(delta.nbytes for delta in deltas.values() if delta.member != self.session.me)
-        self._ready.append(Followed(record, mean, received, state))
+        self._ready.append(Followed(record, applied, received, state))
         self.snapshots.followed(record)
         self.session.members.closed(record.members)
-        self._advance(record.index, record.link)
+        self._advance(record.index, record.link, list(record.members))
         if self.frontier - self._reached > 1:
             yield from self._look_far()
         return True
 
-    def _next(self, record: Record, payloads: Mapping[str, Tensor]) -> tuple[Encoded, State | None]:
+    def _next(self, record: Record, mean: Sequence[Encoded]) -> tuple[tuple[Encoded, ...], State | None]:
         """The mean, and the state after the round: the core makes it if no delta of this member was taken for it."""
-        mean = mean_of(record, payloads, self._codec, self._n, self.session.merge)
         if (next := self.outbox.next(record.index, record.lr_sum)) is None:
-            return exact(mean.values())[0], None
-        next.add(mean)
-        return mean, next.state(record.index)
+            return exact(decode(mean)), None
+        for part in mean:
+            next.add(part)
+        return tuple(mean), next.state(record.index)
 
-    def _advance(self, frontier: int, link: Link) -> None:
-        self.frontier, self.previous, self._round = frontier, link, OpenRound()
+    def _advance(self, frontier: int, link: Link, members: Sequence[str] = ()) -> None:
+        self.frontier, self.previous = frontier, link
+        self._round = OpenRound(self.number, frontier + 1, self.session, self.round_store, members)
         self._links = {index: each for index, each in self._links.items() if index > frontier - 2 * BEHIND}
         self._links[frontier] = link
 

@@ -1,16 +1,34 @@
 """The rounds of one fragment as they lie in the store: reads deltas, reads and creates closing records. Timing is the
 caller's decision."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
+from typing import TypeVar
 
-from diloco.bucket.rounds import Branched, Contribution, Link, Record, place_of, read_delta, read_record, record_name
-from diloco.bucket.store.envelope import HEADER, PREFIX, Answer, Envelope, Invalid, get
+from torch import Tensor
+
+from diloco.bucket.deltas import Layout, layout_of, places, read_delta, read_head, read_piece, sizes
+from diloco.bucket.rounds import (
+    PIECES,
+    Branched,
+    Contribution,
+    Link,
+    Record,
+    folder,
+    heads_name,
+    pieces_name,
+    place_of,
+    read_record,
+    record_name,
+)
+from diloco.bucket.shares import read_heads, seal_heads
+from diloco.bucket.store.envelope import HEADER, PART, PREFIX, Answer, Envelope, Invalid, get, put
 from diloco.bucket.store.keys import Listed, version_of
 from diloco.bucket.store.lists import check_round, load_named, open_list
-from diloco.bucket.store.operations import Read, Size, Task, Work, create, together
-from diloco.codec import Codec, Float32
+from diloco.bucket.store.operations import All, List, Read, Size, Task, Work, create, together
+from diloco.codec import Float32
 
+T = TypeVar("T")
 RECORD = PREFIX.size + HEADER + (1 << 20)
 AT_ONCE = 16
 """Deltas that are read together: what is not checked yet must not fill the memory."""
@@ -18,16 +36,16 @@ AT_ONCE = 16
 
 class RoundStore:
     def __init__(
-        self, fragment: int, n: int, codec: Codec, envelope: Envelope, reject: Callable[[str, Invalid], None]
+        self, fragment: int, layout: Layout, envelope: Envelope, reject: Callable[[str, Invalid], None]
     ) -> None:
-        self._fragment, self._n, self._codec, self._envelope, self._reject = fragment, n, codec, envelope, reject
+        self._fragment, self.layout, self._envelope, self._reject = fragment, layout, envelope, reject
         self._changes: dict[str, Listed] = {}  # by name: changes of the list of members
         self._in_force: dict[int, str] = {}  # index: the list that the last change seen there names
 
     @classmethod
     def reader(cls, fragment: int, envelope: Envelope) -> "RoundStore":
         """Of records only."""
-        return cls(fragment, 0, Float32(), envelope, lambda name, reason: None)
+        return cls(fragment, layout_of(Float32(), 0, False), envelope, lambda name, reason: None)
 
     def in_force(self, index: int, previous: Link) -> Link:
         """What a record of this round has to follow, behind the changes that were seen there."""
@@ -120,23 +138,106 @@ class RoundStore:
         return (yield Size(record_name(self._fragment, index, 0))) is not None
 
     def deltas(self, names: list[str]) -> Task[list[Contribution | Invalid | None]]:
-        """Deltas, checked and decoded once; None where there is no such object."""
-        found = []
-        for at in range(0, len(names), AT_ONCE):
-            found += yield from together([self._delta(name) for name in names[at : at + AT_ONCE]])
-        return found
+        """Deltas, checked and decoded once; None where there is no such object, or a piece of it is missing."""
+        return (yield from _in_turn([self._delta(name) for name in names]))
 
-    def _delta(self, name: str) -> Task[Contribution | Invalid | None]:
+    def heads(self, names: list[str]) -> Task[list[Contribution | Invalid | None]]:
+        """The same without the values, where deltas are in pieces."""
+        return (yield from _in_turn([self._head(name) for name in names]))
+
+    def _head(self, name: str) -> Task[Contribution | Invalid | None]:
+        place = place_of(name)
+        assert place is not None
         try:
-            found = yield from get(self._envelope, name, "delta", self._codec.nbytes(self._n))
-            if found is None:
+            data = yield Read(name, PREFIX.size + HEADER)
+            if data is None:
                 return None
-            place = place_of(name)
-            assert place is not None
-            return (yield Work(lambda: read_delta(found, *place, self._codec, self._n)))
+            return (
+                yield Work(lambda: read_head(self._envelope.open(name, "delta", data, 0), data, *place, self.layout))
+            )
         except Invalid as reason:
             self._reject(name, reason)
             return reason
+
+    def _delta(self, name: str) -> Task[Contribution | Invalid | None]:
+        if self.layout.cut:
+            head = yield from self._head(name)
+            return (yield from self._whole(name, head)) if isinstance(head, Contribution) else head
+        place = place_of(name)
+        assert place is not None
+        try:
+            found = yield from get(self._envelope, name, "delta", self.layout.nbytes)
+            if found is None:
+                return None
+            return (yield Work(lambda: read_delta(found, *place, self.layout)))
+        except Invalid as reason:
+            self._reject(name, reason)
+            return reason
+
+    def _whole(self, name: str, head: Contribution) -> Task[Contribution | Invalid | None]:
+        """A delta with all its pieces."""
+        place = place_of(name)
+        assert place is not None
+        objects = [pieces_name(*place, head.member, head.digest, k) for k in range(len(sizes(head.pieces)))]
+        found = yield All([Read(each, size) for each, size in zip(objects, sizes(head.pieces), strict=True)])
+        if any(data is None for data in found):
+            return None
+
+        def payloads() -> tuple[Tensor, ...]:
+            out = []
+            for k, (part, at) in enumerate(places(head.pieces)):
+                whole = found[part] if isinstance(found[part], bytes) else b""
+                body = whole[at : at + head.pieces[k].size]
+                out.append(read_piece(self._envelope, self.layout, place, head, k, body))
+            return tuple(out)
+
+        try:
+            return replace(head, payloads=(yield Work(payloads)))
+        except Invalid as reason:
+            self._reject(name, reason)
+            return reason
+
+    def complete(self, index: int, deltas: list[Contribution]) -> Task[list[Contribution]]:
+        """Those of which all pieces are there."""
+        names = yield List(folder(self._fragment, index, PIECES))
+
+        def there(delta: Contribution) -> bool:
+            wanted = sizes(delta.pieces)
+            each = [pieces_name(self._fragment, index, delta.member, delta.digest, k) for k in range(len(wanted))]
+            return [names.get(name) for name in each] == wanted
+
+        return [delta for delta in deltas if there(delta)]
+
+    def put_heads(self, index: int, deltas: list[Contribution]) -> Task[str]:
+        """Put the heads of the deltas that a record is going to name, together, so that nobody else has to read each of
+        them. Returns the digest."""
+        sealed = yield Work(lambda: seal_heads(self._envelope, self._fragment, index, deltas))
+        yield from put(sealed)
+        return sealed.digest
+
+    def listed(self, record: Record) -> Task[Mapping[str, Contribution] | Invalid | None]:
+        """The heads of all deltas of a record, by digest; None if they are gone. What is invalid must be so for all
+        members, so it is looked at twice."""
+        name, before = heads_name(self._fragment, record.index, record.heads), None
+        while True:
+            data = yield Read(name, PREFIX.size + HEADER + PART, patient=True)
+            if data is None:
+                return None
+            try:
+                found = self._envelope.open(name, "heads", data, None)
+                return (yield Work(lambda found=found: read_heads(found, self._envelope, record, self.layout)))
+            except Invalid as reason:
+                if data == before:
+                    self._reject(name, reason)
+                    return reason
+                before = data
+
+
+def _in_turn(tasks: list[Task[T]]) -> Task[list[T]]:
+    found = []
+    for at in range(0, len(tasks), AT_ONCE):
+        found += yield from together(tasks[at : at + AT_ONCE])
+    return found
 
 
 def _under(link: Link, tail: str) -> Link:

@@ -3,17 +3,15 @@
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
-from math import inf
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
 from diloco.bucket.closest import FEWEST, closest
 from diloco.bucket.store.envelope import DIGEST, Invalid, Opened, integer, number, text
-from diloco.codec import Codec, chunks
+from diloco.codec import Codec
 from diloco.reduce import State
 from diloco.reduce.mean import Encoded, exact
 
@@ -28,19 +26,23 @@ MOST = 4096
 """Members of a round."""
 Merge = Literal["mean", "closest"]
 FINGERPRINTS = 1 << 63
-ROUNDS = "rounds/"
+ROUNDS, PIECES = "rounds/", "pieces/"
 _MEMBER, _HEX = "[a-z0-9][a-z0-9_-]{0,62}", "[0-9a-f]{64}"
-_NAME = re.compile(rf"rounds/([0-9]{{8}})/([0-9]{{4}})/(?:d-({_MEMBER})-({_HEX})|closed\.[0-9]+)")
+_OBJECT = rf"d-({_MEMBER})-({_HEX})|closed\.[0-9]+|heads-{_HEX}|s[0-9]{{4}}\.[0-9]+"
+_NAME = re.compile(rf"rounds/([0-9]{{5}})/([0-9]{{3}})/([0-9]{{4}})/(?:{_OBJECT})")
+_PIECES = re.compile(rf"pieces/([0-9]{{5}})/([0-9]{{3}})/([0-9]{{4}})/{_MEMBER}-{_HEX}\.[0-9]+")
 _PART = re.compile(r"\.p[0-9]+$")
+THOUSAND = 1000
+"""Rounds in a folder: a file system that has to list 100,000 of them takes a tenth of a second for it."""
 
 
-def round_prefix(index: int) -> str:
-    return f"{ROUNDS}{index:08d}/"
+def round_prefix(index: int, top: str = ROUNDS) -> str:
+    return f"{top}{index // THOUSAND:05d}/{index % THOUSAND:03d}/"
 
 
-def folder(fragment: int, index: int) -> str:
+def folder(fragment: int, index: int, top: str = ROUNDS) -> str:
     """The index comes first, so that one listing from an index on serves all fragments."""
-    return f"{round_prefix(index)}{fragment:04d}/"
+    return f"{round_prefix(index, top)}{fragment:04d}/"
 
 
 def delta_name(fragment: int, index: int, member: str, digest: str = DIGEST) -> str:
@@ -51,65 +53,62 @@ def delta_name(fragment: int, index: int, member: str, digest: str = DIGEST) -> 
 def member_of(name: str) -> str | None:
     """The member that a delta belongs to, by the whole name of the object."""
     match = _NAME.fullmatch(name)
-    return match[3] if match else None
+    return match[4] if match else None
 
 
 def place_of(name: str) -> tuple[int, int] | None:
-    """(fragment, index) of a delta, of a part of one, or of a record."""
-    match = _NAME.fullmatch(_PART.sub("", name))
-    return (int(match[2]), int(match[1])) if match else None
+    """(fragment, index) of anything that belongs to a round: a delta, a part or the pieces of one, a record, the heads
+    that it lists, or an averaged share."""
+    match = _NAME.fullmatch(_PART.sub("", name)) or _PIECES.fullmatch(name)
+    return (int(match[3]), int(match[1]) * THOUSAND + int(match[2])) if match else None
+
+
+def is_record(name: str) -> bool:
+    return "/closed." in name and _NAME.fullmatch(name) is not None
 
 
 def record_name(fragment: int, index: int, slot: int) -> str:
     return f"{folder(fragment, index)}closed.{slot}"
 
 
+def heads_name(fragment: int, index: int, digest: str = DIGEST) -> str:
+    """The heads of all deltas that a record names, together."""
+    return f"{folder(fragment, index)}heads-{digest}"
+
+
+def share_name(fragment: int, index: int, share: int, slot: int) -> str:
+    return f"{folder(fragment, index)}s{share:04d}.{slot}"
+
+
+def pieces_name(fragment: int, index: int, member: str, digest: str, part: int) -> str:
+    """The pieces of a delta do not lie in the folder of the round, so that nobody has to list them."""
+    return f"{folder(fragment, index, PIECES)}{member}-{digest}.{part}"
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A piece of a delta, as its head describes it."""
+
+    size: int  # of its body
+    digest: str
+    norm: float
+
+
 @dataclass(frozen=True)
 class Contribution:
-    """A delta that was read, checked and decoded once."""
+    """A delta that was read and checked, or its head alone."""
 
     member: str
     digest: str
     fingerprint: int
     tokens: float
     norm: float
-    payload: Tensor  # encoded
+    payloads: tuple[Tensor, ...] | None  # encoded, one for each piece; None: only the head was read
     nbytes: int
     lr_sum: float = 0.0
+    pieces: tuple[Piece, ...] = ()  # none, if the delta is one object
+    head: bytes = b""  # the object that lists the pieces
     signer: bytes = b""
-
-
-def delta_fields(
-    fragment: int, index: int, member: str, fingerprint: int, tokens: float, lr_sum: float = 0.0
-) -> dict[str, Any]:
-    """The header of a delta. It says nothing about the process: sent again after a restart, the object is the same."""
-    return {"fragment": fragment, "index": index, "member": member, "fingerprint": fingerprint, "tokens": tokens,
-            "lr_sum": lr_sum}  # fmt: skip
-
-
-def read_delta(found: Opened, fragment: int, index: int, codec: Codec, n: int) -> Contribution:
-    """Raises Invalid. Size and checksum have been checked; this checks the round, the member, and that all values are
-    finite."""
-    if (found.header.get("fragment"), found.header.get("index")) != (fragment, index):
-        raise Invalid("it belongs to another round")
-    member = found.text("member")
-    if member != member_of(found.name):
-        raise Invalid("it belongs to another member than its name says")
-    fingerprint, tokens = found.integer("fingerprint", 0, FINGERPRINTS), found.number("tokens", 0, 1e18)
-    lr_sum = found.number("lr_sum", 0, LARGEST_LR_SUM)
-    payload = torch.frombuffer(bytearray(found.payload), dtype=torch.uint8) if n else torch.empty(0, dtype=torch.uint8)
-    norm = norm_of(codec, payload, n)
-    if not norm < float("inf"):
-        raise Invalid("it holds inf or nan")
-    return Contribution(member, found.digest, fingerprint, tokens, norm, payload, found.nbytes, lr_sum, found.signer)
-
-
-def norm_of(codec: Codec, payload: Tensor, n: int) -> float:
-    """The norm of the decoded values; inf or nan if one of them is."""
-    total = 0.0
-    for values, data in chunks(codec, n):
-        total += float(codec.decode(payload[data], values.stop - values.start).double().square_().sum())
-    return total**0.5
 
 
 @dataclass(frozen=True)
@@ -142,12 +141,13 @@ class Record:
     by: str  # the member that wrote it
     entries: tuple[Entry, ...]
     digest: str = ""
+    heads: str = ""  # digest of the object with the heads of its deltas, if each member averages a share
 
     def sealed(self) -> tuple[dict[str, Any], bytes]:
         """Fields and payload of the object."""
         fields = {"fragment": self.fragment, "index": self.index, "fingerprint": self.fingerprint, "by": self.by,
-                  "previous": self.previous.digest, "usual": self.previous.usual,
-                  "keys": self.previous.keys}  # fmt: skip
+                  "previous": self.previous.digest, "usual": self.previous.usual, "keys": self.previous.keys,
+                  "heads": self.heads}  # fmt: skip
         return fields, json.dumps([[e.member, e.digest, e.tokens, e.norm, e.lr_sum] for e in self.entries]).encode()
 
     @cached_property
@@ -207,29 +207,13 @@ class Followed:
     """A closed round, ready to be applied."""
 
     record: Record
-    mean: Encoded
+    mean: tuple[Encoded, ...]
     received: int
     state: State | None  # the one after it, if a delta was taken against the one before it
 
 
 class Branched(Invalid):
     """A record that is as it should be, but follows another one than that known here."""
-
-
-@dataclass
-class OpenRound:
-    """What is known about the round after the frontier."""
-
-    deltas: dict[str, Contribution] = field(default_factory=dict)  # by name
-    unusable: set[str] = field(default_factory=set)
-    lies: set[str] = field(default_factory=set)  # digests of records that say of deltas what they are not
-    checked: bool = False  # that the rounds before were not closed otherwise
-    first_seen: float | None = None  # when the first delta was
-    open_at: float = -inf  # when it was last seen to be open
-
-    def saw(self, name: str, delta: Contribution, now: float) -> None:
-        self.deltas[name] = delta
-        self.first_seen = now if self.first_seen is None else self.first_seen
 
 
 def read_record(found: Opened, fragment: int, index: int, previous: Link | None) -> Record:
@@ -239,7 +223,11 @@ def read_record(found: Opened, fragment: int, index: int, previous: Link | None)
         raise Invalid("it belongs to another round")
     follows = Link(found.text("previous"), found.number("usual", 0, 1e300), found.text("keys"))
     fingerprint = integer(found.header.get("fingerprint"), "fingerprint", 0, FINGERPRINTS)
-    record = Record(fragment, index, follows, fingerprint, found.text("by"), _read_entries(found), found.digest)
+    heads = found.text("heads")
+    if heads and not re.fullmatch(_HEX, heads):
+        raise Invalid("what it names as heads is not a digest")
+    entries = _read_entries(found)
+    record = Record(fragment, index, follows, fingerprint, found.text("by"), entries, found.digest, heads)
     if previous is not None and previous != follows:
         raise Branched("it does not follow the previous record")
     return record

@@ -170,12 +170,15 @@ def _previous(protocol: FragmentProtocol, state: State) -> Task[Link | None]:
     return None if following is not None and following.fingerprint != mine else link
 
 
-def contract_of(contract: Contract, rounds: int | None, max_work: float, merge: str) -> dict[str, Any]:
+def contract_of(
+    contract: Contract, rounds: int | None, max_work: float, merge: str, shares_from: float
+) -> dict[str, Any]:
     """What members of a bucket must agree on, beyond what all replicas must."""
     return {
         **contract,
         "rounds": rounds,
         "merge": merge,
+        "members from which on each averages a share": shares_from if shares_from < float("inf") else None,
         "most tokens of a delta": max_work if max_work < float("inf") else None,
     }
 

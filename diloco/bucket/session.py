@@ -4,6 +4,7 @@ members, the unit of work, and what happened."""
 import threading
 from collections import deque
 from dataclasses import replace
+from math import inf
 from typing import Any
 
 from diloco.bucket.listing import Listing
@@ -23,10 +24,19 @@ REJECTED = 10_000
 
 class Session:
     def __init__(
-        self, envelope: Envelope, mine: Member, timing: Timing, rounds: int | None, max_work: float, merge: Merge
+        self,
+        envelope: Envelope,
+        mine: Member,
+        timing: Timing,
+        rounds: int | None,
+        max_work: float,
+        merge: Merge,
+        shares_from: float = inf,
     ) -> None:
-        """`rounds`: the last index of every fragment. `max_work`: the most work that counts for one delta."""
+        """`rounds`: the last index of every fragment. `max_work`: the most work that counts for one delta.
+        `shares_from`: the fewest members of a round of which each averages a share."""
         self.merge: Merge = merge
+        self.shares_from = shares_from
         self.envelope, self.mine, self.timing, self.rounds, self.max_work = envelope, mine, timing, rounds, max_work
         self.clock = timing.clock
         self.members = Members(mine.name, timing.options.ttl)
@@ -55,6 +65,11 @@ class Session:
 
     def grace(self, index: int) -> float:
         return self.timing.grace(self.awaited(index).values(), index % ALL_EVERY == 0)
+
+    @property
+    def crowded(self) -> bool:
+        """Whether rounds are expected to have so many members that each averages a share."""
+        return 1 + len(self.members.alive(self.clock())) >= self.shares_from
 
     @property
     def somebody_joins(self) -> bool:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from diloco.bucket.round_store import RoundStore
-from diloco.bucket.rounds import FINGERPRINTS, Link, Record, member_of, place_of, round_prefix
+from diloco.bucket.rounds import FINGERPRINTS, PIECES, ROUNDS, Link, Record, is_record, place_of, round_prefix
 from diloco.bucket.store.envelope import DIGEST, HEADER, PREFIX, Envelope, Invalid, Opened, Sealed, get, put
 from diloco.bucket.store.operations import All, Delete, List, Read, Task, Work
 from diloco.reduce import State
@@ -85,7 +85,7 @@ class Snapshots:
         self.reject, self._delta = reject, delta
         self.anchor, self.outer = len(state.anchor), len(state.outer)
         self.newest = -1  # index, as far as known
-        self._since: dict[int, int] = {}  # index of a round since the newest: its members
+        self._since: dict[int, tuple[int, int]] = {}  # index of a round since the newest: what it weighs, in deltas
         self._due_since: float | None = None
         self._waiting: tuple[State, str] | None = None  # a copy to be put, and its record
         self._loaded = ""  # name of the one that was taken last
@@ -94,14 +94,16 @@ class Snapshots:
         self._collected = 0
 
     def followed(self, record: Record) -> None:
-        self._since[record.index] = len(record.entries)
+        """Who follows a round later reads all its deltas, or its averaged shares; in it the members moved this."""
+        members = len(record.entries)
+        self._since[record.index] = (1, 3 * members) if record.heads else (members, members**2)
 
     @property
     def _heavy(self) -> bool:
         """Whether the rounds since the newest snapshot weigh enough for another one."""
-        self._since = {index: count for index, count in self._since.items() if index > self.newest}
-        mine, read = 4 * (self.anchor + self.outer), self._delta * sum(self._since.values())
-        moved = self._delta * sum(count * count for count in self._since.values())
+        self._since = {index: weight for index, weight in self._since.items() if index > self.newest}
+        mine, read = 4 * (self.anchor + self.outer), self._delta * sum(each for each, _ in self._since.values())
+        moved = self._delta * sum(all_ for _, all_ in self._since.values())
         return len(self._since) >= EVERY or (moved >= MOVED * mine and read >= mine > 0)
 
     def consider(self, state: State, record: str, wanted: int, first: bool, now: float, grace: float) -> None:
@@ -236,15 +238,17 @@ class Snapshots:
             return
         floor = max(ripe)
         self._floors = [(since, each) for since, each in self._floors if each > floor]
-        found = yield List("rounds/", after=round_prefix(self._collected))
+        found = yield All([List(top, after=round_prefix(self._collected, top)) for top in (ROUNDS, PIECES)])
         older = yield List(snapshot_folder(self.fragment))
-        yield All([Delete(name) for name in superfluous([*found, *older], self.fragment, floor)])
+        names = [*found[0], *found[1], *older]
+        yield All([Delete(name) for name in superfluous(names, self.fragment, floor)])
         self._collected = floor
 
 
 def superfluous(names: Iterable[str], fragment: int, floor: int) -> list[str]:
-    """Deltas up to the floor and snapshots before it, with their parts. Closing records are never deleted: otherwise a
-    member that sleeps before its own put could close the round a second time, with another mean."""
+    """Deltas and shares up to the floor and snapshots before it, with their parts. Closing records are never deleted:
+    otherwise a member that sleeps before its own put could close the round a second time, with another mean. A share
+    that is put late is the same one again."""
     return [name for name in names if _superfluous(_PART.sub("", name), fragment, floor)]
 
 
@@ -252,7 +256,7 @@ def _superfluous(name: str, fragment: int, floor: int) -> bool:
     if (index := index_of(name)) is not None:
         return index < floor
     place = place_of(name)
-    return place is not None and member_of(name) is not None and place[0] == fragment and place[1] <= floor
+    return place is not None and not is_record(name) and place[0] == fragment and place[1] <= floor
 
 
 def _bytes(values: Tensor) -> bytes:

@@ -12,6 +12,11 @@ from diloco.bucket.members import Member
 
 Pace = Literal["decoupled", "strict"]
 LONGEST_GRACE = 30.0
+IDLE, LOOKS = 10.0, 8
+"""While no own delta is under way, a member looks for calls of others at most this many seconds apart, and about this
+often in the time between two of its own."""
+LATE = 2.0
+"""Seconds after which an averaged share is late, beyond what it should take."""
 UPLOAD, POLL = "upload_seconds", "poll_seconds"
 """What a member publishes for the others' grace, besides its step time."""
 
@@ -47,6 +52,7 @@ class Timing:
         self.steps = 0
         self._steps: deque[float] = deque(maxlen=32)  # seconds
         self._uploads: dict[int, deque[float]] = {}  # fragment: seconds of the last ones
+        self._averages: dict[int, deque[float]] = {}  # the same, of averaged rounds
 
     def stepped(self) -> None:
         """The member has made a step."""
@@ -60,6 +66,22 @@ class Timing:
         """A delta took this long, from its first put until the store had all of it."""
         self._uploads.setdefault(fragment, deque(maxlen=8)).append(seconds)
 
+    def averaged(self, fragment: int, seconds: float) -> None:
+        """All shares of a round were there so long after its record."""
+        self._averages.setdefault(fragment, deque(maxlen=8)).append(seconds)
+
+    def late(self, fragment: int, load: float) -> float:
+        """Seconds after which an averaged share is made by the next member. `load`: how many times the fragment each
+        of those who average has to read."""
+        lately = self._averages.get(fragment)
+        usual = 3 * statistics.median(lately) if lately else 2 * self.upload_seconds * (1 + load)
+        return LATE + 2 * self.poll + usual
+
+    @property
+    def turn(self) -> float:
+        """Seconds after which the next member in turn may close a round, too."""
+        return max(1.0, 2 * self.poll)
+
     @property
     def step_seconds(self) -> float:
         return statistics.median(self._steps) if self._steps else 0.0
@@ -70,6 +92,11 @@ class Timing:
         return self.options.poll or default_poll(self.step_seconds)
 
     @property
+    def idle(self) -> float:
+        """Seconds between two looks while no own delta is under way, and the round can only be called by others."""
+        return max(self.poll, min(self.sync_every * self.step_seconds / LOOKS, IDLE))
+
+    @property
     def upload_seconds(self) -> float:
         """The median of the fragment that takes longest."""
         return max((statistics.median(each) for each in self._uploads.values()), default=0.0)
@@ -77,7 +104,7 @@ class Timing:
     @property
     def published(self) -> dict[str, float]:
         """What the others need to know: a delta counts only if they wait long enough for it."""
-        return {UPLOAD: self.upload_seconds, POLL: self.poll} if self._uploads else {}
+        return {UPLOAD: self.upload_seconds, POLL: self.idle} if self._uploads else {}
 
     def grace(self, awaited: Collection[Member], everyone: bool) -> float:
         """Seconds that a round stays open after its first delta: enough for the slowest member it waits for to notice
@@ -88,8 +115,8 @@ class Timing:
         if self.options.grace is not None:
             return self.options.grace
         step = max([self.step_seconds, *(m.step_seconds for m in awaited)])
-        poll = max([self.poll, *(m.published.get(POLL, default_poll(m.step_seconds)) for m in awaited)])
+        poll = max([self.idle, *(m.published.get(POLL, default_poll(m.step_seconds)) for m in awaited)])
         upload = max([self.upload_seconds, *(m.published.get(UPLOAD, 0.0) for m in awaited)])
         grace = min(2 * step + poll + upload, LONGEST_GRACE)
-        mine = self.sync_every * self.step_seconds + self.poll + self.upload_seconds
+        mine = self.sync_every * self.step_seconds + self.idle + self.upload_seconds
         return grace if everyone or not self._steps else min(grace, mine)

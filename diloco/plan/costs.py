@@ -9,13 +9,16 @@ from diloco.plan.choose import Settings, method_of
 from diloco.plan.failures import Fleet, outcome
 from diloco.plan.model import Model, count_values
 from diloco.plan.simulate import Group, Method, required_rates, utilization
-from diloco.plan.traffic import CODECS, Link, Reduce, round_bytes
+from diloco.plan.traffic import CODECS, Link, Reduce, gathers, round_bytes
 from diloco.schedule import Schedule
 
 TARGETS = (0.5, 0.8, 0.9, 0.95, 0.99)
 DAY = 86_400
 BUCKET_PUTS, BUCKET_GETS = 2, 1
 """Objects of a round that a member writes (delta, closing record) and reads besides the others' deltas (the record)."""
+SHARED_PUTS, SHARED_BY_ALL, SHARED_GETS = 2, 18, 40
+"""The same if each averages a share: head and pieces of the delta; 16 shares, record and heads by all members together;
+16 pieces, 16 shares, and what is asked to know that they are there (studies/bucket)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,5 +182,8 @@ def _price(conditions: Conditions, method: Method, traffic: list[tuple[float, fl
     if prices is None or method.reduce != "bucket":
         return None
     read = sum(down for _, down in traffic) / 1e9 * prices.egress
-    requests = BUCKET_PUTS * prices.puts / 1000 + (replicas - 1 + BUCKET_GETS) * prices.gets / 1000
+    puts, gets = BUCKET_PUTS, replicas - 1 + BUCKET_GETS
+    if not gathers(method.nbytes, replicas):
+        puts, gets = SHARED_PUTS + SHARED_BY_ALL / replicas, SHARED_GETS
+    requests = puts * prices.puts / 1000 + gets * prices.gets / 1000
     return replicas * periods * (read + len(traffic) * requests)

@@ -27,8 +27,11 @@ FILLED = 0.94
 """Share of a link's rate that TCP fills where the link is the limit: fitted to the network lab (docs/benchmarks.md)."""
 WIRE = TCP / FILLED
 """What a link carries, or could have carried, for each byte of payload."""
-BUCKET_TRIPS = 3.0
-"""Put the delta, read the closing record, get the deltas."""
+BUCKET_TRIPS, SHARED_TRIPS = 3.0, 6.0
+"""Put the delta, read the closing record, get the deltas; or, if each member averages a share: put the delta, the
+closer reads what others have put, read the record, get the pieces, put the share, get all shares."""
+SHARE_LEAST = 16 << 10
+"""Bytes: a delta through a bucket is cut into pieces if it has at least two of this size (bucket/deltas.py)."""
 
 
 @dataclass(frozen=True)
@@ -77,17 +80,24 @@ def round_bytes(n: float, nbytes: Bytes, replicas: int, reduce: Reduce = "collec
     others = replicas - 1
     if others == 0 or n == 0:
         return 0, 0
-    if reduce == "bucket":
+    if reduce == "bucket" and (gathers(nbytes, replicas) or nbytes(n) < 2 * SHARE_LEAST):
         return nbytes(n), others * nbytes(n)
+    if reduce == "bucket":
+        return nbytes(n) + _mean(nbytes)(n) / replicas, others / replicas * (nbytes(n) + _mean(nbytes)(n))
     if reduce == "ring":
         both = 2 * others / replicas * nbytes(n)
     elif gathers(nbytes, replicas):
         both = others * nbytes(n)
     else:
         part = math.ceil(n / replicas)
-        mean = nbytes.mean if isinstance(nbytes, Format) else None
-        both = others * (nbytes(part) + (CODECS[mean] if mean else nbytes)(part))
+        both = others * (nbytes(part) + _mean(nbytes)(part))
     return both, both
+
+
+def _mean(nbytes: Bytes) -> Bytes:
+    """Of an averaged share, which is encoded again."""
+    mean = nbytes.mean if isinstance(nbytes, Format) else None
+    return CODECS[mean] if mean else nbytes
 
 
 def round_trips(replicas: int, reduce: Reduce = "collective", nbytes: Bytes = FORMATS["e3m0"]) -> float:
@@ -99,7 +109,7 @@ def round_trips(replicas: int, reduce: Reduce = "collective", nbytes: Bytes = FO
     if replicas == 1:
         return 0.0
     if reduce == "bucket":
-        return BUCKET_TRIPS
+        return BUCKET_TRIPS if gathers(nbytes, replicas) else SHARED_TRIPS
     around = (replicas - 1) / 2
     if reduce == "ring":
         return 2 * around

@@ -103,9 +103,10 @@ class Jump:
 @dataclass(frozen=True)
 class Dropped:
     """The round that was sent will not take place. The work stays in the next delta. With `reset` it is lost: local
-    goes back to the anchor (after a delta with inf or nan, when the others continue without it)."""
+    goes back to the anchor. `spoiled`: because the delta held inf or nan, and the others continue without it."""
 
     reset: bool = False
+    spoiled: bool = False
 
 
 class Reduce(Protocol):

@@ -10,10 +10,11 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from diloco.bucket.deltas import layout_of
 from diloco.bucket.members import Member, read_members
 from diloco.bucket.roster import load_lists
 from diloco.bucket.round_store import RoundStore
-from diloco.bucket.rounds import Record, folder
+from diloco.bucket.rounds import PIECES, Record, folder
 from diloco.bucket.run import NAME, SHARD, below, find_run
 from diloco.bucket.store.backend import open_store
 from diloco.bucket.store.cipher import open_encrypted
@@ -149,12 +150,16 @@ class Watch:
         claim to hold a round that was never closed: then the next lower claim is tried."""
         held = sorted({member.held[fragment] for member in members if fragment < len(member.held)}, reverse=True)
         few = max(1, ROUNDS // len(self.run.snapshots))
-        rounds = RoundStore(fragment, 0, Float32(), self._envelope, self._reject)
+        rounds = RoundStore(fragment, layout_of(Float32(), 0, sharing=False), self._envelope, self._reject)
         newest = next((i for i in held if self._record(rounds, i) is not None), 0)
         for index in range(newest, max(newest - few, 0), -1):
             record = self._record(rounds, index)
             if record is not None:
-                yield index, record.members, sum(self._store.perform(List(folder(fragment, index))).values())
+                yield index, record.members, self._bytes(fragment, index)
+
+    def _bytes(self, fragment: int, index: int) -> int:
+        folders = folder(fragment, index), folder(fragment, index, PIECES)
+        return sum(sum(self._store.perform(List(each)).values()) for each in folders)
 
     def _record(self, rounds: RoundStore, index: int) -> Record | None:
         return self._store.run(rounds.record(index, None), nullcontext())[0]

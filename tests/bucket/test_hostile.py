@@ -65,6 +65,7 @@ def test_a_folder_reads_what_is_no_file_as_an_empty_object_and_lists_it(tmp_path
         assert store.attempt(Read(f"x/{name}", 10)) == b"" and store.attempt(Size(f"x/{name}")) == 0
         assert store.attempt(Create(f"x/{name}", b"new")) is False
     assert store.attempt(Read("x/good", 4)) == Oversized(5) and store.attempt(Read("x/good", 0, first=2)) == b"12"
+    assert store.attempt(Read("x/good", 0, first=9, at=3)) == b"45" and store.attempt(Read("x/good", 0, 9, at=9)) == b""
     assert store.attempt(Read("x/none", 9)) is None and store.attempt(List("y/")) == {}
 
 

@@ -8,9 +8,10 @@ from dataclasses import replace
 import pytest
 
 from diloco.bucket import KeyPair
+from diloco.bucket.deltas import delta_fields
 from diloco.bucket.members import StruckOff
 from diloco.bucket.roster import change, changed, load_lists
-from diloco.bucket.rounds import Entry, Link, Record, delta_fields, delta_name, place_of, record_name
+from diloco.bucket.rounds import Entry, Link, Record, delta_name, place_of, record_name
 from diloco.bucket.run import read_run
 from diloco.bucket.snapshots import seal_snapshot
 from diloco.bucket.store.envelope import Envelope, Invalid

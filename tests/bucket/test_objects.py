@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from diloco.bucket.deltas import delta_fields, layout_of, read_delta
 from diloco.bucket.members import Member, read_member
 from diloco.bucket.round_store import RECORD as WHOLE_RECORD
 from diloco.bucket.rounds import (
@@ -16,11 +17,10 @@ from diloco.bucket.rounds import (
     Entry,
     Link,
     Record,
-    delta_fields,
     delta_name,
     entries_of,
+    folder,
     one_per_member,
-    read_delta,
     read_record,
     record_name,
 )
@@ -58,7 +58,7 @@ def wrong_protocol(world):
 
 def of_another_round(world):
     sealed = delta_of(world, 1)
-    return sealed.name.replace("/00000001/", "/00000002/"), sealed.body
+    return sealed.name.replace(folder(0, 1), folder(0, 2)), sealed.body
 
 
 BAD = {
@@ -166,7 +166,8 @@ def test_a_member_with_other_settings_is_told_which():
         Player(world, "b", rounds=5).turn()
 
 
-RECORD = {"fragment": 0, "index": 1, "previous": "p", "usual": 2.0, "fingerprint": 7, "by": "a", "keys": ""}
+RECORD = {"fragment": 0, "index": 1, "previous": "p", "usual": 2.0, "fingerprint": 7, "by": "a", "keys": "",
+          "heads": ""}  # fmt: skip
 GOOD = [["a", "0" * 64, 100.0, 3.0, 0.1], ["b", "1" * 64, 300.0, 3.0, 0.3]]
 
 
@@ -192,6 +193,8 @@ def test_a_good_record_is_read_as_it_was_written():
         {"previous": "q"},
         {"usual": 3.0},
         {"usual": -1.0},
+        {"heads": "x"},
+        {"heads": None},
         {"fingerprint": -1},
         {"fingerprint": True},
         {"entries": []},
@@ -271,7 +274,21 @@ json_values = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4),
     max_leaves=8,
 )
-keys = ["usual", "index", "fragment", "previous", "fingerprint", "by", "member", "tokens", "size", "sha256", "run"]
+keys = [
+    "usual",
+    "heads",
+    "pieces",
+    "index",
+    "fragment",
+    "previous",
+    "fingerprint",
+    "by",
+    "member",
+    "tokens",
+    "size",
+    "sha256",
+    "run",
+]
 
 
 @given(st.dictionaries(st.sampled_from(keys), json_values, max_size=4), st.sampled_from(["record", "delta", "member"]))
@@ -287,7 +304,7 @@ def test_any_header_is_read_or_refused(changes, kind):
     body = PREFIX.pack(b"DLCO", len(header), bytes(32)) + header
     read = {
         "record": lambda found: read_record(found, 0, 1, Link("p", 2.0)),
-        "delta": lambda found: read_delta(found, 0, 1, Float32(), 0),
+        "delta": lambda found: read_delta(found, 0, 1, layout_of(Float32(), 0, sharing=False)),
         "member": read_member,
     }[kind]
     try:

@@ -7,10 +7,10 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from diloco.bucket import outbox, protocol, round_store, run
+from diloco.bucket import averaging, deltas, protocol, round_store, run
 from diloco.bucket import rounds as round_
 from diloco.bucket import snapshots as snapshot
-from diloco.bucket.rounds import folder, record_name
+from diloco.bucket.rounds import folder, record_name, share_name
 from diloco.bucket.store.operations import All, Create, List
 from diloco.reduce import Jump, Round
 from tests.support.players import FRAGMENTS, SYNC_EVERY, Player, Violation, World
@@ -25,6 +25,9 @@ def few_rounds(monkeypatch):
 
 
 def shorten(set_):
+    set_(averaging, "chance", lambda: 0.0)  # every round is checked by all
+    set_(deltas, "LEAST", 4)
+    set_(deltas, "UNIT", 2)
     set_(snapshot, "EVERY", 3)
     set_(snapshot, "KEEP", 0.0)
     set_(protocol, "BEHIND", 2)
@@ -32,9 +35,12 @@ def shorten(set_):
 
 
 class Members(RuleBasedStateMachine):
+    VALUES = 1
+    """Of a fragment."""
+
     def __init__(self):
         super().__init__()
-        self.world = World()
+        self.world = World(values=self.VALUES)
         self.alive: dict[str, Player] = {}
         self.checkpoints = {}
 
@@ -215,7 +221,7 @@ def test_a_delta_of_an_earlier_life_stands_in_nobodys_way_because_names_hold_dig
 
 
 def test_were_the_digest_not_in_the_name_others_would_be_stuck(monkeypatch):
-    for module in (round_, outbox, protocol):
+    for module in (round_, deltas, protocol):
         monkeypatch.setattr(module, "delta_name", lambda f, i, member, digest="": f"{folder(f, i)}d-{member}-0")
     monkeypatch.setattr(round_, "_NAME", re.compile(round_._NAME.pattern.replace("{64}", "+")))
     with pytest.raises(Violation, match="stuck"):
@@ -267,7 +273,21 @@ def test_one_that_was_late_once_is_waited_for_again():
     assert members[-12:] == [2] * 12
 
 
-Members.TestCase.settings = settings(
+class Sharing(Members):
+    """The same with three pieces a delta, of which each member averages some; from two members of a round on."""
+
+    VALUES = 6
+
+    @precondition(lambda self: self.world.run)
+    @rule(fragment=st.integers(0, FRAGMENTS - 1), share=st.integers(0, 2), ahead=st.booleans())
+    def bad_share(self, fragment, share, ahead):
+        """Garbage takes the name of an averaged share of the last closed round, or of the next."""
+        name = share_name(fragment, self.world.closed(fragment) + ahead, share, 0)
+        self.world.objects.setdefault(name, b"garbage")
+
+
+Sharing.TestCase.settings = Members.TestCase.settings = settings(
     max_examples=25, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestMembers = pytest.mark.slow(Members.TestCase)
+TestSharing = pytest.mark.slow(Sharing.TestCase)

@@ -1,15 +1,17 @@
 """What a member asks of the store: how often it lists, how much it reads at once, and how long its end may take."""
 
+import os
 from collections import Counter
 
 import pytest
 
-from diloco.bucket import round_store
+from diloco.bucket import averaging, deltas, round_store
 from diloco.bucket.bucket import PATIENCE
-from diloco.bucket.rounds import delta_name, folder
+from diloco.bucket.rounds import delta_name, folder, record_name, round_prefix
+from diloco.bucket.store.folder import Folder
 from diloco.bucket.store.operations import All, List, Read
 from diloco.reduce import Dropped
-from tests.support.players import Player, World
+from tests.support.players import SETTINGS, Player, World
 
 
 class Counting(World):
@@ -91,3 +93,71 @@ def test_the_end_waits_once_for_all_fragments():
     outcomes = [a.reduce.take(fragment, 1) for fragment in range(4)]
     assert outcomes == [Dropped()] * 4
     assert PATIENCE < world.now - began < PATIENCE + 2 * a.reduce._options.ttl
+
+
+class PerMember(World):
+    """Counts what is asked in rounds, whoever asks."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.count = Counter()
+
+    def attempt(self, operation):
+        name = getattr(operation, "name", getattr(operation, "prefix", ""))
+        if name.startswith(("rounds/", "pieces/")):
+            self.count[type(operation).__name__] += 1
+        return super().attempt(operation)
+
+
+@pytest.mark.slow
+def test_in_a_crowd_requests_of_a_member_do_not_grow_with_the_members(monkeypatch):
+    monkeypatch.setattr(deltas, "LEAST", 4)
+    monkeypatch.setattr(deltas, "UNIT", 2)
+    monkeypatch.setattr(averaging, "chance", lambda: 1.0)
+    asked = {}
+    for count in (4, 16):
+        world = PerMember(fragments=1, values=6)
+        players = [Player(world, f"m{k:02d}", rate=1.0 + k, shares_from=4) for k in range(count)]
+        for player in (*players, *players):
+            player.turn()
+        world.count.clear()
+        for _ in range(40):
+            for player in players:
+                player.step()
+                player.turn()
+            world.now += 0.4
+        rounds = sum(player.held[0] for player in players)
+        assert rounds > 5 * count and len(players[0].reduce.outcomes[-1][1].members) == count
+        asked[count] = {kind: world.count[kind] / rounds for kind in ("Read", "List", "Create", "Size")}
+    for kind in asked[4]:
+        assert asked[16][kind] < 1.5 * asked[4][kind] + 1, asked
+
+
+def test_a_member_looks_seldom_while_a_round_can_only_be_called_and_often_while_its_own_delta_is_under_way():
+    world = World(1)
+    a = Player(world, "a", settings=SETTINGS | {"sync_every": 40})
+    a.turn()
+    protocol, timing = a.reduce._protocols[0], a.reduce.session.timing
+    for _ in range(30):
+        a.step()
+        a.turn()
+        world.now += 1.0
+    assert (timing.poll, timing.idle, protocol.pause) == (0.5, 5.0, 5.0)
+    while not protocol.outbox.under_way:
+        a.step()
+        world.now += 1.0
+    assert protocol.pause == timing.poll
+    assert a.reduce.session.timing.published == {}  # nothing was sent yet
+    a.turn()
+    assert timing.published["poll_seconds"] == timing.idle  # the others wait so long for an answer to a call
+
+
+def test_a_listing_of_a_late_round_looks_into_two_small_folders(tmp_path, monkeypatch):
+    """A folder with 2,500 rounds: as many as lie in one folder of thousands, and the folders of thousands."""
+    for index in range(1, 2501):
+        (tmp_path / folder(0, index)).mkdir(parents=True)
+    (tmp_path / folder(0, 2500) / "closed.0").write_bytes(b"")
+    seen, scandir = [], os.scandir
+    monkeypatch.setattr(os, "scandir", lambda path: seen.extend(found := list(scandir(path))) or found)
+    found = Folder(tmp_path).attempt(List("rounds/", after=round_prefix(2499)))
+    assert record_name(0, 2500, 0) in found and len(seen) < 600

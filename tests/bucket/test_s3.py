@@ -13,7 +13,7 @@ from diloco import ConfigError, DiLoCoError
 from diloco.bucket import find_run
 from diloco.bucket.protocol import AHEAD
 from diloco.bucket.store.backend import open_store, probe
-from diloco.bucket.store.operations import Create, List, Read
+from diloco.bucket.store.operations import Create, List, Read, Write
 from tests.support.members import PATIENT, Member, agree, until
 from tests.support.s3 import ENVIRONMENT, Proxy, Server, free_port
 
@@ -49,6 +49,16 @@ def test_it_keeps_its_word_on_create_only_puts(proxy):
     assert store.attempt(Read("x/y", 0, first=100)) == b"1"
     assert store.attempt(Read("x/z", 9)) is None
     assert store.attempt(List("x/")) == {"x/y": 1}
+
+
+def test_a_range_is_read_as_far_as_there_is_something(proxy):
+    """Behind the end, as where pieces of a delta are cut off, a store refuses: that must not be tried for ever."""
+    for url in ("s3://bucket/ranges", "memory://ranges"):
+        store = open_store(url)
+        store.attempt(Write("x", b"0123456789"))
+        found = [store.attempt(Read("x", 0, first=3, at=at)) for at in (4, 8, 10, 99)]
+        assert found == [b"456", b"89", b"", b""]
+        assert store.attempt(Read("none", 0, first=3, at=10)) is None
 
 
 def test_two_members_train_to_the_same_bits(proxy):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from diloco import SGD, Balanced, ConfigError, DiLoCo, DiLoCoError, Float32, Nesterov, PeerLost, run_replicas
+from diloco import SGD, Balanced, ConfigError, DiLoCo, DiLoCoError, Float32, Nesterov, NotFinite, PeerLost, run_replicas
 from diloco.flat import FlatView
 from diloco.fragment import Piece
 from diloco.reduce import Dropped, Jump, State
@@ -145,6 +145,17 @@ def test_a_dropped_round_may_put_local_back_to_the_anchor():
     _, step = start(script)
     assert [step() for _ in range(8)] == [1, 2, 3, 4, 5, 0, 1, 2]
     assert [(i, d.values.item(), d.weight) for _, i, d in script.sent] == [(1, -4.0, 4.0), (1, -2.0, 2.0)]
+
+
+def test_work_that_is_given_up_again_and_again_is_an_error_only_if_it_was_not_finite():
+    """A member that was away too long gives up its work, perhaps for each fragment at another time."""
+    resets = {spoiled: [(6, Dropped(reset=True, spoiled=spoiled)), (14, Dropped(reset=True, spoiled=spoiled))]
+              for spoiled in (False, True)}  # fmt: skip
+    _, step = start(Script({(0, 1): resets[False]}))
+    assert [step() for _ in range(16)][-4:] == [7, 0, 1, 2]
+    _, step = start(Script({(0, 1): resets[True]}))
+    with pytest.raises(NotFinite, match="inf or nan again"):
+        [step() for _ in range(16)]
 
 
 @pytest.mark.parametrize(("outcome", "trained", "weight"), [

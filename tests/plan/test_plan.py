@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from diloco.bucket.deltas import layout_of
 from diloco.cli.plan import PlanConfig, main
 from diloco.codec import codec_named
 from diloco.errors import ConfigError
@@ -299,7 +300,19 @@ def test_traffic_is_that_of_the_reducer(n, replicas, codec):
     size, second = -(-n // replicas), mean.codec_of_mean(real, None)
     part = real.nbytes(n) if mean.gathers(real, replicas) else real.nbytes(size) + second.nbytes(size)
     assert up == (replicas - 1) * part
-    assert round_bytes(n, CODECS[codec], replicas, "bucket") == (real.nbytes(n), (replicas - 1) * real.nbytes(n))
+    layout, bucket = layout_of(real, n, sharing=True), round_bytes(n, CODECS[codec], replicas, "bucket")
+    if mean.gathers(real, replicas) or not layout.cut:
+        assert bucket == (real.nbytes(n), (replicas - 1) * real.nbytes(n))
+    else:
+        delta, shares = layout.nbytes, sum(second.nbytes(layout.count(k)) for k in range(len(layout.cuts)))
+        wanted = delta + shares / replicas, (replicas - 1) / replicas * (delta + shares)
+        assert bucket == pytest.approx(wanted, abs=2 * len(layout.cuts))
+
+
+def test_through_a_bucket_many_members_move_hardly_more_than_four():
+    few, many = (round_bytes(42_000_000, CODECS["e3m0"], m, "bucket") for m in (4, 1024))
+    assert many[1] < 4 / 3 * few[1] and many[0] < few[0]
+    assert [round_trips(m, "bucket") for m in (3, 4)] == [3.0, 6.0]
 
 
 def test_top_k_takes_fewer_bytes_than_e3m0_up_to_the_break_even():

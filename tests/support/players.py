@@ -28,8 +28,9 @@ class Violation(AssertionError):
 
 
 class World:
-    def __init__(self, fragments=FRAGMENTS):
-        self.fragments = fragments
+    def __init__(self, fragments=FRAGMENTS, values=1):
+        """`values`: of each fragment; with more than one, members average shares from two of them on."""
+        self.fragments, self.values = fragments, values
         self.objects: dict[str, bytes] = {}
         self.limbo: list[Create] = []  # puts whose caller does not know what has become of them
         self.now = 0.0
@@ -50,7 +51,7 @@ class World:
             case Read(name, limit, first):
                 data = self.objects.get(name)
                 if data is None or first is not None:
-                    return data if data is None else data[:first]
+                    return data if data is None else data[operation.at :][:first]
                 return data if len(data) <= limit else Oversized(len(data))
             case Size(name):
                 return len(self.objects[name]) if name in self.objects else None
@@ -158,7 +159,8 @@ class Player:
         self.world, self.name, self.rate = world, name, rate
         self.model = model
         if model is None:
-            self.model = nn.Linear(1, world.fragments, bias=False)
+            self.model = nn.Linear(world.values, world.fragments, bias=False)
+            options.setdefault("shares_from", 2 if world.values > 1 else 0)
             nn.init.constant_(self.model.weight, start)
         self.reduce = Driven(world, name, **options)
         self.diloco = DiLoCo(self.model, reduce=self.reduce, fragments=Balanced(world.fragments), **settings)

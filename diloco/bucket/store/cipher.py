@@ -105,10 +105,13 @@ class Encrypted:
         match operation:
             case Create(name, data) | Write(name, data):
                 return self._backend.attempt(replace(operation, data=self._cipher.seal(name, data)))
-            case Read(name, limit, first):
-                most = None if first is None else span(0, first)[1]
-                answer = self._backend.attempt(replace(operation, limit=sealed_size(limit), first=most))
-                return self._opened(name, answer, first)
+            case Read(_, limit, None):
+                answer = self._backend.attempt(replace(operation, limit=sealed_size(limit)))
+                return self._opened(operation, answer)
+            case Read(_, _, int(first)):
+                low, high, _ = span(operation.at, operation.at + first)
+                low = low if operation.at else 0
+                return self._opened(operation, self._backend.attempt(replace(operation, at=low, first=high - low)))
             case Size():
                 size = self._backend.attempt(operation)
                 return None if size is None else opened_size(size)
@@ -116,15 +119,20 @@ class Encrypted:
                 return {name: opened_size(size) for name, size in self._backend.attempt(operation).items()}
         return self._backend.attempt(operation)
 
-    def _opened(self, name: str, answer: Any, first: int | None) -> Any:
+    def _opened(self, read: Read, answer: Any) -> Any:
         if isinstance(answer, Oversized):
             return Oversized(opened_size(answer.size))
         if not isinstance(answer, bytes):
             return answer
-        if not answer.startswith(ENCRYPTED):
+        chunk, skipped = divmod(read.at, CHUNK)
+        if not answer and read.at:
+            return b""  # it ends before
+        if not read.at and not answer.startswith(ENCRYPTED):
             return Undeciphered()
-        data = self._cipher.open(name, answer[len(ENCRYPTED) :])
-        return Undeciphered() if data is None else data[:first]
+        data = self._cipher.open(read.name, answer if read.at else answer[len(ENCRYPTED) :], chunk)
+        if data is None:
+            return Undeciphered()
+        return data[skipped:] if read.first is None else data[skipped : skipped + read.first]
 
 
 def open_encrypted(url: str, secret: bytes | None, *, create: bool = True) -> Backend:

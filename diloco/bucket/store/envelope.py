@@ -38,7 +38,7 @@ SIGNATURE = 96
 """Bytes: those of an HMAC and zeros, or a public key and an Ed25519 signature."""
 FOUNDERS = ("run", "list")
 """Kinds of objects that only the founder signs."""
-JUDGED_BY_ROUND = ("record", "delta", "snapshot")
+JUDGED_BY_ROUND = ("record", "delta", "snapshot", "piece", "heads", "share")
 """Kinds of objects whose signer must be listed in their round. For others the newest list counts."""
 PREFIX = struct.Struct("<4sI96s")
 HEADER = 64 << 10

@@ -33,7 +33,7 @@ class Folder:
                 staged = self._stage(data)
                 os.replace(staged, self._place(name))
             case Read(name, limit, first):
-                return self._read(self.root / name, limit, first)
+                return self._read(self.root / name, limit, first, operation.at)
             case Size(name):
                 return _size(self.root / name)
             case List(prefix, after):
@@ -77,7 +77,7 @@ class Folder:
                     if entry.is_file(follow_symlinks=False) and now - entry.stat().st_mtime > LEFT_OVER:
                         Path(entry.path).unlink()
 
-    def _read(self, path: Path, limit: int, first: int | None) -> bytes | Oversized | Forbidden | None:
+    def _read(self, path: Path, limit: int, first: int | None, at: int) -> bytes | Oversized | Forbidden | None:
         size = _size(path)
         if size is None or not stat.S_ISREG(path.lstat().st_mode):
             return None if size is None else b""
@@ -89,6 +89,7 @@ class Folder:
             size = os.fstat(file.fileno()).st_size
             if first is None and size > limit:
                 return Oversized(size)
+            file.seek(at)
             return file.read(size if first is None else first)
 
 

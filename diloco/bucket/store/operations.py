@@ -55,13 +55,15 @@ class Write:
 
 @dataclass(frozen=True)
 class Read:
-    """→ bytes, Oversized, Forbidden, Undeciphered, or None if there is no such object. `first`: only this many bytes,
-    whatever the size. `patient`: the answer is final for all members, so a refusal is believed only if it lasts."""
+    """→ bytes, Oversized, Forbidden, Undeciphered, or None if there is no such object. `first`: only this many bytes
+    from `at` on, whatever the size; fewer if the object ends before. `patient`: the answer is final for all members,
+    so a refusal is believed only if it lasts."""
 
     name: str
     limit: int
     first: int | None = None
     patient: bool = False
+    at: int = 0
 
 
 @dataclass(frozen=True)

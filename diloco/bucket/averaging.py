@@ -1,0 +1,163 @@
+"""The shares of one closed round, as one member reads them, and makes those that it has to."""
+
+import random
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from diloco.bucket.deltas import Layout, places, read_piece
+from diloco.bucket.round_store import AT_ONCE
+from diloco.bucket.rounds import Contribution, Record, pieces_name, share_name
+from diloco.bucket.session import Session
+from diloco.bucket.shares import Average, encoded_share, largest, read_share, seal_share, turn_to_average
+from diloco.bucket.store.envelope import HEADER, PREFIX, Answer, Invalid
+from diloco.bucket.store.operations import Create, Pause, Read, Task, Work, together
+from diloco.reduce.mean import Encoded
+
+chance: Callable[[], float] = random.random
+BEGINNING = 4096
+"""Bytes of an own share that are read back: its header, which holds the checksum of the rest."""
+
+
+class Gone(Exception):
+    """Something that the round needs is not in the store."""
+
+
+class Averaging:
+    def __init__(
+        self,
+        record: Record,
+        heads: Mapping[str, Contribution],
+        layout: Layout,
+        session: Session,
+        own: Callable[[str], Contribution | None],
+    ) -> None:
+        """`own`: the delta of this member with a digest, if it is still at hand."""
+        self.record, self._heads, self._layout, self._session, self._own = record, heads, layout, session, own
+        self._envelope = session.envelope
+        self._since = session.clock()
+        self._found: dict[int, Encoded] = {}
+        self._slots = [0] * len(self._layout.cuts)
+        self.received = 0  # bytes
+
+    def tick(self) -> Task[tuple[Encoded, ...] | None]:
+        """The whole mean, once all shares are there. Raises Gone."""
+        missing = self._missing()
+        mine = [share for share in missing if self._is_my_turn(share)]
+        first = [share for share in missing if share not in mine][:1]  # as long as it is not there, others are not
+        yield from self._read([*mine, *first])
+        for share in mine:
+            if share not in self._found:
+                yield from self._make(share)
+        if not first or first[0] in self._found:
+            yield from self._read(self._missing())
+        if self._missing():
+            return None
+        self._session.timing.averaged(self.record.fragment, self._session.clock() - self._since)
+        return tuple(self._found[share] for share in range(len(self._slots)))
+
+    def _missing(self) -> list[int]:
+        return [share for share in range(len(self._slots)) if share not in self._found]
+
+    def _is_my_turn(self, share: int) -> bool:
+        """Each member has its share; if that is late, the next one that lives makes it too, and so on."""
+        session, now = self._session, self._session.clock()
+        before = turn_to_average(self.record, share, session.me, session.members.alive(now))
+        late = session.timing.late(self.record.fragment, len(self.record.entries) / len(self._slots))
+        return now - self._since >= before * late
+
+    def _read(self, shares: list[int]) -> Task[None]:
+        for at in range(0, len(shares), AT_ONCE):
+            some = shares[at : at + AT_ONCE]
+            for share, found in zip(some, (yield from together([self._share(s) for s in some])), strict=True):
+                if found is not None:
+                    self._found[share] = found
+
+    def _share(self, share: int) -> Task[Encoded | None]:
+        """The valid share in the lowest slot, which is the one that counts, or None. One that is judged to be invalid
+        must be so for all members. So look twice: a reply may have been cut off on its way."""
+        layout, record, before = self._layout, self.record, None
+        size = layout.mean_codec.nbytes(layout.count(share))
+        while True:
+            name = share_name(record.fragment, record.index, share, self._slots[share])
+            data: Answer | None = yield Read(name, PREFIX.size + HEADER + size, patient=True)
+            if data is None:
+                return None
+            try:
+                most = largest(record, self._heads, share, self._session.merge)
+                found = self._envelope.open(name, "share", data, size)
+                encoded = yield Work(lambda found=found, most=most: read_share(found, record, share, layout, most))
+                self.received += found.nbytes
+                return encoded
+            except Invalid as reason:
+                if data == before:
+                    self._session.reject(name, reason)
+                    self._slots[share] += 1
+                before = data
+
+    def audit(self) -> Task[None]:
+        """In every round about one member makes one share again. So who puts false ones is found out in some 16 rounds
+        in which it averages."""
+        if chance() * len(self.record.entries) < 1:
+            share = int(chance() * len(self._slots))
+            payload = yield from self._average(share)
+            self._compare(share, payload)
+
+    def _compare(self, share: int, payload: Tensor) -> None:
+        if not torch.equal(self._found[share].payloads[0], payload):
+            name = share_name(self.record.fragment, self.record.index, share, self._slots[share])
+            self._session.event("false share", object=name)
+
+    def _average(self, share: int) -> Task[Tensor]:
+        """The payload of a share, from the deltas. Raises Gone."""
+        average = Average(self.record, share, self._layout, self._session.merge)
+        for digests in average.groups():
+            pieces = yield from together([self._piece(self._heads[digest], share) for digest in digests])
+            group = dict(zip(digests, pieces, strict=True))
+            yield Work(lambda group=group: average.add(group))
+        return (yield Work(average.payload))
+
+    def _make(self, share: int) -> Task[None]:
+        """Average a share and put it."""
+        payload = yield from self._average(share)
+        sealed = seal_share(self._envelope, self.record, share, self._slots[share], payload)
+        pause = 0.05
+        while True:
+            yield Create(sealed.name, sealed.body)
+            there: Answer | None = yield Read(sealed.name, 0, first=BEGINNING)
+            if there is not None:
+                break
+            yield Pause(pause)  # refused although nothing is there: a conflict with another write, which failed
+            pause = min(2 * pause, 5.0)
+        if there == sealed.body[:BEGINNING]:
+            self._found[share] = encoded_share(payload, share, self._layout)
+            return
+        yield from self._read([share])  # another one was there before
+        if share in self._found:
+            self._compare(share, payload)
+
+    def _piece(self, delta: Contribution, share: int) -> Task[Tensor | None]:
+        """A piece of a delta; None if it is not what its head says. It is looked at twice, as everything that decides
+        for all. Raises Gone."""
+        part, at = places(delta.pieces)[share]
+        place, before = (self.record.fragment, self.record.index), None
+        name, size = pieces_name(*place, delta.member, delta.digest, part), delta.pieces[share].size
+        own = self._own(delta.digest)
+        if own is not None and own.payloads is not None:
+            return own.payloads[share]
+        while True:
+            data: Answer | None = yield Read(name, 0, first=size, at=at)
+            if data is None:
+                raise Gone
+            try:
+                piece = yield Work(
+                    lambda data=data: read_piece(self._envelope, self._layout, place, delta, share, data)
+                )
+                self.received += len(data) if isinstance(data, bytes) else 0
+                return piece
+            except Invalid as reason:
+                if data == before:
+                    self._session.reject(name, reason)
+                    return None
+                before = data

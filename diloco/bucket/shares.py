@@ -1,0 +1,142 @@
+"""Averaged shares: who averages which share of a round, what the average is, and when one that was read counts.
+
+A share is a pure function of the record and of the deltas that it names. So whoever makes it makes the same, and one
+that is missing, or does not pass its checks, is made again in the next slot.
+"""
+
+import struct
+import zlib
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from diloco.bucket.deltas import Layout, norm_of, read_head
+from diloco.bucket.rounds import MOST, Contribution, Merge, Record, delta_name, heads_name, mean_of, share_name
+from diloco.bucket.store.envelope import HEADER, PREFIX, Envelope, Invalid, Opened, Sealed
+from diloco.codec import pack
+from diloco.reduce.mean import Encoded
+
+LARGER = 4.0
+"""How much larger a share may be than the deltas allow: encoding a mean again can enlarge it, E3M0 by a third."""
+GROUP = 16
+"""Deltas that are added up before the next are read: what is in memory does not grow with the members."""
+_LENGTH = struct.Struct("<I")
+
+
+def turn(order: Sequence[str], start: int, me: str, living: Collection[str]) -> int:
+    """How many living members come before this one, if the order begins at `start`; whoever is not in it comes last."""
+    if me not in order:
+        return sum(name in living for name in order)
+    rotated = [*order[start % len(order) :], *order[: start % len(order)]]
+    return sum(name in living for name in rotated[: rotated.index(me)])
+
+
+def turn_to_average(record: Record, share: int, me: str, living: Collection[str]) -> int:
+    """Whose turn it is to average a share. It changes from round to round, so that all do the same work in the end."""
+    return turn([e.member for e in record.entries], int(record.digest[:8], 16) + share, me, living)
+
+
+def seal_heads(envelope: Envelope, fragment: int, index: int, deltas: Sequence[Contribution]) -> Sealed:
+    """Compressed: digests are hexadecimal, and the rest of all heads is alike."""
+    payload = zlib.compress(b"".join(_LENGTH.pack(len(delta.head)) + delta.head for delta in deltas))
+    return envelope.seal(heads_name(fragment, index), "heads", {"fragment": fragment, "index": index}, payload)
+
+
+def read_heads(found: Opened, envelope: Envelope, record: Record, layout: Layout) -> dict[str, Contribution]:
+    """The heads of all deltas of a record, by digest. Raises Invalid."""
+    unpacked = zlib.decompressobj()
+    try:
+        data = unpacked.decompress(found.payload, MOST * (PREFIX.size + HEADER // 8))
+    except zlib.error:
+        raise Invalid("it is not compressed as it should be") from None
+    heads, at = {}, 0
+    for entry in record.entries:
+        if at + _LENGTH.size > len(data):
+            raise Invalid("it ends before the last head")
+        (length,) = _LENGTH.unpack_from(data, at)
+        body = data[at + _LENGTH.size : at + _LENGTH.size + length]
+        at += _LENGTH.size + length
+        name = delta_name(record.fragment, record.index, entry.member, entry.digest)
+        opened = envelope.open(name, "delta", body, 0)
+        heads[entry.digest] = read_head(opened, body, record.fragment, record.index, layout)
+        if heads[entry.digest].fingerprint != record.fingerprint:
+            raise Invalid("one of its deltas is against another state")
+    return heads
+
+
+def mean_in_parts(
+    record: Record, deltas: Mapping[str, Contribution], layout: Layout, merge: Merge
+) -> tuple[Encoded, ...]:
+    """The mean of whole deltas, piece by piece: what every member computes where none averages for the others."""
+    parts = []
+    for k, cut in enumerate(layout.cuts):
+        payloads = {digest: (delta.payloads or ())[k] for digest, delta in deltas.items()}
+        parts.append(replace(mean_of(record, payloads, layout.codec, layout.count(k), merge), at=cut.start))
+    return tuple(parts)
+
+
+class Average:
+    """The mean of one share, from pieces that come in groups, in the order of the record. A piece that is not what its
+    head says counts as zeros. The groups are summed one after another, so the bits do not depend on who does it."""
+
+    def __init__(self, record: Record, share: int, layout: Layout, merge: Merge) -> None:
+        self._record, self._layout, self._merge, self._n = record, layout, merge, layout.count(share)
+        self._total = torch.zeros(self._n, dtype=torch.float32, device="cpu")
+        self._kept: dict[str, Tensor] = {}
+
+    def groups(self) -> list[Sequence[str]]:
+        """The digests of the deltas whose pieces are to be added together."""
+        digests = [e.digest for e in self._record.entries]
+        return [digests[at : at + GROUP] for at in range(0, len(digests), GROUP)]
+
+    def add(self, pieces: Mapping[str, Tensor | None]) -> None:
+        if self._merge == "closest":  # needs all of them at once
+            zeros = pack(self._layout.codec, torch.zeros(self._n, dtype=torch.float32, device="cpu"))
+            self._kept |= {digest: zeros if piece is None else piece for digest, piece in pieces.items()}
+            return
+        factors = dict(zip((e.digest for e in self._record.entries), _factors(self._record), strict=True))
+        usable = {digest: piece for digest, piece in pieces.items() if piece is not None}
+        if usable:
+            weights = [factors[digest] for digest in usable]
+            self._total += Encoded(0, self._n, self._layout.codec, list(usable.values()), weights).values()
+
+    def payload(self) -> Tensor:
+        """Encoded again."""
+        if self._merge == "closest":
+            self._total = mean_of(self._record, self._kept, self._layout.codec, self._n, self._merge).values()
+        return pack(self._layout.mean_codec, self._total)
+
+
+def _factors(record: Record) -> list[float]:
+    return [share * clip for share, clip in zip(record.shares, record.clips, strict=True)]
+
+
+def largest(record: Record, heads: Mapping[str, Contribution], share: int, merge: Merge) -> float:
+    """The norm that a share can have: no averager can do more harm than that."""
+    norms = [heads[e.digest].pieces[share].norm for e in record.entries]
+    if merge == "closest":  # no more than that of the members together
+        return LARGER * sum(norm * clip for norm, clip in zip(norms, record.clips, strict=True))
+    return LARGER * sum(factor * norm for factor, norm in zip(_factors(record), norms, strict=True))
+
+
+def seal_share(envelope: Envelope, record: Record, share: int, slot: int, payload: Tensor) -> Sealed:
+    """It names the record that it is made from, and not who made it: all make the same."""
+    fields = {"share": share, "record": record.digest}
+    name = share_name(record.fragment, record.index, share, slot)
+    return envelope.seal(name, "share", fields, payload.numpy().tobytes())
+
+
+def read_share(found: Opened, record: Record, share: int, layout: Layout, most: float) -> Encoded:
+    """Raises Invalid. Depends only on the bytes, the record and the heads, so all members agree."""
+    if (found.header.get("share"), found.header.get("record")) != (share, record.digest):
+        raise Invalid("it is another share, or made from another record")
+    payload = torch.frombuffer(bytearray(found.payload), dtype=torch.uint8)
+    if not norm_of(layout.mean_codec, payload, layout.count(share)) <= most:
+        raise Invalid("it holds inf or nan, or is larger than the deltas allow")
+    return encoded_share(payload, share, layout)
+
+
+def encoded_share(payload: Tensor, share: int, layout: Layout) -> Encoded:
+    return Encoded(layout.cuts[share].start, layout.count(share), layout.mean_codec, [payload], [1.0])

@@ -1,0 +1,228 @@
+"""What a round costs a member as members become many. Run: python -m studies.bucket.scale
+
+By the library's own protocol in virtual time (virtual.py): requests and bytes are counted, not estimated. Fragments
+have few values, in as many pieces as a large one has; the bytes of values of a larger fragment follow from its layout,
+and all other bytes are those that were counted. Results are kept after each row; a row that is there is not measured
+again.
+"""
+
+import argparse
+import json
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from benchmarks.record import Target, read, table, write
+from diloco.bucket import averaging, deltas, round_store
+from diloco.bucket import members as members_
+from diloco.bucket.deltas import layout_of
+from diloco.bucket.store.envelope import Envelope, Opened
+from diloco.codec import E3M0
+from studies.bucket.virtual import Plan, World, crowd
+
+RESULTS, PAGE = Path(__file__).parent / "scale.json", Path(__file__).parents[2] / "docs" / "bucket.md"
+VALUES, LEAST = 1 << 16, 2 << 10
+"""Of a fragment in virtual time, and the fewest bytes of one of its pieces: 16 pieces, as a fragment of 42 M has."""
+MODEL, FRAGMENTS, SYNC_EVERY = 1e9, 24, 100
+LARGE = int(MODEL) // FRAGMENTS
+MEMBERS, MODELS = (4, 16, 64, 256, 1024), (8, 64, 512)
+PRICES = {"S3": (5e-6, 0.4e-6, 0.09e-9), "R2": (4.5e-6, 0.36e-6, 0.0)}
+"""Dollars of a PUT or LIST, of a GET or HEAD, and of a byte that leaves the store (list prices, first tier)."""
+BEGIN, END = "<!-- scale: written by studies.bucket.scale -->\n", "<!-- scale ends -->"
+
+
+def measure(members: int, fragments: int, sync_every: int, rounds: int, values: int = VALUES) -> dict[str, Any]:
+    """Requests, bytes and milliseconds of CPU of a member, for each round of a fragment; signs of life by the minute.
+    The CPU is that of the whole simulation."""
+    plan, seen = Plan(members, fragments, values, LARGE, sync_every), []
+    _saved.clear()
+    for world in crowd(plan, rounds):
+        seen.append((world, _totals(world), sum(s.index for m in world.members for s in m.states), world.now,
+                     time.process_time() + sum(_saved)))  # fmt: skip
+        print(time.strftime("%H:%M:%S"), members, "members, round", world.members[0].states[0].index, flush=True)
+    (_, *began), (world, *after) = seen[0], seen[-1]
+    done, minutes, cpu = after[1] - began[1], members * (after[2] - began[2]) / 60, after[3] - began[3]
+    counted = after[0] - began[0]
+    taken = [outcome for member in world.members for _, outcome in member.rounds]
+    rows = {f"{what} {kind}": n / (minutes if kind == "life" else done) for (what, kind), n in counted.items()}
+    return {
+        "members": members, "fragments": fragments, "sync_every": sync_every, "values": values,
+        "members of a round": sum(len(outcome.members) for outcome in taken) / len(taken), "cpu ms": 1e3 * cpu / done,
+        **rows,
+    }  # fmt: skip
+
+
+def _totals(world: World) -> Counter[Any]:
+    return sum((m.count for m in world.members), Counter[Any]())
+
+
+def values_moved(n: int, members: int) -> tuple[float, float]:
+    """Bytes of encoded values that a member sends and receives: its delta and its part of the shares; a piece of all
+    other deltas, and all other shares."""
+    nbytes = layout_of(E3M0(), n, sharing=True).nbytes
+    return nbytes * (1 + 1 / members), nbytes * 2 * (members - 1) / members
+
+
+def audited(n: int, members: int) -> float:
+    """Bytes that a member reads to check shares of others: of one share in every round, by one member. In virtual time
+    nobody does, so that all counts are those of a round."""
+    layout = layout_of(E3M0(), n, sharing=True)
+    return layout.nbytes / len(layout.cuts) * (members - 1) / members
+
+
+def moved(row: dict[str, Any], n: int) -> tuple[float, float]:
+    """Bytes up and down of a round of n values, with everything but signs of life."""
+    up, down = values_moved(row["values"], row["members"])
+    large = values_moved(n, row["members"])
+    beside = row["down values"] - down + row["down beside"] + row.get("listed beside", 0.0)
+    return large[0] + row["up values"] - up + row["up beside"], large[1] + audited(n, row["members"]) + beside
+
+
+def bound(n: int, members: int) -> float:
+    """What an all-reduce of 4 bits a value moves each way."""
+    return 2 * (members - 1) / members * n / 2
+
+
+def requests(row: dict[str, Any], what: str) -> float:
+    """Of a member and round; a piece of each other delta is read by one of all members, to check a share."""
+    audit = (row["members"] - 1) / row["members"] if what == "GET" else 0.0
+    return row.get(f"{what} values", 0.0) + row.get(f"{what} beside", 0.0) + audit
+
+
+def day(row: dict[str, Any], listed: tuple[float, float], store: str) -> dict[str, float]:
+    """What a member of a model of 1B moves and pays in a day."""
+    put_price, get_price, byte_price = PRICES[store]
+    rounds, minutes = 86_400 / SYNC_EVERY * FRAGMENTS, 1440
+    lists, answers = listed
+    up, down = (rounds * each for each in moved({**row, "listed beside": answers}, LARGE))
+    up, down = up + minutes * row["up life"], down + minutes * (row["down life"] + row["listed life"])
+    puts = rounds * (requests(row, "PUT") + lists) + minutes * (row["PUT life"] + row["LIST life"])
+    gets = rounds * (requests(row, "GET") + requests(row, "HEAD")) + minutes * row["GET life"]
+    return {"up": up, "down": down, "requests": puts * put_price + gets * get_price, "egress": down * byte_price}
+
+
+def page(values: dict[str, Any]) -> str:
+    rows = [
+        (f"{m:,}", f"{moved(r, LARGE)[0] / LARGE:.2f}, {moved(r, LARGE)[1] / LARGE:.2f}",
+         f"{max(moved(r, LARGE)) / bound(LARGE, m):.2f}", f"{requests(r, 'GET') + requests(r, 'HEAD'):.0f}",
+         f"{requests(r, 'PUT'):.1f}", f"{r['LIST beside']:.1f}", f"{r['GET life']:.0f}", f"{r['cpu ms']:.0f} ms")
+        for m in MEMBERS if (r := values.get(f"{m} members"))
+    ]  # fmt: skip
+    head = ("members", "bytes a value: up, down", "÷ an all-reduce", "GET, HEAD", "PUT", "LIST",
+            "GET for signs of life, a minute", "CPU")  # fmt: skip
+    paid = []
+    for m in MODELS:
+        if (row := values.get(f"{m} members")) and (listed := _listed(values, m)) is not None:
+            s3, r2 = day(row, listed, "S3"), day(row, listed, "R2")
+            dollars = s3["requests"], s3["egress"], s3["requests"] + s3["egress"], r2["requests"]
+            gigabytes = f"{s3['up'] / 1e9:.0f}, {s3['down'] / 1e9:.0f} GB"
+            paid.append((f"{m}", gigabytes, *(f"${each:.2f}" for each in dollars)))
+    head_paid = "members", "up, down", "requests, S3", "egress, S3", "together, S3", "together, R2"
+    return f"{table(head, rows)}\n\n{table(head_paid, paid)}\n"
+
+
+def _listed(values: dict[str, Any], members: int) -> tuple[float, float] | None:
+    """Answers to LISTs, and their bytes, for each round of a fragment, where 24 fragments share them. What
+    is listed grows with the members, and an answer has at most 1,000 names."""
+    row = values.get(f"{members} members, {FRAGMENTS} fragments") or values.get(f"64 members, {FRAGMENTS} fragments")
+    if row is None:
+        return None
+    more = members / row["members"]
+    return row["LIST beside"] * more, row["listed beside"] * more
+
+
+def targets(values: dict[str, Any]) -> list[Target]:
+    found = {m: values[f"{m} members"] for m in MEMBERS if f"{m} members" in values}
+    out = [
+        Target(f"{m} members: bytes ÷ an all-reduce of 4 bits", max(moved(r, LARGE)) / bound(LARGE, m), at_most=1.3)
+        for m, r in found.items()
+    ]
+    if 4 in found and max(found) > 4:
+        for what in ("GET", "LIST"):
+            ratio = requests(found[max(found)], what) / requests(found[4], what)
+            out.append(
+                Target(f"{what} of a round, {max(found)} members ÷ 4", ratio, at_most=max(found).bit_length() / 3)
+            )
+    costs = []
+    for m in (8, 64):
+        if (row := values.get(f"{m} members")) and (listed := _listed(values, m)) is not None:
+            paid = day(row, listed, "S3")
+            costs.append(paid["requests"] + paid["egress"])
+    if len(costs) == 2:
+        out.append(Target("a member's cost, 64 members ÷ 8", costs[1] / costs[0], at_most=2.0))
+    return out
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="studies.bucket.scale", description="what a round costs as members are many")
+    parser.add_argument("--only", nargs="+", default=None, metavar="ROW", help="rows to measure again, as '64 members'")
+    arguments = parser.parse_args()
+    deltas.LEAST, averaging.chance = LEAST, lambda: 1.0
+    remember_heads()
+    remember_lives()
+    values: dict[str, Any] = (read(RESULTS) or {"values": {}})["values"]
+    rows = {f"{m} members": (m, 1, 20, 4 if m < 100 else 2) for m in sorted({*MEMBERS, *MODELS})}
+    rows |= {f"{m} members, {FRAGMENTS} fragments": (m, FRAGMENTS, SYNC_EVERY, 3) for m in (8, 64)}
+    rows |= {f"16 members, {n} values": (16, 1, 20, 4, n) for n in (1 << 18, 1 << 20)}
+    for name, plan in rows.items():
+        if name in (arguments.only or (name for name in rows if name not in values)):
+            found = measure(*plan)
+            values = (read(RESULTS) or {"values": {}})["values"] | {name: found}
+            write(RESULTS, {"model": MODEL, "fragments": FRAGMENTS, "sync_every": SYNC_EVERY, "step": 1.0}, values,
+                  targets(values), quiet=True)  # fmt: skip
+            print(name, json.dumps(values[name]), flush=True)
+    print(*targets(values), sep="\n")
+    text = PAGE.read_text()
+    before, rest = text.split(BEGIN)
+    PAGE.write_text(before + BEGIN + page(values) + END + rest.split(END, 1)[1])
+
+
+_saved: list[float] = []
+"""Seconds of CPU of what was done once for all members."""
+
+
+def remember_heads() -> None:
+    """All members check the same heads of a record. Here that is done once, and its time is counted for each."""
+    real, known = round_store.read_heads, dict[str, Any]()
+
+    def read_heads(found: Any, envelope: Any, record: Any, layout: Any) -> Any:
+        if record.digest not in known:
+            if len(known) > 64:
+                known.clear()
+            began = time.process_time()
+            heads = real(found, envelope, record, layout)
+            known[record.digest] = heads, time.process_time() - began
+            return heads
+        heads, seconds = known[record.digest]
+        _saved.append(seconds)
+        return heads
+
+    round_store.read_heads = read_heads
+
+
+def remember_lives() -> None:
+    """Signs of life are the same for all, too. Their time is not counted."""
+    real_open, real_read = Envelope.open, members_.read_member
+    opened, lives = dict[bytes, Opened](), dict[str, members_.Member]()
+
+    def open_(self: Envelope, name: str, kind: str, data: Any, size: int | None, *, head: bool = False) -> Opened:
+        if kind != "member":
+            return real_open(self, name, kind, data, size, head=head)
+        if data not in opened:
+            if len(opened) > 20_000:
+                opened.clear()
+                lives.clear()
+            opened[data] = real_open(self, name, kind, data, size)
+        return opened[data]
+
+    def read_member(found: Opened) -> members_.Member:
+        if found.digest not in lives:
+            lives[found.digest] = real_read(found)
+        return lives[found.digest]
+
+    Envelope.open, members_.read_member = open_, read_member
+
+
+if __name__ == "__main__":
+    main()
