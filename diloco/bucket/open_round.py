@@ -75,7 +75,7 @@ class OpenRound:
             return False
         session, start = self._session, self._fragment + self._index
         living = session.members.alive(session.clock())
-        position = turn(self._before, start, session.me, living) if self._before else 0
+        position = turn(self._before or sorted([session.me, *living]), start, session.me, living)
         return session.clock() - outbox.acknowledged_at >= position * session.timing.turn
 
     def gather(self, names: Iterable[str], fingerprint: int) -> Task[bool]:

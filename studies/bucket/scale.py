@@ -27,22 +27,28 @@ VALUES, LEAST = 1 << 16, 2 << 10
 MODEL, FRAGMENTS, SYNC_EVERY = 1e9, 24, 100
 LARGE = int(MODEL) // FRAGMENTS
 MEMBERS, MODELS = (4, 16, 64, 256, 1024), (8, 64, 512)
+BEAT = 5.0
 PRICES = {"S3": (5e-6, 0.4e-6, 0.09e-9), "R2": (4.5e-6, 0.36e-6, 0.0)}
 """Dollars of a PUT or LIST, of a GET or HEAD, and of a byte that leaves the store (list prices, first tier)."""
 BEGIN, END = "<!-- scale: written by studies.bucket.scale -->\n", "<!-- scale ends -->"
 
 
-def measure(members: int, fragments: int, sync_every: int, rounds: int, values: int = VALUES) -> dict[str, Any]:
+def measure(
+    members: int, fragments: int, sync_every: int, rounds: int, values: int = VALUES, heartbeat: float = BEAT
+) -> dict[str, Any]:
     """Requests, bytes and milliseconds of CPU of a member, for each round of a fragment; signs of life by the minute.
-    The CPU is that of the whole simulation."""
-    plan, seen = Plan(members, fragments, values, LARGE, sync_every), []
+    The CPU is that of the whole simulation. `heartbeat`: with a longer one than usual there is less to do; signs of
+    life are then counted as if they came as often as usual."""
+    plan = Plan(members, fragments, values, LARGE, sync_every, options={"heartbeat": heartbeat})
+    seen: list[tuple[Any, ...]] = []
     _saved.clear()
     for world in crowd(plan, rounds):
         seen.append((world, _totals(world), sum(s.index for m in world.members for s in m.states), world.now,
                      time.process_time() + sum(_saved)))  # fmt: skip
         print(time.strftime("%H:%M:%S"), members, "members, round", world.members[0].states[0].index, flush=True)
     (_, *began), (world, *after) = seen[0], seen[-1]
-    done, minutes, cpu = after[1] - began[1], members * (after[2] - began[2]) / 60, after[3] - began[3]
+    done, cpu = after[1] - began[1], after[3] - began[3]
+    minutes = members * (after[2] - began[2]) / 60 * BEAT / heartbeat
     counted = after[0] - began[0]
     taken = [outcome for member in world.members for _, outcome in member.rounds]
     rows = {f"{what} {kind}": n / (minutes if kind == "life" else done) for (what, kind), n in counted.items()}
@@ -125,7 +131,8 @@ def page(values: dict[str, Any]) -> str:
 def _listed(values: dict[str, Any], members: int) -> tuple[float, float] | None:
     """Answers to LISTs, and their bytes, for each round of a fragment, where 24 fragments share them. What
     is listed grows with the members, and an answer has at most 1,000 names."""
-    row = values.get(f"{members} members, {FRAGMENTS} fragments") or values.get(f"64 members, {FRAGMENTS} fragments")
+    names = [f"{m} members, {FRAGMENTS} fragments" for m in (members, 64, 8)]
+    row = next((values[name] for name in names if name in values), None)
     if row is None:
         return None
     more = members / row["members"]
@@ -162,9 +169,11 @@ def main() -> None:
     remember_heads()
     remember_lives()
     values: dict[str, Any] = (read(RESULTS) or {"values": {}})["values"]
-    rows = {f"{m} members": (m, 1, 20, 4 if m < 100 else 2) for m in sorted({*MEMBERS, *MODELS})}
+    rows: dict[str, tuple[Any, ...]] = {
+        f"{m} members": (m, 1, 20, 4 if m < 100 else 2, VALUES, BEAT if m < 500 else 4 * BEAT)
+        for m in sorted({*MEMBERS, *MODELS})
+    }
     rows |= {f"{m} members, {FRAGMENTS} fragments": (m, FRAGMENTS, SYNC_EVERY, 3) for m in (8, 64)}
-    rows |= {f"16 members, {n} values": (16, 1, 20, 4, n) for n in (1 << 18, 1 << 20)}
     for name, plan in rows.items():
         if name in (arguments.only or (name for name in rows if name not in values)):
             found = measure(*plan)
