@@ -99,28 +99,23 @@ class Bucket:
         if pace not in ("decoupled", "strict") or quorum < 1 or (grace is not None and not 0 <= grace < float("inf")):
             raise ConfigError(f"pace={pace!r}, quorum={quorum}, grace={grace}: give the pace 'decoupled' or 'strict', "
                               "a quorum of at least 1, and a grace of 0 seconds or more")  # fmt: skip
-        if shares_from < 0 or shares_from == 1:
-            raise ConfigError(f"shares_from={shares_from}: give at least 2 members, or 0 for the default")
-        if shares_from and isinstance(key, KeyPair):
-            raise ConfigError(f"shares_from={shares_from} where members have keys of their own: each would decide a "
-                              "share alone; leave it out")  # fmt: skip
+        if shares_from < 0 or shares_from == 1 or (shares_from and isinstance(key, KeyPair)):
+            raise ConfigError(f"shares_from={shares_from}: give at least 2 members, or 0 for the default; with keys of "
+                              "their own only 0, because each member would decide a share alone")  # fmt: skip
         if merge not in get_args(Merge):
             raise ConfigError(f"merge={merge!r}: give {' or '.join(get_args(Merge))}")
         self.url, self.name = url, check_name(name)
         self._merge: Merge = merge
-        self._shares_from = float(shares_from) or (
-            inf if merge == "closest" or isinstance(key, KeyPair) else GATHER + 1
-        )
+        one_decides = merge == "mean" and not isinstance(key, KeyPair)  # whether a single member may, of a share
+        self._shares_from = float(shares_from) or (GATHER + 1 if one_decides else inf)
         self._key, self._join_only, self._rounds, self._max_work = key, join_only, rounds, max_work
-        self._note = dict(note)
+        self._note, self._encrypt = dict(note), encrypt
         self._options = MemberOptions(pace, quorum, grace, heartbeat, poll)
-        self._encrypt = encrypt
         plain = backend if backend is not None else open_store(url, create=not join_only)
         self._root = self._backend = plain if encrypt is None else Encrypted(plain, encrypt)
         self._lock = threading.Condition()
-        self._store = Store(self._backend)
+        self._store, self._wakes = Store(self._backend), list[threading.Event]()
         self._threads: list[threading.Thread] = []
-        self._wakes: list[threading.Event] = []
         self._protocols: list[FragmentProtocol] = []
         self._error: BaseException | None = None
         self._entering = self._last_sent = False
@@ -182,8 +177,7 @@ class Bucket:
         """Find or create the run, and become one of its members."""
         if self._merge == "closest" and any(map(is_sparse, codecs)):
             raise ConfigError("merge='closest' with a sparse codec: most members say nothing of a value, so the middle "
-                              "of what they say is nothing; give merge='mean' or another codec"
-            )  # fmt: skip
+                              "of what they say is nothing; give merge='mean' or another codec")  # fmt: skip
         agreed = contract_of(contract, self._rounds, self._max_work, self._merge, self._shares_from)
         listed = Listed(0, {self.name: self._key.public}) if isinstance(self._key, KeyPair) else None
         proposal = Run(secrets.token_hex(8), agreed, (), self._note, created=True, listed=listed)
@@ -292,7 +286,7 @@ class Bucket:
         """Whether every fragment that is trained has reached the last round of the run."""
         with self._lock:
             self._check()
-            rounds, held = self._rounds, [self._reached[f] for f in self._trained]
+            rounds, held = self._rounds, [self._reached.get(f, 0) for f in self._trained]
             return rounds is not None and bool(held) and min(held) >= rounds
 
     @property

@@ -84,7 +84,7 @@ class Member(Bucket):
                 self._apply(f, outcome)
             slot = self.world.schedule.sends_at(f, self.steps)
             if self.due(f, self.steps - self.sent_at[f], slot):
-                self._send(f)
+                self._send_delta(f)
 
     def _apply(self, f: int, outcome: object) -> None:
         self.in_flight[f] = False
@@ -96,7 +96,7 @@ class Member(Bucket):
             self.rounds.append((f, outcome))
             self.applied(f, self.states[f])
 
-    def _send(self, f: int) -> None:
+    def _send_delta(self, f: int) -> None:
         work, self.sent_at[f], self.in_flight[f] = self.steps - self.sent_at[f], self.steps, True
         fingerprint, world = self.states[f].fingerprint(), self.world
 
