@@ -28,6 +28,8 @@ def _texts(node: ast.expr) -> Iterator[str]:
             yield from _texts(other)
         case ast.BinOp(left=left, right=right):
             yield from (a + b for a in _texts(left) for b in _texts(right))
+        case ast.Call(func=ast.Attribute(value=text, attr="replace")):
+            yield from _texts(text)
         case _:
             yield "…"
 
