@@ -78,9 +78,7 @@ def test_the_script_of_the_tutorial_goes_on_and_makes_the_rounds_that_are_shown(
     shown = [shlex.split(command) for command in RUN_HERE if command.startswith("torchrun")]
     start = ["torchrun", "--nproc_per_node", "2"]
     assert shown == [[*start, "examples/minimal.py"], [*start, "train.py", "200"], [*start, "train.py", "300"]]
-    for (*_, name, steps), text in zip(
-        shown[1:], ["21 rounds, 32820 bytes sent", "13 rounds, 19692 bytes sent"], strict=True
-    ):
+    for (*_, name, steps), text in zip(shown[1:], ["21 rounds, ", "13 rounds, "], strict=True):
         results = [ended(process) for process in start_ranks(folder, 2, _script, name, steps)]
         assert [code for code, _, _ in results] == [0, 0], results
         said = "".join(out for _, out, _ in results)
