@@ -84,7 +84,7 @@ def table(found: list[Cell]) -> str:
     """In Markdown."""
     lines = ["| chips | way | published | ours | simulated | difference |", "|---|---|---|---|---|---|"]
     for cell in found:
-        star = "" if cell.chips == FITTED_ON else " (predicted)"
+        star = "" if cell.chips == FITTED_ON else " (not fitted)"
         lines.append(
             f"| {cell.chips / 1e6:g} M{star} | {cell.way} | {cell.published} % | {cell.ours:.1f} % | "
             f"{cell.simulated:.1f} % | {cell.ours - cell.published:+.1f} |"
