@@ -99,15 +99,15 @@ class Bucket:
         if pace not in ("decoupled", "strict") or quorum < 1 or (grace is not None and not 0 <= grace < float("inf")):
             raise ConfigError(f"pace={pace!r}, quorum={quorum}, grace={grace}: give the pace 'decoupled' or 'strict', "
                               "a quorum of at least 1, and a grace of 0 seconds or more")  # fmt: skip
-        if shares_from < 0 or shares_from == 1 or (shares_from and isinstance(key, KeyPair)):
+        alone = merge == "mean" and not isinstance(key, KeyPair)  # whether one member may decide a share by itself
+        if shares_from < 0 or shares_from == 1 or (shares_from and not alone):
             raise ConfigError(f"shares_from={shares_from}: give at least 2 members, or 0 for the default; with keys of "
-                              "their own only 0, because each member would decide a share alone")  # fmt: skip
+                              "their own or merge='closest' only 0: one member would decide a share alone")  # fmt: skip
         if merge not in get_args(Merge):
             raise ConfigError(f"merge={merge!r}: give {' or '.join(get_args(Merge))}")
         self.url, self.name = url, check_name(name)
         self._merge: Merge = merge
-        one_decides = merge == "mean" and not isinstance(key, KeyPair)  # whether a single member may, of a share
-        self._shares_from = float(shares_from) or (GATHER + 1 if one_decides else inf)
+        self._shares_from = float(shares_from) or (GATHER + 1 if alone else inf)
         self._key, self._join_only, self._rounds, self._max_work = key, join_only, rounds, max_work
         self._note, self._encrypt = dict(note), encrypt
         self._options = MemberOptions(pace, quorum, grace, heartbeat, poll)

@@ -465,6 +465,11 @@ def test_the_number_of_members_is_checked(given):
         Bucket("memory://shares", "a", shares_from=given)
 
 
+def test_no_single_member_decides_a_share_where_members_are_judged():
+    with pytest.raises(ConfigError, match=r"merge='closest' only 0: one member would decide a share alone"):
+        Bucket("memory://shares", "a", shares_from=4, merge="closest")
+
+
 def test_all_members_share_from_the_same_number_on():
     world = World(1, values=6)
     Player(world, "a", shares_from=5).turn()
