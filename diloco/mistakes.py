@@ -208,7 +208,7 @@ def known_as(reduce: object) -> int | str | None:
 
 def check_replica(saved: int | str | None, own: int | str | None) -> None:
     """Say so if a state is another replica's, as with one file or folder for all."""
-    if None not in (saved, own) and saved != own:
+    if saved != own and type(saved) is type(own):  # a member's name says nothing of a replica's number
         warnings.warn(f"replica {own} loads a state that replica {saved} saved: it loses its own work since the last "
                       "sync, and goes on with the moments of another. Save and load a file for each replica (with "
                       "torch.distributed.checkpoint: a folder, and no_dist=True)", stacklevel=3)  # fmt: skip

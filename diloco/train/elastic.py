@@ -194,6 +194,8 @@ def check_folder(folder: Path, config: TrainConfig) -> bool:
 def _run(config: TrainConfig) -> Run | None:
     assert config.bucket is not None
     url = config.bucket if config.shards == 1 else below(config.bucket, 0)
+    if config.dry_run and "://" not in url and not Path(url).exists():
+        return None
     return find_run(url, _key(config), encrypt=_encrypt(config), create=not config.join_only)
 
 

@@ -310,7 +310,7 @@ def test_a_record_that_lies_about_heads_does_not_count():
     assert lies and {e["by"] for e in lies} == {"a"}
 
 
-@pytest.mark.parametrize("options", [{}, {"merge": "closest", "shares_from": 4}, {"pace": "strict"}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"pace": "strict"}], ids=str)
 def test_four_members_over_a_folder_share_and_agree(tmp_path, monkeypatch, options):
     monkeypatch.setattr(deltas, "LEAST", 64)
     monkeypatch.setattr(deltas, "UNIT", 256)

@@ -42,10 +42,10 @@ def test_a_round_that_was_not_sent_costs_the_training_thread_its_wait_and_its_ho
     diloco, step = start(Script({(0, 1): [(1, mean(1, -10.0, counted=False))]}))
     step()
     (fragment,), outcome = diloco._fragments, mean(2, 0.0, counted=False)
-    figures = fragment.statistics(outcome, None, 7, waited=0.25, hook=0.5)
+    figures = fragment.statistics(outcome, None, 7, waited=0.25, hook=0.5, overlap=1)
     assert (figures.sent_step, figures.seconds_exposed, figures.seconds_waited) == (None, 0.75, 0.25)
     sent = replace(fragment.take_delta(5, Trained()), seconds=2.0)
-    figures = fragment.statistics(outcome, sent, 7, waited=0.25, hook=0.5)
+    figures = fragment.statistics(outcome, sent, 7, waited=0.25, hook=0.5, overlap=1)
     assert (figures.sent_step, figures.applied_step, figures.seconds_exposed) == (5, 7, 2.75)
 
 

@@ -79,7 +79,7 @@ def test_trainer_ends_equal_and_evaluates_the_anchors_and_has_figures_in_its_log
     assert last["diloco/rounds"] >= 6 and last["diloco/bytes_sent"] > 1000 and last["step"] == 12
     for m in range(2):  # a folder of its own, with its own state
         saved = torch.load(tmp_path / f"replica-{m}/checkpoint-6" / STATE, weights_only=True)
-        assert saved["shard 0 of 1"]["tokens"] == (False, m)
+        assert saved["shard 0 of 1"]["tokens"][:2] == (False, m)
 
 
 def test_trainer_resumes_as_if_it_had_not_been_interrupted(tmp_path):

@@ -197,7 +197,8 @@ def test_the_page_gets_every_field_of_a_round_by_its_name(finished: Path) -> Non
     drawn = timeline(read(finished))["replicas"][0]
     assert drawn["rounds"].keys() == {field.name for field in fields(Round)}
     for name, column in drawn["rounds"].items():
-        assert column == pytest.approx([getattr(round, name) for round in replica.rounds], rel=1e-6), name
+        given = [getattr(round, name) for round in replica.rounds]
+        assert column == (given if None in given else pytest.approx(given, rel=1e-6)), name
     assert drawn["steps"]["step"] == [step.step for step in replica.steps]
     assert drawn["steps"]["count"] == [1] * len(replica.steps)
     assert sum(drawn["steps"]["exposed"]) == pytest.approx(replica.steps[-1].seconds_exposed)

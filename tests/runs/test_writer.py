@@ -20,7 +20,7 @@ from diloco.stats import RoundStats
 
 STEP = Step(3, 1.5, 96, 2.5, 0.01, 0.8, 0.25, 128.0, 1000, 900, 0.5, 0.125, 2)
 EVALUATION = Evaluation(3, 1.75, 96, 2.25, 3.25, 2.375)
-ROUND = Round(4.0, 12, 1, 2, 10, 3.0, 0.75, 0.25, 500, 400, 3, True)
+ROUND = Round(4.0, 12, 1, 2, 10, 3.0, 0.75, 0.25, 500, 400, 3, True, overlap=0)
 EVENT = Event("save", 2.0, 6, {"reason": "asked", "rounds": 8})
 STATS = RoundStats(fragment=1, index=2, sent_step=10, applied_step=12, sent_at=1003.0, bytes_sent=500,
                    bytes_received=400, seconds=0.75, seconds_exposed=0.25, seconds_waited=0.125,
@@ -91,7 +91,7 @@ def test_the_keys_on_disk_are_those_that_earlier_runs_have(tmp_path, clock):
     assert counted == {
         "event": "round", "seconds": 4.0, "step": 12, "fragment": 1, "index": 2, "sent_step": 10, "sent_seconds": 3.0,
         "flight_seconds": 0.75, "exposed_seconds": 0.25, "bytes_sent": 500, "bytes_received": 400, "members": 3,
-        "counted": True,
+        "counted": True, "overlap": 0,
     }  # fmt: skip
     assert (carried["sent_step"], carried["counted"]) == (None, False)
     replica = read(tmp_path).replicas[0]
