@@ -26,7 +26,9 @@ def instructions():
 
 def test_the_page_names_every_file():
     text = (ROOT / "docs/clusters.md").read_text()
-    assert set(re.findall(r"^\| `([\w.]+)` \|", text, re.MULTILINE)) == {path.name for path in FOLDER.iterdir()} - {"README.md"}
+    assert set(re.findall(r"^\| `([\w.]+)` \|", text, re.MULTILINE)) == {path.name for path in FOLDER.iterdir()} - {
+        "README.md"
+    }
 
 
 @pytest.mark.parametrize("name", ["member.sh", "slurm.sbatch"])
