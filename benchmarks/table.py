@@ -177,8 +177,9 @@ BUCKET = STUDIES / "bucket/results.json"
 RESTARTS = STUDIES / "bucket/restarts.json"
 _BUCKET_SINCE = """\
 Since these figures were measured, the bucket's protocol has changed: records carry what each delta counts, one listing
-serves all fragments, and snapshots are put by weight. Codecs, mean and outer step run in C, in the background. The
-figures were not measured again.
+serves all fragments, looks are rarer while no round is due, large deltas travel in pieces, from four members on each
+averages a share, and snapshots are put by weight. Codecs, mean and outer step run in C, in the background. The figures
+were not measured again.
 
 """
 
@@ -197,19 +198,14 @@ SECTIONS: tuple[tuple[Path, str, Callable[[Record], str]], ...] = (
 )
 
 SINCE = {
-    RESULTS / "codec.json": """\
-Since these figures were measured, the kernels take 512 values at a time instead of 2048, and codecs of 2 and 3 bits and
-of the largest values came. They were not measured again.
-
-""",
     RESULTS / "trainer.json": """\
 Since this figure was measured, the trainer reads loss and gradient norm two steps later. It was not measured again.
 
 """,
     NETLAB: """\
-Since these figures were measured, payloads travel in pieces that are decoded as they arrive, the communication thread
-makes the next anchors, and codecs, mean and outer step run in C; the outer rule grows with the rounds. What is sent has
-the same size. The figures were not measured again.
+Since these figures were measured, payloads travel in pieces that are encoded while others travel and decoded as they
+arrive, the communication thread makes the next anchors, and codecs, mean and outer step run in C; the outer rule grows
+with the rounds. What is sent has the same size. The figures were not measured again.
 
 """,
     BUCKET: _BUCKET_SINCE,
