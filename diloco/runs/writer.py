@@ -1,8 +1,9 @@
 """Writes what a replica records: to metrics.jsonl and events.jsonl, and the numbers also to the sinks."""
 
+import contextlib
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,15 @@ class Writer:
         for kind, file in self._files.items():
             file.truncate(state[kind])
             file.seek(0, 2)
+
+    @contextlib.contextmanager
+    def closed_on_error(self) -> Iterator[None]:
+        """What was written must be in the files when a run ends early."""
+        try:
+            yield
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
         for file in self._files.values():

@@ -73,7 +73,8 @@ class Readings:
 def train(config: TrainConfig, world: World, folder: Path) -> dict[str, Any]:
     """Train this process's part of the run and return its summary. The default process group must exist."""
     run = prepare(config, world, folder)
-    step, stopped = fit(run)
+    with run.writer.closed_on_error():
+        step, stopped = fit(run)
     return finish(run, step, stopped)
 
 

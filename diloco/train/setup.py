@@ -138,7 +138,8 @@ def prepare(config: TrainConfig, world: World, folder: Path) -> Prepared:
         parameters=parameters, tokens_per_step=config.batch // world.replicas * config.context,
     )  # fmt: skip
     phase.say("joining the others")
-    run = _join(_load(run, folder), folder, sequences)
+    with run.writer.closed_on_error():
+        run = _join(_load(run, folder), folder, sequences)
     if world.rank == 0:
         (folder / "config.toml").write_text(to_toml(config))
         text = describe(rules, parameters, config, corpus.name, run.start)

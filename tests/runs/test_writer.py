@@ -156,3 +156,13 @@ def test_a_sink_that_is_not_installed_names_the_extra(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ConfigError, match=r"pip install 'diloco\[wandb\]'"):
         open_sinks(["wandb"], "run", {}, tmp_path)
+
+
+def test_what_was_written_is_in_the_files_when_a_run_ends_early(tmp_path):
+    writer = Writer(tmp_path / "replica-0")
+    writer.write(STEP)
+    with pytest.raises(ConfigError, match="refused"), writer.closed_on_error():
+        raise ConfigError("refused")
+    assert len(written(tmp_path / "replica-0", "metrics")) == 1
+    with pytest.raises(ValueError, match="closed file"):
+        writer.write(STEP)
