@@ -113,8 +113,9 @@ def overhead(record: Record) -> str:
         size = memory["parameters"] // settings["fragments"]
         larger = f"""
 A round also has a cost that does not depend on its size: with fragments of {size:,} parameters the first two
-together take {memory["cpu_ns"]:.1f} ns. Most of that is memory, which the two processes share: the hook reads and writes
-20 bytes a parameter, encoding reads 4, the next state reads and writes 17. The rest is handing bytes to the kernel."""
+together take {memory["cpu_ns"]:.1f} ns. Most of that is memory, which the two processes share: the hook reads and
+writes 20 bytes a parameter, encoding reads 4, the next state reads and writes 17. The rest is handing bytes to the
+kernel."""
     peaks = [
         ("joining, where the weights differ", f"{memory['join_mb']:.0f} MB", ""),
         ("during rounds", f"{memory['rounds_mb']:.0f} MB", f"{memory['rounds_allowed_mb']:.0f} MB"),
