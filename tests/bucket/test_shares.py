@@ -6,36 +6,21 @@ from dataclasses import replace
 import pytest
 import torch
 
-from diloco import E3M0, Float32, TopK, TwoBit
+from diloco import Float32
 from diloco.bucket import Bucket, averaging, deltas, snapshots
-from diloco.bucket.averaging import BEGINNING
-from diloco.bucket.deltas import Layout, delta_fields, layout_of, places, seal_delta, sizes
+from diloco.bucket.deltas import delta_fields, layout_of, places, seal_delta
 from diloco.bucket.rounds import (
-    Entry,
     Link,
-    Record,
-    delta_name,
     folder,
-    member_of,
-    pieces_name,
     record_name,
     share_name,
 )
 from diloco.bucket.shares import (
-    GROUP,
-    Average,
-    encoded_share,
-    largest,
-    mean_in_parts,
-    read_share,
     seal_share,
-    turn,
-    turn_to_average,
 )
 from diloco.bucket.store.backend import open_store
-from diloco.bucket.store.envelope import PART, Envelope, Invalid
+from diloco.bucket.store.envelope import Envelope
 from diloco.bucket.store.operations import Create, List
-from diloco.codec import pack
 from diloco.errors import ConfigError, Mismatch
 from diloco.reduce import Jump, Round
 from tests.support.members import PATIENT, Member, agree
@@ -323,140 +308,6 @@ def test_four_members_over_a_folder_share_and_agree(tmp_path, monkeypatch, optio
     assert any("/s0001.0" in name for name in names)
     assert any(round.members == 4 and round.counted for round in members[0].rounds)
     assert not [e for member in members for e in member.reduce.events() if e["event"] in ("lie", "false share", "gone")]
-
-
-# What is computed, without a store.
-
-
-def shared_record(count, layout, seed=0, scale=1.0):
-    """A record of so many members, and their pieces."""
-    generator = torch.Generator().manual_seed(seed)
-    packed = [layout.pack(torch.randn(layout.n, generator=generator) * scale)[0] for _ in range(count)]
-    envelope, found, entries = Envelope("r"), {}, []
-    for k, payloads in enumerate(packed):
-        fields = delta_fields(0, 1, f"m{k:03d}", 7, float(k + 1), 1.0)
-        sealed = seal_delta(envelope, layout, fields, payloads, layout.norms(payloads))
-        norm = sum(piece.norm**2 for piece in sealed.listed) ** 0.5
-        found[sealed.head.digest] = deltas.Contribution(
-            f"m{k:03d}", sealed.head.digest, 7, float(k + 1), norm, payloads, 0, 1.0, sealed.listed
-        )
-        entries.append(Entry(f"m{k:03d}", sealed.head.digest, float(k + 1), norm, 1.0))
-    return Record(0, 1, Link(), 7, "m000", tuple(entries), "ab" * 32, "cd" * 32), found
-
-
-def averaged(record, found, layout, merge="mean", without=()):
-    payloads = []
-    for share in range(len(layout.cuts)):
-        average = Average(record, share, layout, merge)
-        for digests in average.groups():
-            average.add({d: None if d in without else found[d].payloads[share] for d in digests})
-        payloads.append(average.payload())
-    return payloads
-
-
-@pytest.mark.parametrize("merge", ["mean", "closest"])
-@pytest.mark.parametrize("count", [4, GROUP, 2 * GROUP + 3])
-def test_averaged_shares_are_the_mean_of_the_deltas_encoded_again(count, merge):
-    layout = Layout(24, E3M0(), (slice(0, 8), slice(8, 16), slice(16, 24)))
-    record, found = shared_record(count, layout)
-    wanted = mean_in_parts(record, found, layout, merge)
-    for share, payload in enumerate(averaged(record, found, layout, merge)):
-        values = encoded_share(payload, share, layout).values()
-        assert torch.allclose(values, E3M0().decode(pack(E3M0(), wanted[share].values()), 8), rtol=0.5)
-        most = largest(record, found, share, merge)
-        sealed = seal_share(Envelope("r"), record, share, 0, payload)
-        opened = Envelope("r").open(sealed.name, "share", sealed.body, None)
-        assert torch.equal(read_share(opened, record, share, layout, most).values(), values)
-    exact = replace(layout, codec=Float32())
-    record, found = shared_record(count, exact)
-    wanted = mean_in_parts(record, found, exact, merge)
-    for share, payload in enumerate(averaged(record, found, exact, merge)):
-        assert torch.allclose(payload.view(torch.float32), wanted[share].values(), atol=1e-6)
-
-
-@pytest.mark.parametrize("merge", ["mean", "closest"])
-def test_what_is_left_out_counts_as_zeros(merge):
-    layout = Layout(8, Float32(), (slice(0, 4), slice(4, 8)))
-    record, found = shared_record(5, layout)
-    out = record.entries[2].digest
-    zeros = replace(found[out], payloads=tuple(torch.zeros(16, dtype=torch.uint8) for _ in range(2)))
-    left_out = averaged(record, found, layout, merge, without={out})
-    assert all(map(torch.equal, left_out, averaged(record, found | {out: zeros}, layout, merge)))
-
-
-def bad_shares(record, layout, payload):
-    other = replace(record, digest="ef" * 32)
-    huge = pack(layout.mean_codec, torch.full((layout.count(0),), 1e6))
-    return {
-        "of another record": seal_share(Envelope("r"), other, 0, 0, payload),
-        "another share": seal_share(Envelope("r"), record, 1, 0, payload),
-        "too large": seal_share(Envelope("r"), record, 0, 0, huge),
-        "too short": seal_share(Envelope("r"), record, 0, 0, payload[:-1]),
-        "not finite": seal_share(Envelope("r"), record, 0, 0, torch.full((4,), float("inf")).view(torch.uint8)),
-    }
-
-
-@pytest.mark.parametrize("how", ["of another record", "another share", "too large", "too short", "not finite"])
-def test_a_share_that_cannot_be_right_does_not_count(how):
-    layout = Layout(8, Float32(), (slice(0, 4), slice(4, 8)))
-    record, found = shared_record(5, layout)
-    payload = averaged(record, found, layout)[0]
-    sealed = bad_shares(record, layout, payload)[how]
-
-    def read():
-        opened = Envelope("r").open(sealed.name, "share", sealed.body, Float32().nbytes(4))
-        return read_share(opened, record, 0, layout, largest(record, found, 0, "mean"))
-
-    with pytest.raises(Invalid):
-        read()
-
-
-def test_shares_go_round_among_the_living():
-    order = ["a", "b", "c", "d"]
-    assert [turn(order, 1, name, {"a", "b", "c", "d"}) for name in order] == [3, 0, 1, 2]
-    assert turn(order, 1, "d", {"c"}) == 1 and turn(order, 1, "d", set()) == 0
-    assert turn(order, 1, "z", {"a", "b", "z"}) == 2
-    record, _ = shared_record(5, Layout(2, Float32(), (slice(0, 1), slice(1, 2))))
-    names = {e.member for e in record.entries}
-    firsts = [next(n for n in names if turn_to_average(record, k, n, names) == 0) for k in range(5)]
-    assert set(firsts) == names
-
-
-def test_large_deltas_are_cut_at_blocks_and_small_or_sparse_ones_are_not(monkeypatch):
-    monkeypatch.undo()
-    assert not layout_of(E3M0(), 1000, sharing=True).cut
-    assert not layout_of(E3M0(), 1 << 24, sharing=False).cut
-    assert not layout_of(TopK(), 1 << 24, sharing=True).cut
-    for n in (70_000, 1_000_001, 42_000_000):
-        layout = layout_of(E3M0(), n, sharing=True)
-        assert [cut.start for cut in layout.cuts[1:]] == [cut.stop for cut in layout.cuts[:-1]]
-        assert layout.cuts[0].start == 0 and layout.cuts[-1].stop == n and 2 <= len(layout.cuts) <= 16
-        assert all(cut.start % deltas.UNIT == 0 for cut in layout.cuts)
-        assert layout.nbytes <= E3M0().nbytes(n) + len(layout.cuts)
-    assert len(layout_of(Float32(), 200_000_000, sharing=True).cuts) > 16  # no piece is larger than an object may be
-    assert layout_of(TwoBit(), 1 << 20, sharing=True).mean_codec == E3M0()
-
-
-def test_pieces_lie_in_as_few_objects_as_they_fit_in():
-    listed = [deltas.Piece(size, "", 0.0) for size in (PART // 2, PART // 2, 1, PART, 5)]
-    assert places(listed) == [(0, 0), (0, PART // 2), (1, 0), (2, 0), (3, 0)]
-    assert sizes(listed) == [PART, 1, PART, 5]
-
-
-def test_names_of_pieces_heads_and_shares_are_not_taken_for_deltas():
-    assert member_of(share_name(0, 1, 2, 0)) is None
-    assert member_of(pieces_name(0, 1, "a", "0" * 64, 0)) is None
-    assert member_of(delta_name(0, 123_456, "a", "0" * 64)) == "a"
-    assert record_name(3, 123_456, 0) == "rounds/00123/456/0003/closed.0"
-
-
-def test_an_own_share_is_recognised_by_its_beginning():
-    layout = Layout(8192, Float32(), (slice(0, 4096), slice(4096, 8192)))
-    record, _ = shared_record(2, layout)
-    one, two = (
-        seal_share(Envelope("r", KEY), record, 0, 0, torch.full((16384,), k, dtype=torch.uint8)) for k in (1, 2)
-    )
-    assert len(one.body) > BEGINNING and one.body[:BEGINNING] != two.body[:BEGINNING]
 
 
 @pytest.mark.parametrize("given", [1, -1])
