@@ -10,17 +10,13 @@ from hypothesis import strategies as st
 
 from diloco.bucket.deltas import delta_fields, layout_of, read_delta
 from diloco.bucket.members import Member, read_member
-from diloco.bucket.round_store import RECORD as WHOLE_RECORD
 from diloco.bucket.rounds import (
     MOST,
-    Contribution,
     Entry,
     Link,
     Record,
     delta_name,
-    entries_of,
     folder,
-    one_per_member,
     read_record,
     record_name,
 )
@@ -222,14 +218,6 @@ def test_a_bad_record_is_no_record(changes):
         record(**changes)
 
 
-def test_a_record_has_room_for_thousands_and_keeps_the_own_delta():
-    names = [f"{k:063d}" for k in range(MOST + 5)]
-    entries = entries_of([contribution(name, digest=name * 2) for name in names], 9.0, mine=names[-1] * 2)
-    assert len(entries) == MOST and entries[-1].member == names[-1]
-    fields, payload = Record(0, 1, Link(), 7, "a", entries).sealed()
-    assert len(Envelope("r").seal(record_name(0, 1, 0), "record", fields, payload).body) < WHOLE_RECORD
-
-
 def test_a_large_payload_lies_in_parts_which_are_put_first_and_each_is_checked():
     world, envelope, payload = World(), Envelope("r"), bytes(range(256)) * (2 * PART // 256) + b"end"
     sealed = envelope.seal("anchors/x-{digest}", "snapshot", {}, payload)
@@ -312,68 +300,6 @@ def test_any_header_is_read_or_refused(changes, kind):
     except Invalid:
         return
     assert all(changes[key] == head[key] for key in changes)
-
-
-def contribution(member, tokens=1.0, digest="d", norm=1.0, fingerprint=7):
-    return Contribution(member, digest, fingerprint, tokens, norm, None, 0)  # type: ignore[arg-type]
-
-
-def test_of_several_deltas_of_a_member_one_counts_and_none_against_other_bits():
-    several = [contribution("b", 2.0, "p"), contribution("a", 1.0, "q"), contribution("b", 9.0, "r"),
-               contribution("c", 5.0, "s", fingerprint=8), contribution("a", 7.0, "t")]  # fmt: skip
-    assert [d.digest for d in one_per_member(several, 7, mine="q")] == ["q", "r"]
-
-
-def closed(*pairs, usual=0.0, index=1):
-    """A record of members with these (tokens, norm)."""
-    entries = tuple(Entry(chr(97 + k), "0" * 64, *pair) for k, pair in enumerate(pairs))
-    return Record(0, index, Link("", usual), 7, "a", entries)
-
-
-def test_shares_follow_work_up_to_a_limit():
-    assert closed((10.0, 1.0), (30.0, 1.0)).shares == [0.25, 0.75]
-    assert closed((1.0, 1.0), (1e15, 1.0)).shares == [1 / 11, 10 / 11]
-    assert closed((2.0, 1.0), (2.0, 1.0), (2.0, 1.0), (64.0, 1.0)).shares == [0.25] * 4
-    assert closed(*[(2.0, 1.0)] * 8, (64.0, 1.0)).shares == [0.1] * 8 + [0.2]
-    assert closed((0.0, 1.0)).shares == [0.0]
-    assert [e.tokens for e in entries_of([contribution("a", 10.0)], 8.0, mine="d")] == [8.0]
-
-
-def test_the_sum_of_learning_rates_is_weighed_by_work_up_to_a_limit():
-    rates = (0.1, 0.1, 0.2, 1e6)
-    entries = tuple(Entry(chr(97 + k), "0" * 64, 1.0, 1.0, rate) for k, rate in enumerate(rates))
-    record = Record(0, 1, Link(), 7, "a", entries)
-    assert record.lr_sum == pytest.approx((0.1 + 0.1 + 0.2 + 0.2) / 4)
-
-
-def test_norms_count_up_to_a_limit_from_the_first_round_on():
-    three = ((1.0, 1.0), (1.0, 1.2), (1.0, 1.1))
-    assert closed(*three, (1.0, 1000.0)).clips == [1.0, 1.0, 1.0, 1.2 / 1000.0]
-    assert closed((1.0, 1.0), (1.0, 1000.0)).clips == [1.0, 0.01]  # of two, the smaller one is the measure
-    assert closed(*three, usual=10.0).clips == [1.0, 1.0, 1.0]
-    assert closed((1.0, 1000.0), usual=1.0, index=8).clips == [1.0] and closed((1.0, 0.0)).clips == [1.0]
-    assert closed((1.0, 1000.0), usual=1.0, index=9).clips == [0.01]  # alone, against what was usual
-    assert closed((1.0, 5.0), (1.0, 5.0), (1.0, 5.0), usual=1.0).clips == [1.0] * 3  # what most have is usual
-
-
-def test_one_delta_counts_a_third_of_what_the_others_count_together_but_no_less_than_usual_and_at_most_twice():
-    """Norm times work, so that who claims both has no more of it."""
-    for members, limit in ((3, 1.0), (4, 1.0), (5, 4 / 3), (7, 2.0), (50, 2.0)):
-        honest = [(1.0, 1.0)] * (members - 1)
-        large, works, both = (closed(*honest, liar) for liar in ((1.0, 1e6), (1e6, 1.0), (1e6, 1e6)))
-        for record, norm in ((large, 1e6), (works, 1.0), (both, 1e6)):
-            counts = record.shares[-1] * record.clips[-1] * norm / record.shares[0]
-            assert counts == pytest.approx(limit)
-
-
-def test_what_is_usual_follows_from_the_records_alone_and_one_member_cannot_raise_it():
-    assert closed((1.0, 3.0), (1.0, 1000.0)).link.usual == 3.0
-    usual = 1.0
-    for _ in range(100):
-        usual = closed((1.0, 1.0), (1.0, 1e6), usual=usual, index=20).link.usual
-    assert usual == 1.0
-    assert closed((1.0, 5.0), (1.0, 5.0), usual=1.0).link.usual == 2.0
-    assert closed((1.0, 0.0), (1.0, 0.0), (1.0, 4.0)).link.usual == 4.0  # who did nothing is no measure
 
 
 def test_a_record_that_says_of_a_delta_what_it_is_not_does_not_count():

@@ -26,7 +26,6 @@ from diloco.reduce import Jump, Round
 from tests.support.members import PATIENT, Member, agree
 from tests.support.players import SYNC_EVERY, Player, World
 
-KEY = b"k" * 32
 SHARES = 3
 
 
