@@ -7,6 +7,7 @@ link has become another one; if all replicas wish it, all change (terms.py).
 
 import logging
 from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -27,6 +28,8 @@ FIRST_STEPS = 10
 """Steps whose median is the time of a step. The first ones compile and fill caches."""
 ASK_AGAIN = 1.1
 """The planner is asked again when the link is faster or slower by this factor."""
+EARLY = 8
+"""The planner is asked once in a sync period, this part of it before the send that carries the wish."""
 FEWEST = 500
 """Steps: a shorter run is planned like this one, which limits sync_every to 10."""
 SETTINGS = ("sync_every", "fragments", "overlap", "codec")
@@ -83,7 +86,9 @@ class Autopilot:
         self._at = max(min(FIRST_STEPS, diloco.schedule.sync_every - 1), 1)
         self._facts: Facts | None = None  # for which the terms that are held were chosen
         self._link: LinkRate | None = None
-        self._asked = 0.0  # the rate for which the planner was asked last: asking takes 25 ms or more
+        self._asked = 0.0  # the rate for which the planner was asked last
+        self._planner = ThreadPoolExecutor(1, "diloco planner")  # an answer takes 25 ms or more: training goes on
+        self._answer: Future[Settings | None] | None = None
         self._rounds, self._held = diloco.stats.rounds, diloco.tuning.held
         self.choice: Choice | None = None
         """What was chosen at the start, with reasons and the expected utilisation."""
@@ -97,6 +102,11 @@ class Autopilot:
                 self._begin(self._facts)
         elif self._facts is not None and self._diloco.stats.rounds > self._rounds:
             self._follow(self._facts)
+        schedule = self._diloco.schedule
+        if self._retune and self._link and schedule.sends_at(0, step + max(schedule.sync_every // EARLY, 1)):
+            self._ask(self._link.now)
+        if self._answer is not None and schedule.sends_at(0, step + 1):
+            self._take_answer()
 
     def _measure(self) -> Facts:
         """On all replicas after the same step. With shards inside a replica its ranks send at once, each its part."""
@@ -147,20 +157,24 @@ class Autopilot:
                 queued = round.seconds - round.seconds_apart - round.seconds_transfer
                 self._link.add(round.bytes_sent, round.seconds_transfer, queued)
         self._rounds, rate = self._diloco.stats.rounds, self._link.now
-        now = replace(facts, rate=rate, step_seconds=tuning.clock.seconds or facts.step_seconds)
         if tuning.held != self._held:
             self._say_change(rate)
-            recoded, self._held, self._facts = tuning.held.codec != self._held.codec, tuning.held, now
-            self._link = self._new_link(now) if recoded else self._link  # rounds of another size
-        if self._retune and not self._asked / ASK_AGAIN < rate < self._asked * ASK_AGAIN:
-            tuning.wish, self._asked = self._wish(now), rate
+            recoded, self._held, self._facts = tuning.held.codec != self._held.codec, tuning.held, self._now(rate)
+            self._asked = 0.0  # what was wished since the change was agreed on is void
+            self._link = self._new_link(self._facts) if recoded else self._link  # rounds of another size
 
     def _new_link(self, facts: Facts) -> LinkRate:
         """Bases itself on the first sync period from now on."""
         return LinkRate(facts, _planned(self._diloco.tuning.held.codec), self._replicas, len(self._diloco.fragments))
 
-    def _wish(self, now: Facts) -> Terms | None:
-        """What the planner takes for the link as it is, with the fragments that there are."""
+    def _now(self, rate: float) -> Facts:
+        assert self._facts is not None
+        return replace(self._facts, rate=rate, step_seconds=self._diloco.tuning.clock.seconds)
+
+    def _ask(self, rate: float) -> None:
+        """Ask what the planner takes for the link as it is, with the fragments that there are."""
+        if self._asked / ASK_AGAIN < rate < self._asked * ASK_AGAIN:
+            return
         tuning, limits = self._diloco.tuning, replace(self._limits(), fragments=self._text())
         if not tuning.auto:
             limits = replace(limits, overlap=tuning.overlap)
@@ -169,8 +183,14 @@ class Autopilot:
         most = min(limits.most_overlap, tuning.held.sync_every - 1) if tuning.auto else tuning.overlap
         held = Settings(tuning.held.sync_every, self._text(), most, _planned(tuning.held.codec))
         assert self._facts is not None
-        chosen = better(self._model, now, self._facts.rate, self._replicas, held, limits)
-        return Terms(chosen.sync_every, chosen.codec if tuning.held.codec else "") if chosen else None
+        then, self._asked = self._facts.rate, rate
+        self._answer = self._planner.submit(better, self._model, self._now(rate), then, self._replicas, held, limits)
+
+    def _take_answer(self) -> None:
+        """Before fragment 0 is sent, with which a wish travels."""
+        assert self._answer is not None
+        chosen, self._answer, tuning = self._answer.result(), None, self._diloco.tuning
+        tuning.wish = Terms(chosen.sync_every, chosen.codec if tuning.held.codec else "") if chosen else None
 
     def _say_change(self, rate: float) -> None:
         was, held = self._held, self._diloco.tuning.held

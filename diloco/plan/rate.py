@@ -12,8 +12,9 @@ from collections import deque
 from diloco.plan.auto import Facts
 from diloco.plan.traffic import CODECS, round_bytes
 
-ROUNDS = 3
-"""Rounds whose median is what the link gives at the moment."""
+ROUNDS, SHARE = 3, 0.25
+"""Rounds whose median is what the link gives at the moment: at least so many, and this share of a sync period. Small
+rounds differ by a factor of two."""
 SHORT = 0.1
 """Of a step: in a round shorter than this, threads and polls take a large part."""
 QUEUED = 0.25
@@ -25,13 +26,13 @@ class LinkRate:
     Args:
         facts: as they were measured, with the link.
         codec: of the rounds.
-        first: rounds from which the factor is taken.
+        first: rounds from which the factor is taken: those of a sync period.
     """
 
     def __init__(self, facts: Facts, codec: str, replicas: int, first: int) -> None:
         self._facts, self._codec, self._first, self._count = facts, codec, list[float](), max(first, ROUNDS)
         self._value_bytes = round_bytes(1 << 20, CODECS[codec], replicas)[0] / (1 << 20)
-        self._rates: deque[float] = deque(maxlen=ROUNDS)
+        self._rates: deque[float] = deque(maxlen=max(ROUNDS, int(SHARE * first) | 1))  # odd: the median is one of them
 
     def add(self, nbytes: int, seconds: float, queued: float) -> None:
         """A round sent these bytes. `seconds`: from the moment when all were there; `queued`: before its turn came."""
@@ -51,4 +52,4 @@ class LinkRate:
     @property
     def now(self) -> float:
         """Bits a second; as measured, until enough rounds have said something else."""
-        return statistics.median(self._rates) if len(self._rates) == ROUNDS else self._facts.rate
+        return statistics.median(self._rates) if len(self._rates) == self._rates.maxlen else self._facts.rate
