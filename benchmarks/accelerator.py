@@ -29,7 +29,7 @@ from diloco.fragment import fragmenter
 from diloco.plan.choose import Limits, Settings, choose, method_of
 from diloco.plan.model import model_of_layers
 from diloco.plan.simulate import Group, utilization
-from diloco.plan.traffic import WIRE, Link
+from diloco.plan.traffic import ROUND_SECONDS, WIRE, Link
 from diloco.reduce.collective import Collective
 from diloco.speed import known
 from tests.support.netns import DEVICE, Network, Rate, impossible, network
@@ -77,7 +77,9 @@ def targets(values: Record) -> list[Target]:
 
 def group() -> Group:
     speed = known()
-    return Group(STEP_SECONDS, codec_ns=speed.codec_ns("e3m0", 2), hook_ns=speed.hook, wire=WIRE)
+    return Group(
+        STEP_SECONDS, codec_ns=speed.codec_ns("e3m0", 2), hook_ns=speed.hook, round_seconds=ROUND_SECONDS, wire=WIRE
+    )
 
 
 def recommended(gbit: float) -> Settings:

@@ -18,7 +18,7 @@ from diloco.plan.choose import Choice, Limits, Settings, choose
 from diloco.plan.costs import Conditions, Prices, Row, candidates, rows
 from diloco.plan.model import Model, model_of_layers, model_of_preset, parse_fragments
 from diloco.plan.simulate import Group, utilization
-from diloco.plan.traffic import Link
+from diloco.plan.traffic import ROUND_SECONDS, Link
 
 GROUPS = ("model and data", "members and link", "sync", "failures and prices", "output")
 _model, _members, _sync, _failures, _output = (partial(flag, group=group) for group in GROUPS)
@@ -153,7 +153,8 @@ def _group(config: PlanConfig) -> Group:
         if (value := getattr(config, name)) is not None and value < 0:
             raise ConfigError(f"{name}={value}: give 0 or more nanoseconds a value")
     round_trip, (codec_ns, hook_ns) = quantity.seconds(config.round_trip), _nanoseconds(config)
-    return Group(step_seconds, config.replicas, round_trip, codec_ns, hook_ns, config.speeds, config.jitter)
+    return Group(step_seconds, config.replicas, round_trip, codec_ns, hook_ns, config.speeds, config.jitter,
+                 round_seconds=ROUND_SECONDS)  # fmt: skip
 
 
 def _nanoseconds(config: PlanConfig) -> tuple[float, float]:

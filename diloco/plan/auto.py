@@ -12,7 +12,7 @@ from diloco.plan.choose import SUFFICES, TOLERANCE, Choice, Limits, Settings, ch
 from diloco.plan.model import Model
 from diloco.plan.plot import rate_text
 from diloco.plan.simulate import Group, utilization
-from diloco.plan.traffic import Link
+from diloco.plan.traffic import ROUND_SECONDS, Link
 from diloco.report.units import percent
 from diloco.terms import Terms
 
@@ -38,7 +38,8 @@ class Facts:
     """Of the training thread."""
 
     def group(self, codec: str, replicas: int) -> Group:
-        return Group(self.step_seconds, replicas, self.round_trip, self.codec_ns[codec], self.hook_ns)
+        return Group(self.step_seconds, replicas, self.round_trip, self.codec_ns[codec], self.hook_ns,
+                     round_seconds=ROUND_SECONDS)  # fmt: skip
 
     def __str__(self) -> str:
         link = f"{rate_text(self.rate)} each way, round trip {self.round_trip * 1e3:.3g} ms"

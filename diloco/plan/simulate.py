@@ -69,6 +69,8 @@ class Group:
     seed: int = 0
     busy_ns: float = 0.0
     """Nanoseconds of training that a value costs in each round, where communication shares training's cores."""
+    round_seconds: float = 0.0
+    """Seconds of the training thread in a round, whatever its size (`traffic.ROUND_SECONDS`)."""
     wire: float = 1.0
     """What the link could carry in the time of a byte of payload: headers, acknowledgements, gaps (`traffic.WIRE`)."""
 
@@ -138,8 +140,8 @@ class _State:
     latest: Array
     lost: float
     """Seconds that the round of a value takes from training while it is under way."""
-    hook: float
-    """Seconds that training stands still for a value before its round begins."""
+    hook: Callable[[float], float]
+    """Seconds that training stands still for a round of so many values before it begins."""
     need: dict[int, list[tuple[int, Array]]] = field(default_factory=dict)
     """By step: (layer, when its message is there)."""
 
@@ -160,7 +162,10 @@ def _start(method: Method, group: Group, link: Link, times: Array) -> _State:
 
     links, alone = len(cost(1.0)[0]), group.replicas == 1
     lost = 0.0 if alone else group.busy_ns * 1e-9
-    hook = 0.0 if alone or not method.by_fragment else group.hook_ns * 1e-9
+
+    def hook(values: float) -> float:
+        return 0.0 if alone or not method.by_fragment else group.round_seconds + values * group.hook_ns * 1e-9
+
     return _State(method, times, cost, np.zeros((len(times), links)), np.zeros(links), np.zeros(links), lost, hook)
 
 
@@ -180,7 +185,7 @@ def _advance(state: _State, step: int) -> None:
         if layer < above:
             clock = clock + (above - layer) * 2 * forward
             above = layer
-        clock = clock + values * state.hook
+        clock = clock + state.hook(values)
         busy, latency = state.cost(values)
         state.net = np.maximum(clock.max(axis=0), state.net) + busy
         ready = state.net + latency

@@ -107,6 +107,7 @@ def notes(conditions: Conditions, choice: Choice, memory: float | None) -> list[
         out.append(
             f"A value takes {group.codec_ns:.1f} ns of the communication thread in a round (--codec-ns) and "
             f"{group.hook_ns:.1f} ns of the training thread (--hook-ns), {source}"
+            f" A round takes {1000 * group.round_seconds:g} ms of the training thread whatever its size."
         )
     if isinstance(FORMATS[settings.codec], Sparse) and conditions.reduce == "collective":
         most = break_even(settings.codec)

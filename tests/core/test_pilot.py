@@ -19,7 +19,7 @@ from tests.support.fake_reduce import Script
 from tests.support.models import Tiny, adamw, flat, steps
 from tests.support.processes import run
 
-STEP, TRIP = 0.05, 0.001
+STEP, TRIP = 0.5, 0.001
 SPEED = Speed(dict.fromkeys(("e3m0", "twobit", "float32", "topk"), 1.0),
               dict.fromkeys(("e3m0", "twobit", "float32", "topk"), 1.0), 1.0, 0.0)  # fmt: skip
 

@@ -135,7 +135,7 @@ def test_the_table_names_settings_reasons_and_sources(capsys):
 @pytest.mark.parametrize(
     ("link", "words", "answer"),
     [
-        ("100Mbps", {}, "Yes: 100 Mbit/s is enough. 99.1 % busy"),
+        ("100Mbps", {}, "Yes: 100 Mbit/s is enough. 99.0 % busy"),
         (
             "1kbit",
             {},
