@@ -5,11 +5,8 @@ One run a core. Results are lines of results.jsonl beside this file, from which
 """
 
 import argparse
-import json
 import multiprocessing
 import os
-import platform
-import sys
 import tempfile
 import time
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -22,8 +19,9 @@ import torch
 from studies.parity import study
 from studies.parity.cell import Cell
 from studies.parity.paired import FEW, compared
+from studies.parity.results import append, load
 from studies.parity.rows import ROWS, Row
-from studies.parity.run import corpus, train
+from studies.parity.run import check_corpus, train
 
 PATH = Path(__file__).parent / "results.jsonl"
 TYPICAL = 180.0
@@ -49,9 +47,7 @@ def main() -> None:
 def run_all(path: Path, rows: tuple[Row, ...], processes: int, seeds: int) -> dict[str, dict[str, Any]]:
     """All runs that the rows want; results are added to the file one by one."""
     results = load(path)
-    if {result["corpus"] for result in results.values()} - {corpus()}:
-        sys.exit(f"{path} was measured on the standard library of another Python: move it away to begin anew on that "
-                 f"of Python {platform.python_version()}")  # fmt: skip
+    check_corpus(path, results)
     seconds = [_seconds(result, rows[0].cell.steps) for result in (results or load(PATH)).values()] or [TYPICAL]
     print(f"at least {minutes(study.least(results, rows, seeds), seconds, processes):.0f} min", flush=True)
     context = multiprocessing.get_context("spawn")
@@ -70,8 +66,7 @@ def run_all(path: Path, rows: tuple[Row, ...], processes: int, seeds: int) -> di
                 result = future.result()
                 results[result["key"]] = result
                 seconds.append(_seconds(result, cell.steps))
-                with path.open("a") as file:
-                    file.write(json.dumps(result) + "\n")
+                append(path, result)
                 left = minutes(study.least(results, rows, seeds), seconds, processes)
                 took = f"{result['final']:.4f}; at least {left:.0f} min to go"
                 print(f"{time.strftime('%H:%M:%S')} {row}: {cell}: {took}", flush=True)
@@ -85,11 +80,6 @@ def _seconds(result: dict[str, Any], steps: int) -> float:
 def minutes(runs: int, seconds: list[float], processes: int) -> float:
     """Time for this many runs, at the mean of those that were done."""
     return runs * fmean(seconds) / processes / 60
-
-
-def load(path: Path) -> dict[str, dict[str, Any]]:
-    lines = path.read_text().splitlines() if path.exists() else []
-    return {result["key"]: result for result in map(json.loads, lines)}
 
 
 if __name__ == "__main__":

@@ -53,6 +53,8 @@ class Cell:
     """Times BATCH; with as many times fewer steps the tokens are equal."""
     evaluated: int = EVALUATED
     """Held-out tokens behind the final loss."""
+    tail: int = 0
+    """Last steps on whose mean of weights data-parallel is evaluated, at the end and on the way; 0: the last one's."""
 
     def __str__(self) -> str:
         """What differs from the default, for people."""
@@ -64,7 +66,7 @@ class Cell:
         return _key(self)
 
 
-LATER = ("inner", "feedback", "outer", "batch", "evaluated")
+LATER = ("inner", "feedback", "outer", "batch", "evaluated", "tail")
 
 
 @cache

@@ -5,9 +5,9 @@ from math import inf, nan
 from statistics import fmean
 
 from studies.parity.paired import compared, judged
+from studies.parity.results import Results
 from studies.parity.rows import DILOCO, DP, NAMED, NARROW, STREAMING, WIDE, WIDTH, WIDTHS, at_width
 from studies.parity.spread import Spread
-from studies.parity.tuning import Results
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,10 @@ from statistics import fmean
 from benchmarks.record import table
 from diloco import laws
 from studies.parity import claims, plots, prose, today
-from studies.parity.__main__ import PATH, load
+from studies.parity.__main__ import PATH
 from studies.parity.cell import BATCH, CONTEXT, EVALUATED, SHAPES, STEPS
 from studies.parity.paired import compared, judged, noise
+from studies.parity.results import Results, load
 from studies.parity.rows import (
     BASE,
     DILOCO,
@@ -24,7 +25,7 @@ from studies.parity.rows import (
     at_width,
     data_parallel_of,
 )
-from studies.parity.tuning import NOISE, Results, tuned
+from studies.parity.tuning import NOISE, tuned
 
 DOCS = Path(__file__).parent.parent.parent / "docs"
 SCALED = (*(at_width(width, STREAMING) for width in WIDTHS), "M = 1", "M = 4", "M = 8", "sync_every 100")

@@ -5,9 +5,10 @@ from math import log
 from statistics import fmean
 from typing import Any
 
+from studies.parity.results import Results
 from studies.parity.rows import ROWS, UNLIKE, Row
 from studies.parity.spread import Noise, Spread, residual, spread
-from studies.parity.tuning import Results, tuned
+from studies.parity.tuning import tuned
 
 FEW, MANY = 3, 6
 """Seeds of a row: at least, and at most."""

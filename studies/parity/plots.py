@@ -8,9 +8,9 @@ from typing import Any
 from studies.parity.cell import STEPS
 from studies.parity.cosines import BINS
 from studies.parity.paired import compared, curve, judged
+from studies.parity.results import Results
 from studies.parity.rows import DILOCO, NAMED, ROWS, STREAMING, WIDE, WIDTHS, at_width, data_parallel_of
 from studies.parity.run import CURVE_EVERY
-from studies.parity.tuning import Results
 
 INK, GRID = "#555555", "#99999955"
 """Readable on white and on black."""

@@ -6,10 +6,11 @@ from math import ceil, inf, nan
 from studies.parity.cell import STEPS
 from studies.parity.claims import bars, cosines, percent
 from studies.parity.paired import FEW, MANY, compared, curve, judged, noise
+from studies.parity.results import Results
 from studies.parity.rows import BASE, DILOCO, DP, NAMED, NARROW, ROWS, STREAMING, WIDE, WIDTH, WIDTHS, at_width
 from studies.parity.run import CURVE_EVERY
 from studies.parity.spread import Spread, student
-from studies.parity.tuning import Results, tuned
+from studies.parity.tuning import tuned
 
 ROUNDS = STEPS // BASE.sync_every
 POWER = 1.28

@@ -1,8 +1,14 @@
 """One run of the study: the trainer's model, data, optimizer and schedule, the production DiLoCo, replicas in turn in
 one process (`diloco.reduce.local`, the bits of the collective reducer)."""
 
+import platform
+import sys
 import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +31,7 @@ from diloco.train.setup import optimizers, set_lr
 from studies.parity.cell import BATCH, CONTEXT, SHAPES, Cell
 from studies.parity.controls import Zeroing
 from studies.parity.cosines import Cosines
+from studies.parity.results import Results
 
 CURVE_EVERY, CURVE_TOKENS = 300, 16_384
 COMPILED = 500
@@ -53,6 +60,13 @@ def train(cell: Cell) -> dict[str, Any]:
 def corpus() -> str:
     """What names the text of all runs: the sources of this Python's standard library."""
     return prepare((), "bytes").sha256[:16]
+
+
+def check_corpus(path: Path, results: Results) -> None:
+    """Results of different texts do not go into one file."""
+    if {result["corpus"] for result in results.values()} - {corpus()}:
+        sys.exit(f"{path} was measured on the standard library of another Python: move it away to begin anew on that "
+                 f"of Python {platform.python_version()}")  # fmt: skip
 
 
 class _Loop:
@@ -93,13 +107,29 @@ class _Loop:
 
 def _data_parallel(loop: _Loop, *_: object) -> dict[str, Any]:
     """Equal to averaging gradients over replicas: the batch is the union of theirs, the loss its mean."""
-    curve = []
+    curve, tail = [], deque[Tensor](maxlen=loop.cell.tail)
     for t in range(1, loop.cell.steps + 1):
         loop.step(t)
+        if loop.cell.tail:
+            tail.append(_flat(loop))
         if t % CURVE_EVERY == 0:
-            curve.append(loop.loss(CURVE_TOKENS))
-    final, weights = loop.loss(loop.cell.evaluated), _flat(loop)
+            with _mean_of(tail, loop):
+                curve.append(loop.loss(CURVE_TOKENS))
+    with _mean_of(tail, loop):
+        final, weights = loop.loss(loop.cell.evaluated), _flat(loop)
     return {"final": final, "replica": final, "curve": curve, "weights": weights, "parameters": len(weights)}
+
+
+@contextmanager
+def _mean_of(tail: deque[Tensor], loop: _Loop) -> Iterator[None]:
+    """The model has the mean of these weights, if there are any; then its own again."""
+    if not tail:
+        yield
+        return
+    own = _flat(loop)
+    torch.nn.utils.vector_to_parameters(torch.stack(list(tail)).mean(0), loop.model.parameters())
+    yield
+    torch.nn.utils.vector_to_parameters(own, loop.model.parameters())
 
 
 def _replica(loop: _Loop, reduce: local.Local, codec: Codec, cosines: Cosines) -> dict[str, Any]:

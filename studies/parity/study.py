@@ -9,8 +9,9 @@ from math import inf
 
 from studies.parity.cell import Cell
 from studies.parity.paired import FEW, MANY, compared
+from studies.parity.results import Results
 from studies.parity.rows import DILOCO, DP, NAMED, ROWS, STREAMING, Row
-from studies.parity.tuning import Results, tuned
+from studies.parity.tuning import tuned
 
 RESOLVED = 0.2
 """Percent: a headline row gets seeds until the half-width of its 95 % interval is below this, or MANY are run."""

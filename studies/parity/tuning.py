@@ -1,10 +1,10 @@
 """The learning rates of a row: the best on seed 0."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 from studies.parity.cell import Cell
+from studies.parity.results import Results
 from studies.parity.rows import LR, NAMED, OUTER, START, Row
 
 FACTOR = 2**0.5
@@ -13,8 +13,6 @@ NOISE = 0.2
 """Percent: a neighbour that is better by less is not a reason to move. Chance is larger: a walk ends near the optimum,
 at one of several values that are as good."""
 
-Results = Mapping[str, dict[str, Any]]
-"""What each run found, by its key."""
 Point = tuple[int, ...]
 
 

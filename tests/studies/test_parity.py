@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from studies.parity import claims, page, study, today, tuning
-from studies.parity.__main__ import PATH, load
+from studies.parity.__main__ import PATH
 from studies.parity.__main__ import run_all as study_run_all
 from studies.parity.cell import Cell, data_parallel
 from studies.parity.controls import KEPT, Zeroing
 from studies.parity.paired import FEW, MANY, compared, differences, judged, noise
+from studies.parity.results import load
 from studies.parity.rows import DILOCO, DP, NAMED, OUTER, ROWS, STREAMING, Row
 from studies.parity.run import train
 from studies.parity.spread import Spread, residual, spread
