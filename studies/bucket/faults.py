@@ -87,8 +87,8 @@ class FolderMedium:
 class ServerMedium:
     """An S3 server."""
 
-    faults: tuple[str, ...] = ("500", "429/503", "slow", "cut", "reply lost", "hang", "reset", "gone")
-    stops: tuple[str, ...] = ("hang", "gone")
+    faults: tuple[str, ...] = ("500", "429/503", "slow", "cut", "reply lost", "hang", "reset", "gone", "refused")
+    stops: tuple[str, ...] = ("hang", "gone", "refused")
     url = "s3://bucket/run"
 
     def __init__(self) -> None:

@@ -15,9 +15,11 @@ from xml.sax.saxutils import escape
 
 from diloco.bucket.store.operations import List, Oversized, Read, Size
 
-Fault = Literal["none", "500", "429/503", "slow", "cut", "reply lost", "hang", "reset", "gone"]
+Fault = Literal["none", "500", "429/503", "slow", "cut", "reply lost", "hang", "reset", "gone", "refused"]
+ALL: tuple[Fault, ...] = ("slow", "hang", "gone", "refused")
+"""Faults that harm every request."""
 SOME = 3
-"""One request in this many is harmed, by the faults that do not harm all."""
+"""One request in this many is harmed by the other ones."""
 PAGE = 1000
 
 
@@ -75,12 +77,14 @@ class Handler(http.server.BaseHTTPRequestHandler):
         with server.one:
             server.requests += 1
             fault = server.fault
-            harm = fault in ("slow", "hang", "gone") or (fault != "none" and server.chance.randrange(SOME) == 0)
+            harm = fault in ALL or (fault != "none" and server.chance.randrange(SOME) == 0)
             server.harmed += harm
         if not harm:
             return self.answer(*self.perform(body))
         if fault in ("500", "429/503"):
             return self.answer(500 if fault == "500" else server.chance.choice((429, 503)), {}, b"")
+        if fault == "refused":
+            return self.answer(403, {}, _error("AccessDenied"))
         if fault == "slow":
             time.sleep(server.chance.uniform(0.1, 0.6))
             return self.answer(*self.perform(body))
