@@ -8,7 +8,7 @@ from torch import Tensor
 
 from diloco.bucket.round_store import RoundStore
 from diloco.bucket.rounds import FINGERPRINTS, PIECES, ROUNDS, Link, Record, is_record, place_of, round_prefix
-from diloco.bucket.store.envelope import DIGEST, HEADER, PREFIX, Envelope, Invalid, Opened, Sealed, get, put
+from diloco.bucket.store.envelope import DIGEST, PART, PREFIX, Envelope, Invalid, Opened, Sealed, get, put
 from diloco.bucket.store.operations import All, Delete, List, Read, Task, Work
 from diloco.reduce import State
 
@@ -19,6 +19,8 @@ MOVED = 20
 would have to read more than its bytes: so snapshots are at most a twentieth of the traffic."""
 KEEP = 3600.0
 """Seconds for which a member that is reading something superfluous may go on reading it."""
+FIELDS, CHECKSUM = 1024, 68
+"""Bytes of a header, at most: its fields, and the checksum of each part."""
 
 Reject = Callable[[str, Invalid], None]
 _NAME = re.compile(r"anchors/[0-9]{4}/([0-9]{8})-[0-9a-f]{64}")
@@ -139,6 +141,8 @@ class Snapshots:
         """Find the newest, among those that are not ahead of the frontier if one is given."""
         for name in (yield from self.list()):
             index = index_of(name) or 0
+            if index <= self.newest:
+                return
             head = (yield from self.peek(name)) if frontier is None or index <= frontier else None
             if head is not None and (yield from self.tied(head)) is not None:
                 self.newest = max(self.newest, index)
@@ -146,7 +150,8 @@ class Snapshots:
 
     def peek(self, name: str) -> Task[Opened | None]:
         """The header, if this is a valid snapshot of the run."""
-        data = yield Read(name, 0, first=PREFIX.size + HEADER)
+        parts = -(-4 * (self.anchor + self.outer) // PART)
+        data = yield Read(name, 0, first=PREFIX.size + FIELDS + CHECKSUM * parts)
         if data is None:
             return None
         try:

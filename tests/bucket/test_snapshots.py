@@ -6,13 +6,15 @@ from dataclasses import replace
 import pytest
 import torch
 
+import diloco.bucket.snapshots as snapshots_
+import diloco.bucket.store.envelope as envelope_
 from diloco import Float32
 from diloco.bucket.deltas import layout_of
 from diloco.bucket.round_store import RoundStore
 from diloco.bucket.rounds import Entry, Link, Record, delta_name, place_of, record_name
 from diloco.bucket.snapshots import KEEP, Snapshots, index_of, read_snapshot, seal_snapshot, superfluous
 from diloco.bucket.store.envelope import DIGEST, PREFIX, Envelope, Invalid
-from diloco.bucket.store.operations import Read, advance
+from diloco.bucket.store.operations import List, Read, advance
 from diloco.reduce import State
 from tests.support.players import World, complete
 
@@ -101,6 +103,29 @@ def test_the_newest_is_the_newest_valid_one():
     found, link = complete(world, loader.load())
     assert found.index == loader.newest == 5 and link == links[5]
     assert complete(world, snapshots().load(6)) is None
+
+
+def test_looking_for_a_newer_one_does_not_read_those_that_are_known():
+    """Members look again and again until another one has put the snapshot that is due."""
+    world, reader = World(), snapshots()
+    complete(world, snapshots().store(state(3), close(world, 3)[0]))
+    complete(world, reader.refresh())
+    task = reader.refresh()
+    assert isinstance(advance(task, None), List)
+    with pytest.raises(StopIteration):
+        advance(task, world.attempt(List("anchors/0000/")))
+
+
+def test_the_header_of_a_snapshot_in_many_parts_is_read_whole(monkeypatch):
+    for module in (envelope_, snapshots_):
+        monkeypatch.setattr(module, "PART", 4)
+    large, world, rejected = State(99_999_999, torch.ones(400), torch.ones(400)), World(), []
+    rounds = RoundStore(0, layout_of(Float32(), 400, sharing=False), ENVELOPE, lambda name, reason: None)
+    reader = Snapshots(rounds, ENVELOPE, 0, large, "", lambda name, reason: rejected.append(reason), 8)
+    sealed = seal_snapshot(ENVELOPE, 0, large, "f" * 64)
+    world.objects[sealed.name] = sealed.body
+    found = complete(world, reader.peek(sealed.name))
+    assert not rejected and len(found.header["sha256"]) == 800
 
 
 def test_a_snapshot_that_does_not_belong_to_what_was_closed_is_not_used():
