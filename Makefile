@@ -41,7 +41,7 @@ format: .venv/ready  ## repair what ruff can repair
 docs: .venv/ready  ## the site into build/site, to be opened from disk; a broken link is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --clean --quiet
 
-wheel: .venv/ready  ## build sdist and wheel into dist/, install the wheel into a clean environment, try it there
+wheel: .venv/ready  ## sdist, pure wheel and manylinux wheel into dist/; each wheel is tried in a clean environment
 	.ci/wheel
 
 sanitize: .venv/ready  ## the kernels' tests, with a library that checks every access to memory
@@ -51,7 +51,7 @@ sanitize: .venv/ready  ## the kernels' tests, with a library that checks every a
 	LD_PRELOAD=$$(cc -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0 DILOCO_KERNELS=$$PWD/build/sanitized.so \
 	   $(BIN)/python -m pytest tests/core/test_kernels.py -k 'not replica and not arm'
 
-browser:  ## install Chromium, which the report's browser tests need (Debian, Ubuntu; as root or with sudo)
+browser:  ## install Chromium, which the tests of the report, the dashboard and the site need (Debian, Ubuntu; as root or with sudo)
 	.ci/browser
 
 bench: .venv/ready  ## measured figures: benchmarks/results/*.json and the tables in docs/benchmarks.md

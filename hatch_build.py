@@ -1,4 +1,6 @@
-"""Compile diloco/kernels.c when the package is built. Without a C compiler the package is pure Python, and slower."""
+"""Compile diloco/kernels.c when the package is built.
+
+Without a C compiler, or with CC=none, the package is pure Python, for every platform, and slower."""
 
 import os
 import shutil

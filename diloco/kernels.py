@@ -67,7 +67,7 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
     given = os.environ.get(VARIABLE, "")
     path = Path(given) if given.endswith(".so") else Path(__file__).with_name("_kernels.so")
     if not path.exists():
-        return None, "not compiled: install a C compiler, then install diloco again"
+        return None, "not compiled: install a C compiler, then diloco from its sources (pip: --no-binary diloco)"
     try:
         library = ctypes.CDLL(str(path))
         if library.diloco_layout() == ctypes.sizeof(_Round) and library.diloco_copy_plain:

@@ -49,6 +49,11 @@ def test_the_version_stands_in_one_place():
     assert f"\nversion: {diloco.__version__}\n" in (ROOT / "CITATION.cff").read_text()
 
 
+def test_nothing_is_required_that_is_not_imported():
+    required = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    assert {re.split(r"[>=]", each)[0] for each in required} <= set.union(*(imported(path) for path in SOURCES))
+
+
 def test_every_public_name_can_be_imported_and_a_wrong_one_says_so():
     import diloco
 
