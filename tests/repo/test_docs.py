@@ -1,4 +1,4 @@
-"""The pages that teach: every command and snippet on them is run, or marked with what it needs; the site is built."""
+"""The pages that teach: every command and snippet on them is run, or marked with what it needs."""
 
 import re
 import runpy
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import diloco
-from tests.repo.test_readme import BLOCKS, COMMANDS, FEWER, Summed
+from tests.repo.test_readme import BLOCKS, COMMANDS, FEWER, Summed, snippet, weights
 from tests.support import commands
 from tests.support.commands import ended, start_ranks
 from tests.support.processes import run
@@ -19,6 +19,10 @@ from tests.support.processes import run
 ROOT = Path(__file__).parents[2]
 PAGES = ("concepts", "tutorial", "settings", "two-sites", "one-box", "fine-tuning", "troubleshooting", "architecture",
          "api", "comparison")  # fmt: skip
+ELSEWHERE = {"bucket": "bucket/test_page.py", "clusters": "repo/test_clusters.py",
+             "dashboard": "dashboard/test_page.py", "extending": "repo/test_extending.py",
+             "frameworks": "support/frameworks.py", "planner": "plan/test_fleet.py"}  # fmt: skip
+"""Pages whose blocks are run by other tests."""
 TEXTS = {page: (ROOT / f"docs/{page}.md").read_text() for page in PAGES}
 FENCE = re.compile(r"(?:^<!-- (needs [^>]+) -->\n)?^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 FOUND = [(page, *block) for page, text in TEXTS.items() for block in FENCE.findall(text)]
@@ -31,6 +35,9 @@ RUN_HERE = list(dict.fromkeys(
 SNIPPETS = {(page, code) for page, needs, kind, code in FOUND
             if kind == "python" and not needs and (kind, code) not in BLOCKS}  # fmt: skip
 SCRIPT = next(code for page, code in SNIPPETS if page == "tutorial")
+COMPLETE = next(code for page, code in SNIPPETS if page == "settings" and "evaluate" in code)
+SHARDED = next(code for page, code in SNIPPETS if page == "two-sites" and "fully_shard" in code)
+TREE = next(code for page, _, kind, code in FOUND if page == "architecture" and kind == "text")
 ALONE = {"concepts", "two-sites"}
 """Pages whose snippets need no process group."""
 
@@ -39,6 +46,12 @@ def test_a_block_is_of_a_kind_that_is_run_or_shows_an_output():
     assert {kind for _, _, kind, _ in FOUND} <= {"console", "python", "diff", "text"}
     assert all((kind, code) in BLOCKS for _, _, kind, code in FOUND if kind == "diff")
     assert all(line.startswith("$ ") for _, _, kind, code in FOUND if kind == "console" for line in code.splitlines())
+
+
+def test_the_blocks_of_every_other_page_are_run_by_a_test_that_reads_it():
+    shown = {path.stem for path in (ROOT / "docs").glob("*.md") if FENCE.search(path.read_text())}
+    assert shown - set(PAGES) == set(ELSEWHERE)
+    assert all(f"{page}.md" in (ROOT / "tests" / test).read_text() for page, test in ELSEWHERE.items())
 
 
 @pytest.fixture(scope="module")
@@ -57,14 +70,14 @@ def test_the_commands_of_the_trainer_run_in_their_order(folder):
         "sample": ["--tokens", "2"],
     }
     shown = [shlex.split(command)[1:] for command in RUN_HERE if command.startswith("diloco ")]
-    assert {verb for verb, *_ in shown} == {"train", "sample", "plan", "compare"}
-    assert shown[0][-1] == "first"
-    shown.insert(1, ["export", "runs/first", "--to", "first-hf"])  # which the README's test runs in a folder of its own
+    assert {verb for verb, *_ in shown} == {"recipes", "train", "sample", "plan", "compare"}
+    assert shown[1][-1] == "first"
+    shown.insert(2, ["export", "runs/first", "--to", "first-hf"])  # which the README's test runs in a folder of its own
     for words in shown:
         code, out, err = commands.run(folder, *words, *few.get(words[0], []))
         assert code == 0, (words, err)
         assert out.strip(), words
-    assert (folder / "pair.toml").exists() and (folder / "runs/tuned").is_dir() and (folder / "runs/own").is_dir()
+    assert all((folder / name).exists() for name in ("minimal.py", "pair.toml", "runs/tuned", "runs/own"))
 
 
 def _script(name, *words):
@@ -77,7 +90,7 @@ def test_the_script_of_the_tutorial_goes_on_and_makes_the_rounds_that_are_shown(
     (folder / "train.py").write_text(SCRIPT)
     shown = [shlex.split(command) for command in RUN_HERE if command.startswith("torchrun")]
     start = ["torchrun", "--nproc_per_node", "2"]
-    assert shown == [[*start, "examples/minimal.py"], [*start, "train.py", "200"], [*start, "train.py", "300"]]
+    assert shown == [[*start, "minimal.py"], [*start, "train.py", "200"], [*start, "train.py", "300"]]
     for (*_, name, steps), text in zip(shown[1:], ["21 rounds, ", "13 rounds, "], strict=True):
         results = [ended(process) for process in start_ranks(folder, 2, _script, name, steps)]
         assert [code for code, _, _ in results] == [0, 0], results
@@ -116,14 +129,14 @@ def _together(rank, snippets):
 
 
 def test_the_snippets_that_need_a_process_group_run():
-    codes = [code for page, code in sorted(SNIPPETS) if page not in ALONE and code != SCRIPT]
+    codes = [code for page, code in sorted(SNIPPETS) if page not in ALONE and code not in (SCRIPT, COMPLETE)]
     one, two = run(2, _together, codes)
     assert [rounds for _, rounds in one] == [rounds for _, rounds in two]
     assert len(one) == 3 and any("sync_every=30" in text for text, _ in one) and any(rounds for _, rounds in one)
 
 
 def test_the_snippets_that_need_none_run():
-    codes = [code for page, code in sorted(SNIPPETS) if page in ALONE]
+    codes = [code for page, code in sorted(SNIPPETS) if page in ALONE and code != SHARDED]
     for code in codes:
         said: list[object] = []
         names = {**_names(Summed()), "print": lambda *words, said=said: said.extend(words)}
@@ -132,31 +145,56 @@ def test_the_snippets_that_need_none_run():
     assert len(codes) == 2
 
 
+def test_the_snippet_with_all_settings_runs():
+    one, two = run(2, weights, COMPLETE)
+    assert torch.equal(one[0], two[0])
+    assert one[1] == 1 and one[2] == ["diloco"]
+
+
+def _sharded(rank, code):
+    _, _, names = snippet(0, code)
+    return list(names["diloco"].state_dict())
+
+
+def test_the_fsdp_snippet_runs():
+    assert run(4, _sharded, SHARDED) == [["shard 0 of 2"], ["shard 1 of 2"]] * 2
+
+
+def test_what_is_where_is_complete():
+    package, others = TREE.rsplit("\n", 2)[:2]
+    listed = set(re.findall(r"\b\w+(?:\.py|/)", package.partition("\n")[2]))
+    there = {path.name for path in (ROOT / "diloco").glob("*.py") if not path.name.startswith("__")}
+    there |= {f"{path.parent.name}/" for path in (ROOT / "diloco").glob("*/__init__.py")}
+    assert listed == there
+    folders = {f"{path.name}/" for path in ROOT.iterdir() if path.is_dir() and path.name[0] not in "._"}
+    assert set(others.split()) == folders - {"diloco/", "build/", "dist/", "runs/"}
+
+
+def test_figures_of_the_loss_are_those_of_the_parity_page():
+    measured = _plain((ROOT / "docs/parity.md").read_text())
+    for page, text in {**TEXTS, "README": (ROOT / "README.md").read_text()}.items():
+        found = re.findall(r"([+-]\d+\.\d+ ± \d+\.\d+) %", _plain(text))
+        assert [figure for figure in found if figure not in measured] == [], page
+        assert found or page not in ("README", "settings")
+
+
+def _plain(text):
+    return " ".join(text.replace("−", "-").split())
+
+
+def test_the_comparison_has_the_figures_of_the_benchmarks():
+    text, measured = TEXTS["comparison"], (ROOT / "docs/benchmarks.md").read_text()
+    row = re.compile(r"^\| ([^|(]+?)(?: \(this library\))? \| ([\d.,]+) × \| ([\d,]+) \| ([\d.]+) \|$", re.MULTILINE)
+    rows = row.findall(text)
+    assert len(rows) == 5
+    for name, rate, sent, steps in rows:
+        (cells,) = re.findall(rf"^\| {name} \| {steps} \| {sent} \|(.*)$", measured, re.MULTILINE)
+        assert float(cells.split("|")[2].strip(" ×")) == float(rate.replace(",", "")), name
+    (seconds,) = re.findall(r"4-bit mean of 10M values took ([\d.]+ s)", text)
+    assert f"| 100 Mbit/s | {seconds} |" in measured
+
+
 def test_the_page_of_the_api_has_every_public_name():
     listed = set(re.findall(r"^::: diloco[\w.]*\.(\w+)$", TEXTS["api"], re.MULTILINE))
     names = {name if name != "run_replicas" else "run" for name in diloco.__all__ if name != "__version__"}
     assert listed == names | {"Stats"}
-
-
-@pytest.fixture(scope="module")
-def site(tmp_path_factory):
-    place = tmp_path_factory.mktemp("site")
-    words = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(place)]
-    built = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
-    assert built.returncode == 0, built.stdout + built.stderr
-    return place
-
-
-def test_the_site_has_all_pages_and_asks_no_other_host(site):
-    pages = sorted(site.glob("*.html"))
-    assert {path.stem for path in pages} >= {"index", *(path.stem for path in (ROOT / "docs").glob("*.md"))}
-    for path in pages:
-        text = path.read_text()
-        loaded = re.findall(r"<(?:script|img|iframe|source)\b[^>]*\bsrc=\"?([^\" >]+)", text)
-        loaded += re.findall(r"<link\b[^>]*\brel=\"?(?:stylesheet|icon|preconnect|preload)\"?[^>]*", text)
-        assert len(loaded) > 3 and not [each for each in loaded if "//" in each], path.name
-
-
-def test_the_target_builds_the_site():
-    plan = subprocess.run(["make", "-n", "docs"], cwd=ROOT, capture_output=True, text=True).stdout
-    assert "mkdocs build --strict" in plan
