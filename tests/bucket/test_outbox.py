@@ -8,7 +8,7 @@ from diloco import E3M0
 from diloco.bucket.rounds import folder
 from diloco.bucket.store.operations import All, Create
 from diloco.reduce import Round
-from tests.support.players import FRAGMENTS, SETTINGS, Player, World
+from tests.support.players import FRAGMENTS, SETTINGS, SYNC_EVERY, Player, World
 
 
 def rounds(player):
@@ -69,6 +69,23 @@ def test_the_unit_is_agreed_on_once_a_fragment(monkeypatch):
         a.step()
         world.now += 1.0
     assert min(a.held) > 3 and puts["unit"] == 2 * FRAGMENTS  # a put and a look
+
+
+def test_a_delta_without_work_does_not_decide_the_unit():
+    """A member that finishes before its first step cannot have counted, whatever the others count."""
+    world = World(1)
+    idle, counting = Player(world, "idle"), Player(world, "counting")
+    idle.turn()
+    idle.diloco._send(idle.diloco._fragments[0])  # as finish() does
+    idle.turn()
+    assert any("/d-idle-" in name for name in world.objects) and "unit" not in world.objects
+    counting.turn()
+    for _ in range(2 * SYNC_EVERY):
+        counting.diloco.count(5)
+        counting.step()
+        counting.turn()
+        world.now += 1.0
+    assert b"tokens" in world.objects["unit"]
 
 
 def test_when_an_older_delta_counts_instead_of_the_newest_nothing_is_left_over():

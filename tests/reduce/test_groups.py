@@ -71,6 +71,21 @@ def test_jobs_run_one_after_another_on_a_thread_of_their_own_and_closing_ends_it
     assert seen == [(1, "diloco"), (2, "diloco"), (3, "diloco"), "last"]
 
 
+def test_closing_waits_for_the_current_job_and_not_for_ever(monkeypatch):
+    comm, seen, waits, closing = CommThread(), [], [], threading.Event()
+    join = comm._thread.join
+
+    def wait(timeout=None):
+        waits.append(timeout)
+        closing.set()
+        join()  # however long the machine takes
+
+    monkeypatch.setattr(comm._thread, "join", wait)
+    comm.submit(closing.wait)
+    comm.close(lambda: seen.append("last"))
+    assert seen == ["last"] and waits == [1.0]
+
+
 def test_nothing_is_closed_while_the_interpreter_ends(monkeypatch):
     comm, acted, slept = CommThread(), [], []
     comm.unless_exiting(lambda: acted.append("before"))
