@@ -41,26 +41,22 @@ class Fragmenter(Protocol):
 
 
 @dataclass(frozen=True)
-class Strided:
-    """Interleaved layers, `layers` to a fragment: the paper's default. Other parameters get fragments of their own."""
-
+class _Layered:
     layers: int = 3
 
     def __post_init__(self) -> None:
         _check_positive("layers", self.layers)
+
+
+class Strided(_Layered):
+    """Interleaved layers, `layers` to a fragment: the paper's default. Other parameters get fragments of their own."""
 
     def split(self, shapes: Shapes, layers: Sequence[Sequence[str]]) -> list[Fragment]:
         return _by_layer(shapes, layers, strided(len(layers), self.layers))
 
 
-@dataclass(frozen=True)
-class Sequential:
+class Sequential(_Layered):
     """Consecutive layers, `layers` to a fragment. Other parameters get fragments of their own."""
-
-    layers: int = 3
-
-    def __post_init__(self) -> None:
-        _check_positive("layers", self.layers)
 
     def split(self, shapes: Shapes, layers: Sequence[Sequence[str]]) -> list[Fragment]:
         return _by_layer(shapes, layers, sequential(len(layers), self.layers))

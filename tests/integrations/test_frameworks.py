@@ -69,18 +69,11 @@ MODULE = """
 import lightning.pytorch as pl
 from lightning.pytorch import Trainer
 from torch.utils.data import DataLoader, TensorDataset
-class Module(pl.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.layers = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(6))
-    def loss(self, x):
-        for layer in self.layers:
-            x = x + layer(x).tanh()
-        return (x - 1).square().mean()
+class Module(Layers, pl.LightningModule):
     def training_step(self, batch, _):
-        return self.loss(batch[0])
+        return self(batch[0])
     def validation_step(self, batch, _):
-        self.log("val", self.loss(batch[0]))
+        self.log("val", self(batch[0]))
     def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 torch.manual_seed(int(os.environ.get("RANK", 0)))

@@ -3,11 +3,8 @@ process group, a loader that divides by RANK, weights that are loaded before, a 
 
 import shutil
 
-import pytest
+from tests.support.frameworks import after, launch_forked, shown
 
-from tests.support.frameworks import after, launch, shown
-
-pytestmark = pytest.mark.timeout(900)
 SETUP = """
 import torch.distributed as dist
 def dist_info():
@@ -26,14 +23,7 @@ class MuonAdamW(torch.optim.AdamW):
                 for p in group["params"]:
                     dist.all_reduce(p.grad)
         return super().step(closure)
-class GPT(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.h = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(6))
-    def forward(self, x):
-        for layer in self.h:
-            x = x + layer(x).tanh()
-        return (x - 1).square().mean()
+class GPT(Layers):
     def setup_optimizer(self):
         return MuonAdamW(self.parameters(), lr=1e-2)
 def loader(first):
@@ -67,10 +57,10 @@ said(model, rounds=diloco.stats.rounds, group=dist.is_initialized(), after=model
 
 def test_a_loop_of_its_shape_agrees_learns_and_resumes_bit_for_bit(tmp_path):
     code = SETUP + after(shown("nanochat")) + END
-    (one,), (two,) = launch(tmp_path, code)
+    (one,), (two,) = launch_forked(tmp_path, code)
     assert one["hash"] == two["hash"] and one["rounds"] >= 4 and not one["group"] and one["after"] < one["before"]
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"replica-0", "replica-1"}
     (tmp_path / "resume").touch()
-    for (again,) in launch(tmp_path, code):
+    for (again,) in launch_forked(tmp_path, code):
         assert again["hash"] == one["hash"]
     shutil.rmtree(tmp_path / "out")

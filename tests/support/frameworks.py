@@ -22,6 +22,14 @@ def said(model, **more):
     whole = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()]
     values = b"".join(p.detach().contiguous().numpy().tobytes() for p in whole)
     print("SAID", json.dumps({"hash": hashlib.sha256(values).hexdigest(), **more}))
+class Layers(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.h = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(6))
+    def forward(self, x):
+        for layer in self.h:
+            x = x + layer(x).tanh()
+        return (x - 1).square().mean()
 """
 TINY = """
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
