@@ -40,11 +40,10 @@ class Pace:
         overlap: the first one.
         fragments: rounds in a sync period.
         sync_every: the overlap stays below it.
-        most: the largest overlap. Above 5 the paper saw loss suffer.
     """
 
-    def __init__(self, overlap: int, fragments: int, sync_every: int, most: int = SAFE_OVERLAP) -> None:
-        self.most = max(min(most, sync_every - 1), 0)
+    def __init__(self, overlap: int, fragments: int, sync_every: int) -> None:
+        self.most = max(min(SAFE_OVERLAP, sync_every - 1), 0)
         self.overlap = min(overlap, self.most)
         self._least_apart: deque[float] = deque(maxlen=4 * fragments)
         self._flights: deque[tuple[float, bool]] = deque(maxlen=2 * fragments)  # (steps that it took, waited for)

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from diloco import __version__
-from diloco.formats import FORMATS, Sparse
+from diloco.formats import FORMATS, GATHER, Sparse
 
 VALUES = 1 << 19
 """What the communication thread computes with, it has just received: this much is in the cache."""
@@ -46,10 +46,10 @@ class Speed:
     hook: float
     """What the training thread does: take the delta, write the result."""
 
-    def codec_ns(self, codec: str, replicas: int, gather: int = 3) -> float:
-        """What the communication thread computes in a round. Above `gather` replicas it encodes and decodes shares."""
+    def codec_ns(self, codec: str, replicas: int) -> float:
+        """What the communication thread computes in a round. Above GATHER replicas it encodes and decodes shares."""
         encode, decode, row = self.encode[codec], self.decode[codec], FORMATS[codec]
-        if replicas <= gather or isinstance(row, Sparse):
+        if replicas <= GATHER or isinstance(row, Sparse):
             return encode + replicas * decode + self.outer
         mean = row.mean or codec
         return encode + self.encode[mean] / replicas + decode + self.decode[mean] + self.outer

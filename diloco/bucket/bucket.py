@@ -37,8 +37,8 @@ from diloco.bucket.store.store import Closed, Store
 from diloco.bucket.timing import MemberOptions, Pace, Timing
 from diloco.codec import Codec, is_sparse
 from diloco.errors import ConfigError, DiLoCoError
+from diloco.formats import GATHER
 from diloco.reduce import Contract, Delta, Dropped, Jump, Round, State
-from diloco.reduce.mean import GATHER
 
 PATIENCE = 60.0
 """Seconds that finish() waits for the last rounds of all fragments to be closed, beyond the time in which a dead member

@@ -195,7 +195,7 @@ def below(url: str, shard: int) -> str:
     return f"{url.rstrip('/')}/{SHARD.format(shard)}"
 
 
-def backend_of_shard(shard: str, root: Backend, url: str, strict: bool, encrypt: bytes | None = None) -> Backend:
+def backend_of_shard(shard: str, root: Backend, url: str, strict: bool, encrypt: bytes | None) -> Backend:
     """Where this rank meets others: the bucket itself, or the part of its shard. All members must have the same number
     of shards. The contract compares the numbers; this finds sharded and unsharded members in one bucket."""
     other = f"{SHARD.format(0)}/{NAME}" if shard == UNSHARDED else NAME

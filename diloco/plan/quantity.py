@@ -59,22 +59,22 @@ def size(text: str, name: str = "memory") -> float:
     return _quantity(text, name, SIZES, "80gb or 512mb")
 
 
-def up_down(text: str, name: str = "link") -> tuple[float, float]:
+def up_down(text: str) -> tuple[float, float]:
     """One rate for both directions, or both apart, in bits a second.
 
     >>> up_down("1gbit"), up_down("up=50mbit,down=500mbit")
     ((1000000000.0, 1000000000.0), (50000000.0, 500000000.0))
     """
     if "=" not in text:
-        both = rate(text, name)
+        both = rate(text)
         return both, both
     parts: dict[str, str] = {}
     for part in text.replace(" ", "").split(","):
         direction, _, value = part.partition("=")
         parts[direction] = value
     if set(parts) != {"up", "down"}:
-        raise ConfigError(f"{name}={text!r}: give one rate (1gbit), or both as up=50mbit,down=500mbit")
-    return rate(parts["up"], f"{name} up"), rate(parts["down"], f"{name} down")
+        raise ConfigError(f"link={text!r}: give one rate (1gbit), or both as up=50mbit,down=500mbit")
+    return rate(parts["up"], "link up"), rate(parts["down"], "link down")
 
 
 def _quantity(text: str, name: str, units: dict[str, float], examples: str, *, zero: bool = False) -> float:

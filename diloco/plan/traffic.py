@@ -8,7 +8,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from diloco.formats import FORMATS, Format, Sparse
+from diloco.formats import FORMATS, GATHER, Format, Sparse
 
 Array = NDArray[np.float64]
 Bytes = Callable[[Any], float]
@@ -18,9 +18,6 @@ Reduce = Literal["collective", "bucket", "ring"]
 
 CODECS: dict[str, Bytes] = dict(FORMATS)
 
-GATHER = 3
-"""Up to this many replicas, each gets all deltas; with more, each averages a part, unless deltas are sparse
-(reduce/mean.py)."""
 TCP = 1.06
 """Bytes on an Ethernet for each byte of payload: frames of 1,514 bytes carry 1,448, plus acknowledgements."""
 FILLED = 0.94
@@ -62,13 +59,13 @@ def gathers(nbytes: Bytes, replicas: int) -> bool:
     return replicas <= GATHER or isinstance(nbytes, Sparse)
 
 
-def break_even(codec: str, other: str = "e3m0", n: int = 1 << 24) -> int:
+def break_even(codec: str, other: str = "e3m0") -> int:
     """The most replicas with which a round takes fewer bytes than with the other codec.
 
     >>> break_even("topk"), break_even("topk", "twobit")
     (35, 26)
     """
-    replicas = 2
+    n, replicas = 1 << 24, 2
     while round_bytes(n, CODECS[codec], replicas + 1) < round_bytes(n, CODECS[other], replicas + 1) and replicas < 999:
         replicas += 1
     return replicas

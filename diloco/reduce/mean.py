@@ -7,10 +7,7 @@ import torch
 from torch import Tensor
 
 from diloco.codec import CHUNK, Codec, Float32, is_sparse, pack, unpack, weighted
-
-GATHER = 3
-"""Up to this many replicas, each gathers all deltas: one quantisation, one round trip; the fewest bytes at 2, and 1.5
-times the fewest at 3. With more, each replica averages one share, and the shares are gathered."""
+from diloco.formats import GATHER
 
 PIECES, PIECE = 16, 4 * CHUNK
 """A payload travels in at most this many pieces, of at least this many values: 256 kB in E3M0. The first one leaves

@@ -18,7 +18,7 @@ from diloco.plan import simulate as simulation
 from diloco.plan.failures import Fleet, outcome
 from diloco.plan.model import count_values, model_of_layers, model_of_preset
 from diloco.plan.simulate import Group, Method, required_rates, simulate, utilization
-from diloco.plan.traffic import CODECS, GATHER, Link, break_even, least_rate, round_bytes, round_trips
+from diloco.plan.traffic import CODECS, Link, break_even, least_rate, round_bytes, round_trips
 from diloco.presets import PRESETS
 from diloco.reduce import mean
 from studies.paper import tables as paper
@@ -293,7 +293,6 @@ def test_a_prediction_takes_milliseconds(monkeypatch):
 @given(st.integers(1, 10**7), st.integers(2, 12), st.sampled_from(sorted(CODECS)))
 @patient
 def test_traffic_is_that_of_the_reducer(n, replicas, codec):
-    assert GATHER == mean.GATHER
     real = codec_named(codec)
     up, down = round_bytes(n, CODECS[codec], replicas)
     assert up == down

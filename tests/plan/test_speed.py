@@ -5,8 +5,7 @@ import json
 import pytest
 
 from diloco import speed
-from diloco.formats import FORMATS
-from diloco.reduce.mean import GATHER
+from diloco.formats import FORMATS, GATHER
 from diloco.speed import Speed
 
 SOME = Speed({"e3m0": 1.0}, {"e3m0": 0.5}, 2.0, 3.0)

@@ -186,7 +186,7 @@ class Roster:
     def add(self, listed: Listed) -> None:
         self.known[listed.tail] = listed
 
-    def names_of(self, signer: bytes, *, ever: bool = False) -> set[str]:
+    def names_of(self, signer: bytes, *, ever: bool) -> set[str]:
         """Whose key this is, in the newest list or in any that is known."""
         lists = self.known.values() if ever else [self.newest]
         return {name for listed in lists for name, public in listed.members.items() if public == signer}

@@ -13,6 +13,8 @@ from diloco.bucket.store.limit import TransferLimit, large
 from diloco.bucket.store.operations import All, Create, Forbidden, Operation, Pause, Read, Task, Work, Write, advance
 from diloco.errors import ConfigError
 
+CONNECTIONS = 8
+"""Operations that are under way at once."""
 LONGEST_PAUSE = 10.0
 """Seconds between two tries of an operation while no other operation succeeds."""
 REFUSED = 900.0
@@ -37,13 +39,11 @@ class Store:
         self,
         backend: Backend,
         *,
-        connections: int = 8,
-        timeout: float = TIMEOUT,
         clock: Callable[[], float] = time.monotonic,
         report: Report = lambda event, **values: None,
     ) -> None:
         """`report`: told what goes wrong and right, as an event with values."""
-        self._backend, self._connections, self._clock, self._report = backend, connections, clock, report
+        self._backend, self._clock, self._report = backend, clock, report
         self.closing = threading.Event()
         self.sent = self.received = self.requests = 0
         self._counting = threading.Lock()
@@ -51,7 +51,7 @@ class Store:
         self._succeeded: float | None = None  # when an operation last did
         self._refused: float | None = None  # since when all that is asked is
         self._news = threading.Condition()  # the store answers again, or is closed
-        self._transfers = TransferLimit(timeout)
+        self._transfers = TransferLimit(TIMEOUT)
 
     def run(self, task: Task[T], lock: Any) -> T:
         """Drive a task. Its own code runs under the lock; the operations it yields do not."""
@@ -152,7 +152,7 @@ class Store:
             except BaseException as error:
                 errors.append(error)
 
-        helpers = min(rest.qsize(), self._connections) - (not works)  # this thread is one, unless it has work to do
+        helpers = min(rest.qsize(), CONNECTIONS) - (not works)  # this thread is one, unless it has work to do
         threads = [threading.Thread(target=perform_rest, name="store", daemon=True) for _ in range(helpers)]
         for thread in threads:
             thread.start()
