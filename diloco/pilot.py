@@ -20,8 +20,8 @@ from diloco.module import find_layers, trainable
 from diloco.plan.auto import Facts, better, lines, pick_first, worst
 from diloco.plan.choose import Choice, Limits, Settings
 from diloco.plan.model import Model
-from diloco.plan.plot import rate_text
 from diloco.plan.rate import LinkRate
+from diloco.report import units
 from diloco.terms import Terms
 
 FIRST_STEPS = 10
@@ -196,7 +196,7 @@ class Autopilot:
         was, held = self._held, self._diloco.tuning.held
         pairs = ("sync_every", was.sync_every, held.sync_every), ("codec", was.codec, held.codec)
         changes = ", ".join(f"{name} {old} → {new}" for name, old, new in pairs if old != new)
-        text = f"autopilot: at step {self._diloco.step_count} {changes}, because the link gives {rate_text(rate)}"
+        text = f"autopilot: at step {self._diloco.step_count} {changes}, because the link gives {units.rate(rate)}"
         self._say(text, {**asdict(held), "rate": rate})
 
     def _text(self) -> str:

@@ -39,14 +39,15 @@ EXAMPLES = (
 
 
 def main(config: CompareConfig) -> int:
-    from rich.console import Console
+    name = config.name or folders.new(config.out, None, f"compare-{config.model}-{config.method}").name
+    home = config.out / name
+    cells = list(plan(config))
+
+    from rich.console import Console  # not before all was checked: a mistake is answered at once
 
     from diloco.report import html, terminal, units
     from diloco.runs.reader import read
 
-    name = config.name or folders.new(config.out, None, f"compare-{config.model}-{config.method}").name
-    home = config.out / name
-    cells = list(plan(config))
     print(f"{len(cells)} runs in {home}", file=sys.stderr)
     runs: list[Path] = []
     began, done = time.monotonic(), 0

@@ -60,10 +60,14 @@ EXAMPLES = (
 
 
 def main(config: FleetConfig) -> int:
-    fleet, members = fleet_of(config), members_of(config)
     if config.plot is not None:
-        plot.write(config.plot, fleets.plot(fleet, members))
+        plot.check(config.plot)
+    fleet, members = fleet_of(config), members_of(config)
     rows, found = fleets.rows(fleet, members, config.days, config.seed), fleets.effects(fleet, members[-1])
+    if config.plot is not None:
+        beside = plot.Beside(fleets.verdict(fleet, rows), fleets.sheets(fleet, rows, found),
+                             [fleets.note(fleet, config.days)])  # fmt: skip
+        plot.write(config.plot, fleets.plot(fleet, members), beside)
     if config.json:
         out = {"fleet": asdict(fleet), "rows": [asdict(row) for row in rows]}
         print(json.dumps(out | {"effects": [asdict(effect) for effect in found]}))

@@ -2,7 +2,7 @@
 
 import json
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -19,8 +19,14 @@ from diloco.plan.costs import Conditions, Prices, Row, candidates, rows
 from diloco.plan.model import Model, model_of_layers, model_of_preset, parse_fragments
 from diloco.plan.simulate import Group, utilization
 from diloco.plan.traffic import ROUND_SECONDS, Link
+from diloco.report import units
 
 GROUPS = ("model and data", "members and link", "sync", "failures and prices", "output")
+GENTLE = (
+    "What is recommended is for your link: the settings that raise the loss least among those that keep training about "
+    "as busy there as the best. On a slower link they may lie below the paper's, which sync less often; for such a "
+    "link others would be recommended."
+)
 _model, _members, _sync, _failures, _output = (partial(flag, group=group) for group in GROUPS)
 
 
@@ -89,6 +95,8 @@ def main(config: PlanConfig) -> int:
     """Print the plan. Returns the exit code."""
     if config.check is not None:
         return _check_run(config, config.check)
+    if config.plot is not None:
+        plot.check(config.plot)
     model, group, link = _read_model(config), _group(config), _link(config)
     steps = _steps(config, model)
     limits = Limits(
@@ -101,20 +109,24 @@ def main(config: PlanConfig) -> int:
         target=config.target,
     )
     conditions = _conditions(config, model, group, link, steps)
+    memory = None if config.memory is None else quantity.size(config.memory)
+    codec_ns, hook_ns = _nanoseconds(config)  # may take seconds, and nothing is wrong with what was given
+    group = replace(group, codec_ns=codec_ns, hook_ns=hook_ns)
+    conditions = replace(conditions, group=group)
     choice = choose(model, group, link, limits, reduce=config.reduce)
     lines = rows(conditions, choice.settings)
-    memory = None if config.memory is None else quantity.size(config.memory)
     notes = table.notes(conditions, choice, memory)
     answer = table.verdict(conditions, lines, config.target, memory)
+    shown = table.sheets(conditions, lines, choice)
     if config.plot is not None:
-        plot.write(config.plot, _plot(conditions, choice.settings))
+        plot.write(config.plot, _plot(conditions, choice.settings), plot.Beside(answer, shown, notes))
     if config.write is not None:
         given = {"batch": config.batch, "context": config.context if config.batch is not None else None}
         given["tokens"] = None if config.tokens is None else quantity.count(config.tokens)
         extra = {name: value for name, value in given.items() if value is not None}
         config.write.parent.mkdir(parents=True, exist_ok=True)
         config.write.write_text(table.recipe(choice, config.replicas, config.model, extra), encoding="utf-8")
-    text = table.plan_tables(conditions, lines, choice, notes, answer)
+    text = table.plan_tables(conditions, shown, notes, answer)
     _print(_as_json(lines, choice, [answer, *notes]) if config.json else text)
     return 0
 
@@ -152,9 +164,8 @@ def _group(config: PlanConfig) -> Group:
     for name in ("codec_ns", "hook_ns"):
         if (value := getattr(config, name)) is not None and value < 0:
             raise ConfigError(f"{name}={value}: give 0 or more nanoseconds a value")
-    round_trip, (codec_ns, hook_ns) = quantity.seconds(config.round_trip), _nanoseconds(config)
-    return Group(step_seconds, config.replicas, round_trip, codec_ns, hook_ns, config.speeds, config.jitter,
-                 round_seconds=ROUND_SECONDS)  # fmt: skip
+    return Group(step_seconds, config.replicas, quantity.seconds(config.round_trip), speeds=config.speeds,
+                 jitter=config.jitter, round_seconds=ROUND_SECONDS)  # fmt: skip
 
 
 def _nanoseconds(config: PlanConfig) -> tuple[float, float]:
@@ -210,12 +221,13 @@ def _conditions(config: PlanConfig, model: Model, group: Group, link: Link, step
 
 def _plot(conditions: Conditions, chosen: Settings) -> plot.Plot:
     group, middle = conditions.group, conditions.link.rate
-    rates = np.geomspace(min(1e6, middle / 10), max(1e12, middle * 10), 200)
+    rates = np.union1d(np.geomspace(min(1e6, middle / 10), max(1e12, middle * 10), 200), middle)
     return plot.Plot(
         title=f"{conditions.model.name}, {group.replicas} replicas, {group.step_seconds:g} s a step",
         share="utilisation",
         axis="rate of the link (of its slower direction)",
-        tick=plot.rate_text,
+        tick=units.rate,
+        unit="bit/s",
         curves={
             f"{each.name} ({each.settings})": (
                 rates.tolist(),
@@ -223,7 +235,8 @@ def _plot(conditions: Conditions, chosen: Settings) -> plot.Plot:
             )
             for each in candidates(conditions, chosen)
         },
-        mark=(middle, f"your link, {plot.rate_text(middle)}"),
+        mark=(middle, f"your link, {units.rate(middle)}"),
+        caption=GENTLE,
     )
 
 

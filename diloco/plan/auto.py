@@ -10,10 +10,9 @@ from typing import Any
 from diloco.formats import FORMATS
 from diloco.plan.choose import SUFFICES, TOLERANCE, Choice, Limits, Settings, choose, method_of
 from diloco.plan.model import Model
-from diloco.plan.plot import rate_text
 from diloco.plan.simulate import Group, utilization
 from diloco.plan.traffic import ROUND_SECONDS, Link
-from diloco.report.units import percent
+from diloco.report import units
 from diloco.terms import Terms
 
 CODEC_LADDER = ("e3m0", "twobit")
@@ -42,7 +41,7 @@ class Facts:
                      round_seconds=ROUND_SECONDS)  # fmt: skip
 
     def __str__(self) -> str:
-        link = f"{rate_text(self.rate)} each way, round trip {self.round_trip * 1e3:.3g} ms"
+        link = f"{units.rate(self.rate)} each way, round trip {self.round_trip * 1e3:.3g} ms"
         return f"a step takes {self.step_seconds:.3g} s; the link gives {link}"
 
 
@@ -69,7 +68,8 @@ def pick(model: Model, facts: Facts, replicas: int, limits: Limits) -> Choice:
             break
     chosen = choices[-1]
     if not given:
-        first = f"{percent(choices[0].utilization, digits=1)} busy at best with {ladder[0]}" if len(choices) > 1 else ""
+        best = units.percent(choices[0].utilization, digits=1)
+        first = f"{best} busy at best with {ladder[0]}" if len(choices) > 1 else ""
         bits = f"{8 * FORMATS[chosen.settings.codec].nbytes(1 << 20) / (1 << 20):.3g} bits a value"
         why = f"{bits}, with error feedback; {first}" if first else f"{bits}, without visible loss"
         chosen = replace(chosen, reasons=chosen.reasons | {"codec": why})
@@ -112,4 +112,4 @@ def lines(choice: Choice, facts: Facts) -> list[str]:
     """What was chosen, and why."""
     settings = asdict(choice.settings)
     chosen = [f"  {name} = {value}: {choice.reasons[name]}" for name, value in settings.items()]
-    return [f"autopilot: {facts}", *chosen, f"  expected: {percent(choice.utilization, digits=1)} busy"]
+    return [f"autopilot: {facts}", *chosen, f"  expected: {units.percent(choice.utilization, digits=1)} busy"]

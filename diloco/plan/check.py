@@ -11,10 +11,9 @@ from pathlib import Path
 import numpy as np
 
 from diloco.errors import ConfigError
-from diloco.plan.plot import rate_text
 from diloco.plan.simulate import Group, Message, Method, Sends, simulate
 from diloco.plan.traffic import Array, Link
-from diloco.report.units import percent
+from diloco.report import units
 from diloco.runs.reader import RecordedRun, read
 from diloco.schedule import Schedule
 
@@ -30,9 +29,9 @@ class Comparison:
     """Whether the rate was read from the run's rounds."""
 
     def __str__(self) -> str:
-        link = f"link {rate_text(self.rate)}" if self.rate else "nothing was sent"
+        link = f"link {units.rate(self.rate)}" if self.rate else "nothing was sent"
         source = ", as its rounds ran" if self.rate and self.estimated else ""
-        predicted, measured = percent(self.predicted, digits=1), percent(self.measured, digits=1)
+        predicted, measured = units.percent(self.predicted, digits=1), units.percent(self.measured, digits=1)
         return f"utilisation: predicted {predicted}, measured {measured} ({link}{source})"
 
 

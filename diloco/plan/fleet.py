@@ -9,7 +9,7 @@ import numpy as np
 from diloco.plan.events import DAY, simulate
 from diloco.plan.failures import Fleet, Outcome, group_of, outcome, slices_of, spare_slices
 from diloco.plan.plot import Plot
-from diloco.plan.table import text_table, width
+from diloco.plan.sheet import Sheet, width
 from diloco.report.units import YEAR, amount, duration, percent
 
 INPUTS = ("chips", "mtbf", "slice", "detect", "restart", "rejoin", "resize", "repair", "save_every", "spares", "grace")
@@ -97,25 +97,33 @@ def verdict(fleet: Fleet, rows: list[Row]) -> str:
     )
 
 
-def tables(fleet: Fleet, rows: list[Row], found: list[Effect], days: float) -> str:
-    """Fits 80 columns."""
-    out = _filled(verdict(fleet, rows)) + "\n"
+def sheets(fleet: Fleet, rows: list[Row], found: list[Effect]) -> list[Sheet]:
+    """Fit 80 columns."""
+    out = []
     for elastic, title in (
         (False, "Rigid groups: a member needs all its chips; spares stand by"),
         (True, "Elastic groups: a member goes on without the slice that failed"),
     ):
         mine = [row for row in rows if row.elastic == elastic]
-        out += text_table(title, _HEAD[: None if not elastic else -1], [_line(fleet, row) for row in mine])
+        out.append(Sheet(title, _HEAD[: None if not elastic else -1], [_line(fleet, row) for row in mine]))
     last = rows[-1].members
     head = ["input", "value", "rigid", "elastic", f"{last}, rigid", f"{last}, elastic"]
     title = "Goodput in percent if one input is halved / doubled, the most important first"
-    out += text_table(title, head, [effect_cells(each) for each in found], left=1, spare=(0, 0, 1, 2, 3, 0))
+    return [*out, Sheet(title, head, [effect_cells(each) for each in found], spare=(0, 0, 1, 2, 3, 0))]
+
+
+def note(fleet: Fleet, days: float) -> str:
     failures = fleet.chips * days * DAY / fleet.mtbf
-    return out + _filled(
+    return (
         f"One member is data-parallel training. Simulated: {days:g} days event by event, with about {failures:,.0f} "
         f"failures; the fewer they are, the more chance is in it. Uptime: the share of the time in which at least "
         f"{fleet.quorum} of the members trains. Stalls: of one member in a day."
     )
+
+
+def tables(fleet: Fleet, rows: list[Row], found: list[Effect], days: float) -> str:
+    shown = "".join(map(str, sheets(fleet, rows, found)))
+    return f"{_filled(verdict(fleet, rows))}\n{shown}{_filled(note(fleet, days))}"
 
 
 def _filled(text: str) -> str:
@@ -152,7 +160,7 @@ def effect_cells(effect: Effect) -> list[str]:
 
 def plot(fleet: Fleet, members: Sequence[int]) -> Plot:
     """Goodput against the number of chips."""
-    chips = np.geomspace(min(1e3, fleet.chips), max(1e7, 2 * fleet.chips), 120).tolist()
+    chips = np.union1d(np.geomspace(min(1e3, fleet.chips), max(1e7, 2 * fleet.chips), 120), fleet.chips).tolist()
 
     def curve(each: int, elastic: bool) -> tuple[list[float], list[float]]:
         sizes = [n for n in chips if n >= each * fleet.slice]
@@ -165,6 +173,7 @@ def plot(fleet: Fleet, members: Sequence[int]) -> Plot:
         share="goodput",
         axis=f"chips, each of which fails once in {_time(fleet.mtbf)}",
         tick=amount,
+        unit="",
         curves={name: curve(*way) for name, way in named.items()},
         mark=(fleet.chips, f"your fleet, {amount(fleet.chips)} chips"),
     )

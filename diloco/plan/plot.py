@@ -7,6 +7,7 @@ from html import escape
 from pathlib import Path
 
 from diloco.errors import ConfigError
+from diloco.plan.sheet import Sheet
 
 Curves = Mapping[str, tuple[Sequence[float], Sequence[float]]]
 """By method: where, and the share there."""
@@ -25,41 +26,58 @@ class Plot:
     """What it is shown against."""
     tick: Callable[[float], str]
     """A value of that as text."""
+    unit: str
+    """What that is counted in."""
     curves: Curves
     mark: tuple[float, str]
     """The user's own value, and what it is."""
     points: Mapping[str, Sequence[tuple[float, float]]] = field(default_factory=dict)
     """Single values to show in the color of a curve."""
+    caption: str = ""
+    """What the reader of the curves should know."""
 
 
-def write(path: Path, plot: Plot) -> None:
-    """Choose by the ending."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if path.suffix == ".html":
-        path.write_text(_html(plot), encoding="utf-8")
-    elif path.suffix == ".svg":
-        path.write_text(_svg(plot, ' xmlns="http://www.w3.org/2000/svg" font-family="sans-serif"'), encoding="utf-8")
-    elif path.suffix == ".png":
-        _png(path, plot)
-    else:
+@dataclass(frozen=True)
+class Beside:
+    """What a page says beside the curves."""
+
+    answer: str
+    sheets: Sequence[Sheet]
+    notes: Sequence[str]
+
+
+def check(path: Path) -> None:
+    """Raise if there is no way to write it."""
+    if path.suffix not in (".html", ".svg", ".png"):
         raise ConfigError(f"plot={str(path)!r}: the name must end in .html, .svg or .png")
 
 
-DARK = (
-    "@media (prefers-color-scheme:dark){body{color:#e8ebee;background:#14171b}svg{fill:#e8ebee}"
-    "path[stroke='#e4e4e4']{stroke:#333a42}}"
-)
+def write(path: Path, plot: Plot, beside: Beside) -> None:
+    """Choose by the ending; only a page has room for what is beside the curves."""
+    check(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".html":
+        path.write_text(_html(plot, beside), encoding="utf-8")
+    elif path.suffix == ".svg":
+        path.write_text(svg(plot), encoding="utf-8")
+    else:
+        _png(path, plot)
 
 
-def _html(plot: Plot) -> str:
-    style = f"body{{font:15px system-ui,sans-serif;margin:2em auto;max-width:880px;color:#222;background:#fff}}{DARK}"
-    return (
-        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{escape(plot.title)}</title>'
-        f"<style>{style}</style><h1>{escape(plot.title)}</h1>{_svg(plot)}</html>\n"
-    )
+def _html(plot: Plot, beside: Beside) -> str:
+    """The report's page, so that both look and work alike."""
+    from diloco.report import html
+
+    curves = [
+        {"label": name, "at": list(at), "shares": list(shares), "points": plot.points.get(name, ())}
+        for name, (at, shares) in plot.curves.items()
+    ]
+    drawn = {"share": plot.share, "axis": plot.axis, "unit": plot.unit, "curves": curves, "mark": plot.mark}
+    values = {"title": plot.title, "plot": plot, "beside": beside, "source": "what it was asked"}
+    return html.page("plan", values, {"plot": drawn})
 
 
-def _svg(plot: Plot, more: str = "") -> str:
+def svg(plot: Plot) -> str:
     places = [place for xs, _ in plot.curves.values() for place in xs]
     low, high = math.log10(min(places)), math.log10(max(places))
     bottom, height = TOP + INNER, TOP + INNER + LEGEND + LINE * len(plot.curves)
@@ -70,9 +88,9 @@ def _svg(plot: Plot, more: str = "") -> str:
     def y(share: float) -> float:
         return TOP + (1 - share) * INNER
 
-    out = [f'<svg viewBox="0 0 {WIDTH} {height}" role="img" font-size="13" fill="#222"{more}>']
-    if more:  # a file of its own, also before a dark page
-        out.append(f'<path d="M0 0H{WIDTH}V{height}H0Z" fill="#fff"/>')
+    out = [f'<svg viewBox="0 0 {WIDTH} {height}" role="img" font-size="13" fill="#222" '
+           'xmlns="http://www.w3.org/2000/svg" font-family="sans-serif">',
+           f'<path d="M0 0H{WIDTH}V{height}H0Z" fill="#fff"/>']  # white also before a dark page  # fmt: skip
     for decade in range(math.ceil(low), math.floor(high) + 1):
         at = x(10.0**decade)
         out.append(f'<path d="M{at:.1f} {TOP}V{bottom}" stroke="#e4e4e4"/>')
@@ -118,14 +136,3 @@ def _png(path: Path, plot: Plot) -> None:
     axes.grid(color="#e4e4e4")
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.13), frameon=False)
     figure.savefig(path)
-
-
-def rate_text(rate: float) -> str:
-    """
-    >>> rate_text(1e9), rate_text(5e7)
-    ('1 Gbit/s', '50 Mbit/s')
-    """
-    for unit, scale in (("Tbit/s", 1e12), ("Gbit/s", 1e9), ("Mbit/s", 1e6), ("kbit/s", 1e3)):
-        if rate >= scale * 0.9995:
-            return f"{rate / scale:.3g} {unit}"
-    return f"{rate:.3g} bit/s"

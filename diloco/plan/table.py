@@ -1,7 +1,5 @@
 """What `diloco plan` prints and writes, as text."""
 
-import io
-import shutil
 import textwrap
 from dataclasses import asdict
 
@@ -9,9 +7,9 @@ from diloco import laws
 from diloco.formats import FORMATS, Sparse
 from diloco.plan.choose import Choice
 from diloco.plan.costs import Conditions, Row
-from diloco.plan.plot import rate_text
+from diloco.plan.sheet import Sheet, width
 from diloco.plan.traffic import break_even
-from diloco.report.units import duration, percent, size
+from diloco.report.units import duration, percent, rate, size
 
 TRAINING_BYTES = 16
 """Bytes of a parameter in training: weight, gradient and two moments, in fp32."""
@@ -19,22 +17,21 @@ TRAINING_BYTES = 16
 
 ENOUGH = 0.95
 """Utilisation from which on the answer is yes, unless a target is given."""
-WIDEST = 110
 
 
 def verdict(conditions: Conditions, rows: list[Row], target: float | None, memory: float | None) -> str:
     """Whether the link suffices, in one sentence; what would be needed if not."""
     row, wanted = rows[-1], target or ENOUGH
-    rate, busy = rate_text(conditions.link.rate), percent(row.utilization, digits=1)
+    own, busy = rate(conditions.link.rate), percent(row.utilization, digits=1)
     whole = duration(row.hours * 3600)
     parallel = f"data-parallel: {percent(rows[0].utilization, digits=1)}"
     if row.utilization >= wanted:
-        text = f"Yes: {rate} is enough. {busy} busy with the settings below ({parallel}); the run takes {whole}."
+        text = f"Yes: {own} is enough. {busy} busy with the settings below ({parallel}); the run takes {whole}."
     else:
         near = min(row.needed, key=lambda target: abs(float(target[:-1]) / 100 - wanted))
         needed = row.needed[near]
-        more = "no rate gives" if needed == float("inf") else f"{rate_text(needed)} would give"
-        text = (f"No: {rate} is too slow. {busy} busy with the settings below ({parallel}); the run takes {whole}, "
+        more = "no rate gives" if needed == float("inf") else f"{rate(needed)} would give"
+        text = (f"No: {own} is too slow. {busy} busy with the settings below ({parallel}); the run takes {whole}, "
                 f"and {more} {near[:-1]} %.")  # fmt: skip
     asked = TRAINING_BYTES * conditions.model.parameters
     if memory is not None and asked > memory:
@@ -43,15 +40,19 @@ def verdict(conditions: Conditions, rows: list[Row], target: float | None, memor
     return text
 
 
-def plan_tables(conditions: Conditions, rows: list[Row], choice: Choice, notes: list[str], answer: str) -> str:
-    group, model = conditions.group, conditions.model
-    link = conditions.link
+def title(conditions: Conditions) -> str:
+    group, model, link = conditions.group, conditions.model, conditions.link
     rates = f"{_rate(float(link.up))} up, {_rate(float(link.down))} down"
-    title = (
+    return (
         f"{model.name}: {model.parameters:,.0f} parameters, {len(model.layers)} layers; "
         f"{group.step_seconds:g} s a step; {group.replicas} replicas, {rates}, "
         f"round trip {group.round_trip * 1000:g} ms"
     )
+
+
+def sheets(conditions: Conditions, rows: list[Row], choice: Choice) -> list[Sheet]:
+    """Utilisation and the rates that are needed; what it costs; what to take."""
+    link = conditions.link
     ways = "each way" if link.up == link.down else "of the slower direction, the other in proportion"
     busy = [[row.name, percent(row.utilization, digits=1), *map(_rate, row.needed.values())] for row in rows]
     head = ["method", "busy", *(f"for {target[:-1]} %" for target in rows[0].needed)]
@@ -74,19 +75,18 @@ def plan_tables(conditions: Conditions, rows: list[Row], choice: Choice, notes: 
     costs_head = ["method", "sent a day", "burst", "time", *(["goodput"] if failing else []),
                   *(["price a day"] if priced else []), "more on device", "on host", "loss (estimate)"]  # fmt: skip
     chosen = [[name, str(value), choice.reasons[name]] for name, value in asdict(choice.settings).items()]
+    rates = f"Utilisation on this link, and the rate for a utilisation, {ways}"
+    return [
+        Sheet(rates, head, busy, spare=(0, 0, 5, 3, 2, 1, 4)),
+        Sheet("What it costs", costs_head, costs, spare=(0, 1, 2, 0, *[0] * (failing + priced), 5, 4, 3)),
+        Sheet("Recommended", ["setting", "value", "why"], chosen, left=3),
+    ]
+
+
+def plan_tables(conditions: Conditions, sheets: list[Sheet], notes: list[str], answer: str) -> str:
     columns = width()
-    return (
-        textwrap.fill(answer, columns)
-        + "\n\n"
-        + textwrap.fill(title, columns)
-        + "\n\n"
-        + text_table(
-            f"Utilisation on this link, and the rate for a utilisation, {ways}", head, busy, spare=(0, 0, 5, 3, 2, 1, 4)
-        )
-        + text_table("What it costs", costs_head, costs, spare=(0, 1, 2, 0, *[0] * (failing + priced), 5, 4, 3))
-        + text_table("Recommended", ["setting", "value", "why"], chosen, left=3)
-        + "".join(f"{textwrap.fill(note, columns)}\n" for note in notes)
-    )
+    head = f"{textwrap.fill(answer, columns)}\n\n{textwrap.fill(title(conditions), columns)}\n\n"
+    return head + "".join(map(str, sheets)) + "".join(f"{textwrap.fill(note, columns)}\n" for note in notes)
 
 
 def notes(conditions: Conditions, choice: Choice, memory: float | None) -> list[str]:
@@ -144,31 +144,5 @@ def _toml(value: object) -> str:
     return f'"{value}"' if isinstance(value, str) else repr(value)
 
 
-def text_table(title: str, head: list[str], lines: list[list[str]], left: int = 1, spare: tuple[int, ...] = ()) -> str:
-    """Fits the terminal. `spare`: of each column when it may be left out, see `Column`."""
-    from rich.console import Console
-
-    from diloco.report.fitted import Column, Fitted
-
-    when = spare or (0,) * len(head)
-    cells = zip(*lines, strict=True)
-    columns = [Column(name, each, i < left, when[i]) for i, (name, each) in enumerate(zip(head, cells, strict=True))]
-    text = io.StringIO()
-    console = Console(file=text, width=width(), color_system=None)
-    console.print(Fitted(columns))
-    missing = len(head) - len(Fitted(columns).kept(console.width))
-    hint = f" ({missing} more columns in a wider terminal)" if missing else ""
-    return (
-        "\n".join(
-            [textwrap.fill(title + hint, console.width), *(line.rstrip() for line in text.getvalue().splitlines())]
-        )
-        + "\n\n"
-    )
-
-
-def width() -> int:
-    return min(shutil.get_terminal_size((WIDEST, 24)).columns, WIDEST)
-
-
-def _rate(rate: float) -> str:
-    return "never" if rate == float("inf") else rate_text(rate)
+def _rate(needed: float) -> str:
+    return "never" if needed == float("inf") else rate(needed)

@@ -23,6 +23,15 @@ def amount(count: float | None) -> str:
     return _prefixed(count, ("", "k", "M", "G", "T", "P")).strip()
 
 
+def rate(bits: float | None) -> str:
+    """Bits a second with a decimal prefix.
+
+    >>> rate(1e9), rate(5e7)
+    ('1 Gbit/s', '50 Mbit/s')
+    """
+    return _prefixed(bits, ("bit/s", "kbit/s", "Mbit/s", "Gbit/s", "Tbit/s"))
+
+
 def duration(seconds: float | None) -> str:
     """Seconds in the units that people use for them.
 

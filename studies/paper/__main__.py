@@ -4,7 +4,7 @@ import json
 import sys
 from dataclasses import asdict
 
-from diloco.plan.table import text_table
+from diloco.plan.sheet import Sheet
 from diloco.report.units import percent
 from studies.paper import tables
 
@@ -27,7 +27,7 @@ def as_text() -> str:
         score = tables.score(cell for cell in other if cell.table.startswith(source))
         out += f"arXiv {source}: {score[0]} of {score[2]} cells equal, {score[1]} within one grid step.\n"
     checks = [[check.what, check.published, check.computed] for check in tables.checks()]
-    return out + "\n" + text_table("Other numbers", ["what", "published", "ours"], checks, left=3)
+    return f"{out}\n{Sheet('Other numbers', ['what', 'published', 'ours'], checks, left=3)}"
 
 
 def as_json() -> str:
@@ -43,7 +43,7 @@ def _cells(title: str, cells: list[tables.Cell]) -> str:
         mine = [cell for cell in cells if cell.row == row]
         marks = (f"{c.computed} ({c.published}){'' if c.computed == c.published else ' *'}" for c in mine)
         lines.append([row, *marks])
-    return text_table(title, ["method", *(percent(target, digits=0) for target in tables.TARGETS)], lines)
+    return str(Sheet(title, ["method", *(percent(target, digits=0) for target in tables.TARGETS)], lines))
 
 
 if __name__ == "__main__":

@@ -128,4 +128,4 @@ if __name__ == "__main__":
     print(f"largest difference {max(abs(cell.ours - cell.published) for cell in found):.1f} points; fitted {fitted()}")
     if "--write" in sys.argv[1:]:
         PAGE.write_text(written(PAGE.read_text(), found))
-        plot.write(FIGURE, figure())
+        FIGURE.write_text(plot.svg(figure()), encoding="utf-8")

@@ -216,10 +216,18 @@ def test_plots_are_drawn(tmp_path, capsys, ending):
     data = path.read_bytes()
     if ending == "png":
         assert data.startswith(b"\x89PNG")
+    elif ending == "svg":
+        assert data.count(b"<polyline") == 4 and b"your link, 100 Mbit/s" in data
     else:
         text = data.decode()
-        assert text.count("<polyline") == 4 and "your link, 100 Mbit/s" in text
-        assert "http" not in text.replace('xmlns="http://www.w3.org/2000/svg"', "")  # self-contained
+        said = " ".join(capsys.readouterr().out.partition("\n\n")[0].split())
+        assert said in text, "the page begins with the answer too"
+        shown = json.loads(re.findall(r'<script type="application/json" id="data">(.*)</script>', text)[0])["plot"]
+        assert len(shown["curves"]) == 4 and shown["mark"] == [1e8, "your link, 100 Mbit/s"]
+        assert (shown["share"], shown["unit"]) == ("utilisation", "bit/s")
+        for part in ("What it costs", '<th scope="row">streaming, recommended</th>', "without visible loss",
+                     "others would be recommended", "Times are for"):  # fmt: skip
+            assert part in text, part
 
 
 def test_planning_on_a_machine_whose_speed_is_known_needs_no_torch_and_names_the_assumption(remembered):

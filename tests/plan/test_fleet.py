@@ -129,9 +129,8 @@ def test_nine_published_cells_are_met_with_one_set_of_assumptions():
     assert [f"{share:.0%}" for share in shares] == ["4%", "40%"]  # as the page says
 
 
-def test_the_figure_is_that_of_the_assumptions(tmp_path):
-    paper.plot.write(tmp_path / "fleet.svg", paper.figure())
-    assert (tmp_path / "fleet.svg").read_text() == paper.FIGURE.read_text()
+def test_the_figure_is_that_of_the_assumptions():
+    assert paper.plot.svg(paper.figure()) == paper.FIGURE.read_text()
     assert paper.FIGURE.read_text().count("<circle") == 9
 
 
@@ -199,3 +198,12 @@ def test_the_commands_of_the_page_run_as_they_stand_there(tmp_path):
         words = [str(ROOT / word) if word.endswith(".toml") else word for word in words]
         code, out, err = run_here(tmp_path, *words)
         assert code == 0 and out, err
+
+
+def test_the_page_has_the_answer_and_the_tables_beside_the_curves(tmp_path, capsys):
+    words = ["--chips", "64k", "--mtbf", "1y", "--members", "2", "8", "--days", "1", "--plot"]
+    assert main(["fleet", *words, str(tmp_path / "fleet.html")]) == 0
+    page = (tmp_path / "fleet.html").read_text()
+    assert " ".join(capsys.readouterr().out.partition("\n\n")[0].split()) in page
+    assert "Elastic groups: a member goes on" in page and "your fleet, 64 k chips" in page
+    assert page.count('<th scope="col">goodput</th>') == 2

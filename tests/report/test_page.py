@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from diloco.cli.plan import PlanConfig
+from diloco.cli.plan import main as plan
 from diloco.report import html
 from diloco.runs.reader import read
 from tests.support.run_directory import STEPS, carry, make_run, replace_line
@@ -132,3 +134,17 @@ def test_the_comparison_renders_offline_without_a_console_error(tmp_path: Path) 
     page = chromium(tmp_path / "compare.html", tmp_path / "profile", "--dump-dom")
     assert 'data-drawn="yes"' in page and page.count('class="uplot') == 2
     assert page.count('u-label">streaming, codec e3m0, seed 1') == 2 and "± 0.00 %" in page
+
+
+@browser
+def test_a_plan_is_a_page_of_the_same_kind_with_its_answer_and_the_values_at_the_own_link(tmp_path: Path) -> None:
+    given = {"codec_ns": 0.0, "hook_ns": 0.0, "json": True}
+    assert plan(PlanConfig(model="1b", step_seconds="1", link=("100mbit",), plot=tmp_path / "plan.html", **given)) == 0
+    assert_offline(tmp_path / "plan.html")
+    page = chromium(tmp_path / "plan.html", tmp_path / "profile", "--dump-dom", "--window-size=1280,900")
+    assert 'data-drawn="yes"' in page and page.count('class="uplot') == 1
+    legend = dict(re.findall(r'u-label">([^<]+)</div></th><td class="u-value">([^<]+)<', page))
+    assert legend["rate of the link"] == "100 Mbit/s"
+    shown = {name.partition(" (")[0]: value for name, value in legend.items()}
+    assert 95 < float(shown["streaming, recommended"].removesuffix(" %")) <= 100
+    assert float(shown["data-parallel"].removesuffix(" %")) < 5

@@ -62,9 +62,9 @@ const nats = value => value == null ? "–" : value.toFixed(4);
 const legend = format => (u, value, k, at) => format(value ?? u.data[k].slice(0, at == null ? undefined : at + 1).findLast(entry => entry != null));
 const decade = tick => tick != null && Math.abs(Math.log10(tick) - Math.round(Math.log10(tick))) < 1e-9;
 const decades = { filter: (u, ticks) => ticks.map(tick => decade(tick) ? tick : null) };
-const logarithmic = more => {
+const logarithmic = (more, show = size) => {
   const plain = axis(more);
-  return { ...plain, grid: { ...plain.grid, ...decades }, ticks: { ...plain.ticks, ...decades }, values: (u, ticks) => ticks.map(tick => decade(tick) ? size(tick) : "") };
+  return { ...plain, grid: { ...plain.grid, ...decades }, ticks: { ...plain.ticks, ...decades }, values: (u, ticks) => ticks.map(tick => decade(tick) ? show(tick) : "") };
 };
 const base = (key, x, y) => ({
   height: height(), axes: [x, y], cursor: { drag: { x: true, y: false }, sync: { key }, points: { size: 6 } },
