@@ -10,9 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
+from diloco.report import units
 from diloco.runs.reader import RecordedRun, Replica
 from diloco.runs.replica import block
-from diloco.runs.schema import Round, Step
+from diloco.runs.schema import Event, Round, Step
 
 SLOWEST = 3
 BARS = 250
@@ -25,6 +26,10 @@ PER_STEP = {
 }
 """Fields of a step that have a chart of their own, with a curve for each replica, and the titles of these charts."""
 
+MARKED = ("save", "resume", "stop", "autopilot", "retune")
+"""Events that the timeline shows."""
+TUNED = ("sync_every", "fragments", "overlap", "codec")
+
 Curve = tuple[str, str, Callable[[int], float | None]]
 """Label, kind (each has its own style on the page), and value at a step."""
 
@@ -34,7 +39,8 @@ def charts(run: RecordedRun, since: int = 0) -> dict[str, Any]:
     new = _after(run, since)
     per_step = {name: _per_replica(new, name, "number") for name in PER_STEP}
     drawn = {"loss": _loss(new), **per_step, "bytes-total": _in_sum(new)}
-    return {**{name: chart | {"since": since} for name, chart in drawn.items()}, "bytes-each": _per_period(run)}
+    complete = {"bytes-each": _per_period(run), "overlap": _overlap(run)}
+    return {**{name: chart | {"since": since} for name, chart in drawn.items()}, **complete}
 
 
 def timeline(run: RecordedRun, since: int = 0) -> dict[str, Any]:
@@ -149,6 +155,22 @@ def _per_period(run: RecordedRun) -> dict[str, Any]:
     return _chart(sorted(sent), "bytes", curves, note + end) | {"since": 0}
 
 
+def _overlap(run: RecordedRun) -> dict[str, Any]:
+    """The overlap of each replica's rounds, where it changes and at the end. Empty if it was always the same one."""
+    known = {r.number: [round for round in r.rounds if round.overlap is not None] for r in run.replicas}
+    if len({round.overlap for rounds in known.values() for round in rounds}) < 2:
+        return _chart([], "steps", []) | {"since": 0}
+    curves: list[Curve] = []
+    axis: set[int] = set()
+    for number, rounds in ((number, rounds) for number, rounds in known.items() if rounds):
+        before = (None, *(round.overlap for round in rounds[:-1]))
+        changes = [round for round, was in zip(rounds, before, strict=True) if round.overlap != was]
+        held = {round.step: round.overlap for round in (*changes, rounds[-1])}
+        curves.append((f"replica {number}", "held", held.get))
+        axis |= held.keys()
+    return _chart(sorted(axis), "steps", curves) | {"since": 0}
+
+
 def _total(run: RecordedRun) -> dict[int, float]:
     """Bytes that the first replica with steps has sent until the end of each of them."""
     replica = next((r for r in run.replicas if r.steps), None)
@@ -216,14 +238,22 @@ def _first_step(round: Round) -> int:
 
 
 def _lanes(replica: Replica, width: int, since: int) -> dict[str, Any]:
-    events = [event for event in _from(replica.events, since) if event.event in ("save", "resume", "stop")]
+    events = [event for event in _from(replica.events, since) if event.event in MARKED]
     rounds = _from(replica.rounds, since)
     return {
         "number": replica.number,
         "steps": _columns(_blocks(replica.steps, width, since)),
         "rounds": {name: [_short(getattr(round, name)) for round in rounds] for name in _ROUND} if rounds else {},
-        "events": [{"event": e.event, "seconds": _number(e.seconds), "step": e.step} for e in events],
-    }
+        "events": [{"event": e.event, "seconds": _number(e.seconds), "step": e.step, "settings": tuned(e)}
+                   for e in events],
+    }  # fmt: skip
+
+
+def tuned(event: Event) -> str:
+    """What the autopilot has chosen or changed to, and for which link."""
+    chosen = [f"{name} {event.details[name]}" for name in TUNED if event.details.get(name)]
+    rate = event.details.get("rate")
+    return ", ".join(chosen) + (f"; the link gives {units.rate(rate)}" if isinstance(rate, (int, float)) else "")
 
 
 def _blocks(steps: Sequence[Step], width: int, since: int) -> list[dict[str, Any]]:

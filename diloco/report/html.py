@@ -15,7 +15,7 @@ from diloco import __version__
 from diloco.errors import ConfigError
 from diloco.report import terminal, units
 from diloco.report.comparison import compare, differences, in_bits
-from diloco.report.curves import PER_STEP, charts, compared, timeline
+from diloco.report.curves import PER_STEP, charts, compared, timeline, tuned
 from diloco.runs.follow import Followed
 from diloco.runs.reader import RecordedRun
 
@@ -76,6 +76,7 @@ def one(run: RecordedRun, progress: Any = None) -> dict[str, Any]:
         "origin": _origin(run),
         "per_step": PER_STEP,
         "settings": _settings(run.config),
+        "autopilot": _autopilot(run),
         "corpus": _corpus(run),
         "progress": progress,
     }
@@ -101,6 +102,12 @@ def _origin(run: RecordedRun) -> list[tuple[str, str]]:
     if isinstance(began := begun.get("time"), (int, float)):
         facts.insert(0, ("begun", time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(began))))
     return [*facts, ("again", f"diloco train {run.folder}/config.toml --name another")]
+
+
+def _autopilot(run: RecordedRun) -> list[tuple[int, str]]:
+    """What it chose and what all changed to, each with its step."""
+    events = run.replicas[0].events if run.replicas else ()
+    return [(e.step, tuned(e)) for e in events if e.event in ("autopilot", "retune")]
 
 
 def several(runs: Sequence[RecordedRun], pages: Sequence[tuple[str, str]]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from diloco.cli.plan import PlanConfig
 from diloco.cli.plan import main as plan
 from diloco.report import html
 from diloco.runs.reader import read
-from tests.support.run_directory import STEPS, carry, make_run, replace_line
+from tests.support.run_directory import STEPS, carry, make_run, replace_line, steer
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 browser = pytest.mark.skipif(CHROMIUM is None, reason="no chromium, chromium-browser or google-chrome on the PATH")
@@ -41,6 +41,7 @@ def test_the_report_renders_offline_without_a_console_error(copied: Path, tmp_pa
     page = chromium(copied / "report.html", tmp_path / "profile", "--dump-dom")
     assert 'data-drawn="yes"' in page and "<title>demo – diloco</title>" in page
     assert page.count('class="uplot') == 6 and page.count("</button>") == 5
+    assert '<section id="overlap-section" hidden="">' in page, "it never changed"
     bars = re.search(r'data-bars="(\d+)"', page)
     events = 2 * 3
     assert bars and int(bars[1]) == 2 * (STEPS + len(read(copied).replicas[0].rounds)) + events
@@ -104,6 +105,28 @@ def test_a_carried_round_is_drawn_as_an_outline_and_says_why(copied: Path, tmp_p
     assert second == "carried: its delta was not counted"
     assert all(text.startswith("sent after step") for text in others)
     assert 'class="swatch carried"' in drawn and "rounds carried" in drawn
+
+
+@browser
+def test_the_overlap_has_a_chart_if_it_changed_and_a_changed_setting_a_mark(copied: Path, tmp_path: Path) -> None:
+    for number in (0, 1):
+        steer(copied / f"replica-{number}", [2] * 10 + [3] * 99, retuned=200)
+    html.write([copied], tmp_path / "report.html")
+    touch = """<script>{
+        const canvas = document.querySelector("#timeline canvas"), told = [];
+        const { left, top, width } = canvas.getBoundingClientRect();
+        for (let x = left; x < left + width; x++) {  // along the marks above the lane of training
+            canvas.dispatchEvent(new PointerEvent("pointermove", { clientX: x, clientY: top + 37 }));
+            const tip = document.querySelector(".tip");
+            if (!tip.hidden && told.at(-1) !== tip.textContent) told.push(tip.textContent);
+        }
+        document.body.append(Object.assign(document.createElement("pre"), { id: "told", textContent: told.join("|") }));
+    }</script></body>"""
+    page = tmp_path / "touched.html"
+    page.write_text((tmp_path / "report.html").read_text().replace("</body>", touch))
+    drawn = chromium(page, tmp_path / "profile", "--dump-dom", "--window-size=1280,900")
+    assert '<section id="overlap-section">' in drawn and drawn.count('class="uplot') == 7
+    assert "autopilot after step 10" in drawn and "retune after step 200\nat 42 s\nsync_every 75, codec twobit" in drawn
 
 
 @browser

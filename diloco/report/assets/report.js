@@ -29,7 +29,7 @@ const chart = (id, make) => {
     place.replaceChildren();
     const { options, data } = make();
     if (!data[0].length) {
-      place.innerHTML = '<p class="empty">Nothing written yet.</p>';
+      place.innerHTML = place.closest("[hidden]") ? "" : '<p class="empty">Nothing written yet.</p>';
       return null;
     }
     return new uPlot({ width: place.clientWidth, ...options }, data, place);
@@ -86,10 +86,11 @@ const STYLES = {
   anchors: () => ({ stroke: color("ink"), width: 2.5, points: { show: true, size: 5, fill: color("ink") } }),
   reference: () => ({ stroke: color("quiet"), width: 1, dash: [2, 4], ...plain }),
   bars: (k, few) => ({ stroke: color("c0"), paths: uPlot.paths.bars({ size: [0.6, 6, 2] }), fill: color("c0"), points: { show: few ? undefined : false }, spanGaps: false }),
+  held: k => ({ ...STYLES.replica(k), width: 2, paths: uPlot.paths.stepped({ align: 1 }) }),
   line: () => ({ stroke: color("c0"), width: 2, ...plain }),
   "data-parallel": () => ({ stroke: color("c1"), width: 2, dash: [7, 4], ...plain }),
 };
-const FORMATS = { nats, bytes: size, number: value => value == null ? "–" : String(+value.toPrecision(3)) };
+const FORMATS = { nats, bytes: size, steps: whole, number: value => value == null ? "–" : String(+value.toPrecision(3)) };
 
 const drawChart = id => {
   const { unit } = page.charts[id];
@@ -99,12 +100,16 @@ const drawChart = id => {
     const { steps, curves } = page.charts[id];
     note.textContent = page.charts[id].note;
     note.hidden = !note.textContent;
+    const section = byId(id + "-section");  // of a chart that few runs need
+    if (section) section.hidden = !steps.length;
     const keep = unit === "nats" ? +byId("smoothing").value : 0;
     const data = [steps, ...curves.map(({ kind, values }) => kind === "replica" ? smoothed(values, keep) : values)];
     const lines = curves.map(({ label, kind }, k) => ({ label, spanGaps: true, value: legend(FORMATS[unit]), ...STYLES[kind](k, steps.length < 400) }));
     const options = { ...base("steps", counts(), axis({ size: unit === "nats" ? 46 : 58 })), scales: { x: { time: false } }, series: [{ label: "step", value: legend(whole) }, ...lines] };
     if (unit === "nats") return { data, options };
     options.height = Math.min(260, height());
+    if (unit === "steps") options.axes[1] = axis({ size: 34, incrs: INTEGERS });
+    if (unit === "steps") options.scales.y = { range: (u, low, high) => [0, high + 1] };
     if (unit !== "bytes") return { data, options };
     if (!curves.some(({ values }) => values.some(value => value > 0))) return { data: [[]], options };
     const range = (u, low, high) => low > 0 ? [10 ** Math.floor(Math.log10(low) - 0.3), 10 ** Math.ceil(Math.log10(high) + 0.05)] : [1, 10];

@@ -49,10 +49,10 @@ const drawTimeline = () => {
     }
     steps(g, replica, y(0));
     for (const round of replica.rounds) bars(g, round, y(round.fragment + 1));
-    for (const { event, seconds: at, step } of replica.events) {
+    for (const { event, seconds: at, step, settings } of replica.events) {
       if (x(at) < left) continue;
       g.fillStyle = color("ink"); g.beginPath(); g.moveTo(x(at) - 3.5, y(0) - 6); g.lineTo(x(at) + 3.5, y(0) - 6); g.lineTo(x(at), y(0) - 1); g.fill();
-      hits.push({ box: [x(at) - 5, x(at) + 5, y(0) - 8, y(0)], text: `${event} after step ${step}\nat ${seconds(at)}` });
+      hits.push({ box: [x(at) - 5, x(at) + 5, y(0) - 8, y(0)], text: `${event} after step ${step}\nat ${seconds(at)}` + (settings && `\n${settings}`) });
     }
   };
   // Every bar is at least a pixel wide: a wait of a few microseconds would look like one of a whole step.
