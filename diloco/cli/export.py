@@ -34,6 +34,9 @@ def main(config: ExportConfig) -> int:
     if (config.to / "config.json").exists():
         raise ConfigError(f"{config.to} holds a model already: give another --to, or remove it first")
     settings: TrainConfig = parse(TrainConfig, stored_settings(config.run))
+    if not started_here():
+        print(f"export: writing the anchors of {config.run}, step {step}; loading torch takes some seconds",
+              file=sys.stderr)  # fmt: skip
     if settings.shards == 1:
         _write(settings, checkpoint, config.to)
     elif started_here():
@@ -42,7 +45,8 @@ def main(config: ExportConfig) -> int:
         _start_shards(settings.shards, [str(config.run), "--to", str(config.to), "--step", str(step)])
     if not started_here():
         print(config.to)
-        print(f'talk to it: diloco sample {config.to} "text"', file=sys.stderr)
+        print(f'export: done. Talk to it: diloco sample {config.to} "text". Load it: '
+              f'AutoModelForCausalLM.from_pretrained("{config.to}")', file=sys.stderr)  # fmt: skip
     return 0
 
 

@@ -91,7 +91,15 @@ def main(config: TrainConfig) -> int:
 
 
 def run_here(config: TrainConfig, *, show: bool = True) -> tuple[int, Path]:
-    """Start all processes of a run on this machine, show it, and report it."""
+    """Start all processes of a run on this machine, show it, and report it.
+
+    Args:
+        config: the flags of `diloco train`, by their names.
+        show: whether to print the table of results at the end.
+
+    Returns the exit code, 0 if the run has finished and 130 if it was stopped, and the folder of the run. What is wrong
+    with the config is raised before anything starts.
+    """
     from diloco.train import preflight
 
     config = replace(config, replicas=config.replicas or 2)

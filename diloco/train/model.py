@@ -224,8 +224,10 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def _pretrained(source: str, vocabulary: int, context: int, seed: int) -> Pretrained:
     try:
         from transformers import AutoModelForCausalLM
+        from transformers.utils.logging import disable_progress_bar
     except ImportError as error:
         raise ConfigError(f"model='hf:{source}' needs transformers: pip install 'diloco[hf]'") from error
+    disable_progress_bar()  # the commands say themselves what they do
     try:
         with torch.random.fork_rng(devices=()):  # for weights that the checkpoint lacks, such as a new head
             torch.manual_seed(seed)

@@ -6,6 +6,7 @@ import re
 import shlex
 import subprocess
 import sys
+import time
 from dataclasses import fields, replace
 from importlib import import_module
 from itertools import pairwise
@@ -277,9 +278,36 @@ def test_doctor_lists_what_is_here_and_measures_the_link_under_torchrun(tmp_path
     assert code == 0 and found["torch"]["good"] and found["gloo"]["good"] and found["python"]["good"], err
     pair = [ended(process) for process in start_ranks(tmp_path, 2, main, ["doctor", "--json"])]
     assert [code for code, _, _ in pair] == [0, 0], pair
-    link = next(f for f in json.loads(pair[0][1]) if f["what"] == "replica 0 ↔ 1")
-    assert "round trip" in link["value"] and "Mbit/s each way" in link["value"]
+    told = {f["what"]: f for f in json.loads(pair[0][1])}
+    assert re.fullmatch(r"round trip [\d.]+ ms, \d+ Mbit/s each way", told["replica 0 ↔ 1"]["value"])
+    assert "differ by" in told["clocks 0 and 1"]["value"] and told["clocks 0 and 1"]["good"]
     assert pair[1][1] == ""
+
+
+def _be_late(words):
+    """A machine whose clock is an hour behind, if it is not the first."""
+    now, late = time.time, 3600 * (os.environ["RANK"] == "1")
+    time.time = lambda: now() - late
+    return main(words)
+
+
+def test_the_doctor_remarks_on_clocks_that_differ(tmp_path):
+    pair = [ended(process) for process in start_ranks(tmp_path, 2, _be_late, ["doctor", "--json", "--megabytes", "1"])]
+    assert [code for code, _, _ in pair] == [0, 0], pair
+    clocks = next(f for f in json.loads(pair[0][1]) if f["what"] == "clocks 0 and 1")
+    assert clocks["value"] == "differ by 1 h 00 min" and clocks["good"] is None and "NTP" in clocks["remedy"]
+
+
+def test_the_doctor_tries_a_bucket_and_leaves_nothing_in_it(tmp_path):
+    words = ["doctor", "--json", "--megabytes", "1", "--bucket"]
+    code, out, err = run_here(tmp_path, *words, "absent")
+    found = json.loads(out)[-1]
+    assert code == 1 and found["good"] is False and "there is no folder" in found["value"], err
+    (tmp_path / "meeting").mkdir()
+    code, out, err = run_here(tmp_path, *words, "meeting")
+    found = json.loads(out)[-1]
+    assert code == 0 and re.fullmatch(r"[\d.]+ .bit/s up, [\d.]+ .bit/s down", found["value"]), err
+    assert not [path for path in (tmp_path / "meeting").rglob("*") if path.is_file()]
 
 
 def test_the_doctor_refuses_a_message_without_a_size(tmp_path):

@@ -132,7 +132,22 @@ def test_the_snippets_that_need_a_process_group_run():
     codes = [code for page, code in sorted(SNIPPETS) if page not in ALONE and code not in (SCRIPT, COMPLETE)]
     one, two = run(2, _together, codes)
     assert [rounds for _, rounds in one] == [rounds for _, rounds in two]
-    assert len(one) == 3 and any("sync_every=30" in text for text, _ in one) and any(rounds for _, rounds in one)
+    assert len(one) == 4 and any("sync_every=30" in text for text, _ in one) and any(rounds for _, rounds in one)
+
+
+def _execute(code):
+    exec(compile(code, "api.md", "exec"), {})
+
+
+def test_the_trainer_is_called_from_python(folder):
+    (code,) = [code for page, needs, kind, code in FOUND if (page, kind) == ("api", "python") and needs]
+    few = code.replace("steps=200", "steps=4, context=32, eval_tokens=2048, data=('notes.txt',)")
+    assert few != code
+    done, out, err = ended(commands.Command(folder, _execute, few))
+    assert done == 0, err
+    finished, loss, sent, exposed = map(float, out.split())
+    assert finished == 0 and 1 < loss < 7 and sent > 0 and exposed >= 0
+    assert "loss of the anchors" not in out, "nothing is shown that was not asked for"
 
 
 def test_the_snippets_that_need_none_run():
@@ -197,4 +212,4 @@ def test_the_comparison_has_the_figures_of_the_benchmarks():
 def test_the_page_of_the_api_has_every_public_name():
     listed = set(re.findall(r"^::: diloco[\w.]*\.(\w+)$", TEXTS["api"], re.MULTILINE))
     names = {name if name != "run_replicas" else "run" for name in diloco.__all__ if name != "__version__"}
-    assert listed == names | {"Stats"}
+    assert listed == names | {"Stats", "run_here"}

@@ -218,5 +218,8 @@ def test_the_model_of_a_run_and_an_exported_one_go_on_with_a_text(place, whole):
 
 def test_export_of_a_step_on_the_way_is_the_anchors_not_the_replica(place, whole):
     code, _, err = run_here(place, "export", "runs/whole", "--to", "half", "--step", "20")
-    assert code == 0, err
+    assert code == 0 and out == "exported\n", err
+    first, last = err.splitlines()
+    assert first.startswith("export: writing the anchors of runs/whole, step 40")
+    assert 'diloco sample exported "text"' in last and 'AutoModelForCausalLM.from_pretrained("exported")' in last
     check_anchors(place, "half", weights(place, "whole", 20))
