@@ -173,10 +173,12 @@ class TrainConfig:
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
                 raise ConfigError(f"{name}={value}: give a positive number")
-        if self.name is not None and (not self.name or self.name.startswith(".") or set(self.name) & set("/\\")):
-            raise ConfigError(
-                f"name={self.name!r}: give a name, not a path, as in exp-1; --out is the folder of all runs"
-            )
+        for name in ("name", "member"):
+            value = getattr(self, name)
+            if value is not None and (not value or value.startswith(".") or set(value) & set("/\\")):
+                raise ConfigError(
+                    f"{name}={value!r}: give a name, not a path, as in exp-1; --out is the folder of all runs"
+                )
         if self.steps is not None and self.tokens is not None:
             raise ConfigError(f"steps={self.steps} and tokens={self.tokens}: give one of them, the other follows")
         fragmenter(self.fragments)

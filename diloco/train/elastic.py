@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from diloco.bucket import Bucket, below, find_run
+from diloco.bucket.members import check_name
 from diloco.bucket.run import Run
 from diloco.bucket.store.keys import Key, read_key, read_secret
 from diloco.diloco import DiLoCo
@@ -39,7 +40,8 @@ log = logging.getLogger("diloco")
 
 
 def member_name(config: TrainConfig) -> str:
-    return config.member or re.sub(r"[^a-z0-9_-]", "-", socket.gethostname().lower()).strip("-")[:63] or "member"
+    machine = re.sub(r"[^a-z0-9_-]", "-", socket.gethostname().lower()).strip("-")[:63]
+    return check_name(config.member or machine or "member")
 
 
 def as_the_run(config: TrainConfig) -> TrainConfig:

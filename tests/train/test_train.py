@@ -86,6 +86,7 @@ def test_processes_that_torchrun_started_are_the_same_trainer(place, whole):
     (["--lr", "nan"], "lr=nan: give a positive number"),
     (["--model", "tinny"], "did you mean tiny?"),
     (["--model", "hf:/no/such"], "there is no folder /no/such"),
+    (["--member", "a/../../evil", "--bucket", "b"], "member='a/../../evil': give a name, not a path"),
     (["--data", "no/such"], "data='no/such': no such file or folder"),
     (["--data", "empty"], "the folder holds no .txt"),
     (["--data", "table.csv"], "unknown ending '.csv'"),
