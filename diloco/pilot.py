@@ -61,9 +61,6 @@ def autopilot(
     """
     if unknown := set(keep) - set(SETTINGS):
         raise ConfigError(f"keep={sorted(unknown)}: give any of {', '.join(SETTINGS)}")
-    if getattr(diloco.reduce, "ddp_size", 1) > 1:
-        raise ConfigError("autopilot with DDP inside a replica: its ranks would choose for themselves, and DDP needs "
-                          "equal weights; use FSDP2 inside a replica, or give the settings")  # fmt: skip
     if not hasattr(diloco.reduce, "measure"):
         kind = type(diloco.reduce).__name__
         say(f"autopilot: with a {kind}, sync_every, fragments and codec stay as given; overlap={diloco.overlap}", {})
@@ -109,17 +106,19 @@ class Autopilot:
             self._take_answer()
 
     def _measure(self) -> Facts:
-        """On all replicas after the same step. With shards inside a replica its ranks send at once, each its part."""
+        """On all replicas after the same step. With shards or DDP inside a replica its ranks send at once, each its
+        part; with DDP each takes and writes the whole model."""
         diloco, machine = self._diloco, speed.known()
         link = diloco.reduce.measure()  # pyright: ignore[reportAttributeAccessIssue]
         ranks = len(self._tell(None)) // self._replicas
+        shards = ranks // getattr(diloco.reduce, "ddp_size", 1)
         copied_beside = any(p.device.type != "cpu" for p in trainable(diloco.model).values())
         facts = Facts(
             step_seconds=diloco.tuning.clock.seconds,
             rate=link.rate * ranks,
             round_trip=link.round_trip,
-            codec_ns={name: machine.codec_ns(name, self._replicas) / ranks for name in machine.encode},
-            hook_ns=0.0 if copied_beside else machine.hook / ranks,
+            codec_ns={name: machine.codec_ns(name, self._replicas) / shards for name in machine.encode},
+            hook_ns=0.0 if copied_beside else machine.hook / shards,
         )
         return worst(self._tell(asdict(facts)))
 

@@ -252,7 +252,7 @@ class Collective:
             all_good = all_good and good
             if prepared is not None:
                 prepared.add(part)
-        if not groups.agree(all_good):
+        if not all(groups.gather_json_of_ranks(all_good)):
             return Round(index, (), members, faults=_faults(groups, header, delta))
         if self._ddp_ranks.size > 1:
             mean = exact(groups.gather_ddp(decode(mean), n))
@@ -324,7 +324,7 @@ class Collective:
                 yield Encoded(at, count, mean_codec, [averaged[m][data]], [1.0]), theirs and good[k]
 
     def _tell(self, groups: Groups, value: object) -> list[Any]:
-        return [said for shard in groups.gather_json_of_shards(groups.gather_json(value)) for said in shard]
+        return [said for rank in groups.gather_json_of_ranks(groups.gather_json(value)) for said in rank]
 
     def _settle(self, groups: Groups) -> None:
         while not all(h.kind is Kind.SETTLE for h in groups.exchange(Header(Kind.SETTLE))):
@@ -338,7 +338,7 @@ def _agree(groups: Groups, headers: Sequence[Header]) -> list[Terms | None]:
         check_round(headers)
     except DiLoCoError as error:
         wrong = [type(error).__name__, str(error)]
-    said = groups.gather_json_of_shards([wrong, [(h.sync_every, h.codec) for h in headers]])
+    said = groups.gather_json_of_ranks([wrong, [(h.sync_every, h.codec) for h in headers]])
     for verdict, _ in said:
         if verdict is not None:
             raise {"Mismatch": Mismatch, "Diverged": Diverged}[verdict[0]](verdict[1])
@@ -349,5 +349,5 @@ def _faults(groups: Groups, header: Header, delta: Delta) -> dict[str, int]:
     """Where inf or nan is, on all ranks of all replicas. Asked when a piece has told of it, which all have seen."""
     fault = delta.fault
     headers = groups.exchange(replace(header, fault=-1 if fault is None else fault))
-    said = groups.gather_json_of_shards({str(m): h.fault for m, h in enumerate(headers) if h.fault >= 0})
+    said = groups.gather_json_of_ranks({str(m): h.fault for m, h in enumerate(headers) if h.fault >= 0})
     return {member: fault for each in said for member, fault in each.items()}

@@ -162,14 +162,12 @@ class Groups:
         """What each replica says."""
         return self._gather_json(self._control, self._replicas, value)
 
-    def gather_json_of_shards(self, value: object) -> list[Any]:
-        """What each rank of this replica says."""
-        return [value] if self._shards is None else self._gather_json(self._shards, self._shard_count, value)
-
-    def agree(self, good: bool) -> bool:
-        """Whether it is so for all ranks of this replica."""
-        of_ddp = [good] if self._ddp is None else self._gather_json(self._ddp, self._ddp_size, good)
-        return all(self.gather_json_of_shards(all(of_ddp)))  # asked by all ranks, whatever they know already
+    def gather_json_of_ranks(self, value: object) -> list[Any]:
+        """What each rank of this replica says, in the same order on all of them."""
+        said = [value] if self._ddp is None else self._gather_json(self._ddp, self._ddp_size, value)
+        if self._shards is None:
+            return said
+        return [each for shard in self._gather_json(self._shards, self._shard_count, said) for each in shard]
 
     def _gather_json(self, group: Any, size: int, value: object) -> list[Any]:
         data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)

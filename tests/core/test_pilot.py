@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
-from diloco import Balanced, ConfigError, DiLoCo
+from diloco import Balanced, Collective, ConfigError, DiLoCo
 from diloco import pilot as pilots
 from diloco.pilot import autopilot, model_of
 from diloco.reduce import Round, local
@@ -156,6 +158,30 @@ def test_without_a_link_there_is_nothing_to_choose():
     assert said == ["autopilot: with a Script, sync_every, fragments and codec stay as given; overlap=1"]
     with pytest.raises(ConfigError, match=r"keep=\['speed'\]: give any of sync_every, fragments, overlap, codec"):
         autopilot(diloco, keep=["speed"])
+
+
+def _with_ddp(rank):
+    """Two replicas of two DDP ranks."""
+    across = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    within = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    model = Tiny()
+    wrapped = DistributedDataParallel(model, process_group=within[rank // 2])
+    optimizer = adamw(model)
+    diloco = DiLoCo(wrapped, optimizer, reduce=Collective(across[rank % 2], ddp_ranks=within[rank // 2]))
+    pilot = autopilot(diloco, steps=500)
+    with diloco:
+        for _ in steps(wrapped, optimizer, rank, 1, 25):
+            pass
+    assert pilot is not None and pilot.choice is not None
+    return asdict(pilot.choice), asdict(pilot._facts), diloco.tuning.held, diloco.overlap, flat(model)
+
+
+def test_with_ddp_inside_all_ranks_of_all_replicas_take_the_same_settings():
+    (choice, facts, held, overlap, weights), *others = run(4, _with_ddp)
+    assert held.sync_every == choice["settings"]["sync_every"] < 100
+    assert overlap == choice["settings"]["overlap"] and facts["rate"] > 0
+    for other in others:
+        assert other[:4] == (choice, facts, held, overlap) and torch.equal(other[4], weights)
 
 
 def _snippet(rank):
