@@ -100,7 +100,7 @@ class Live:
             more = text.removeprefix(self.derived)  # what the autopilot has chosen follows later
             self.derived, self.sync_every = text, 0  # read the config again
             if not self.told:
-                self.console.print(more.rstrip(), markup=False, highlight=False)
+                self.console.print(more.rstrip(), markup=False, highlight=False, soft_wrap=not self.panel)
         if self.screen:
             self.screen.update(self._panel(), refresh=True)
         elif self.step != self.printed and any(replica.last for replica in self.watched):

@@ -127,7 +127,11 @@ def data_parallel(run: RecordedRun) -> str:
 
 def _bits(run: RecordedRun) -> str:
     bits = run.figures.bits_per_byte
-    return "" if bits is None else f"nats per token; {bits:.4f} bits per byte"
+    if bits is None:
+        return ""
+    if run.method in ("streaming", "diloco") and run.state != "finished" and not run.rounds:
+        return "of the weights that the run began with: no round was applied yet"
+    return f"nats per token; {bits:.4f} bits per byte"
 
 
 def _than_anchors(value: float | None, anchors: float | None) -> str:

@@ -63,7 +63,8 @@ class TrainConfig:
     clip: float = _optimisation(1.0, "Largest norm of the gradient; a larger one is scaled down.")
     seed: int = _optimisation(0, "Seed of weights and data order.")
     compile: bool = _optimisation(False, "Compile the model with torch.compile.", scope="member")
-    device: str = _optimisation("auto", "auto, cpu, cuda or another torch device.",
+    device: str = _optimisation("auto", "auto, cpu, cuda or another torch device. Accelerators compute in bfloat16 "
+        "(autocast); weights and optimizer stay in float32.",
         why="the accelerator if there is one", scope="member", result=False)
     method: Method = _sync("streaming",
         "streaming: fragments in turn, overlapped, quantised. diloco: everything at once, blocking, fp32. dp: "

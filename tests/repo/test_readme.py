@@ -4,6 +4,7 @@ import re
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import diloco
+from diloco.cli.compare import CompareConfig
+from diloco.flags import parse
 from diloco.report import terminal
+from diloco.runs.config import TrainConfig
 from diloco.runs.reader import read
+from diloco.train import preflight
 from tests.support import commands
 from tests.support.commands import ended, run_program, start_program
 from tests.support.processes import run
@@ -94,6 +99,16 @@ def test_the_commands_run_in_their_order(folder):
         assert code == 0, err
         assert out.strip(), verb
     assert (folder / "first-hf/model.safetensors").exists()
+
+
+def test_the_first_commands_show_what_it_is_for():
+    """Enough rounds, and no more processes than the demo: nothing is noted about them."""
+    for command in COMMANDS:
+        program, verb, *words = shlex.split(command)
+        if (program, verb) in (("diloco", "train"), ("diloco", "compare")):
+            kind = TrainConfig if verb == "train" else CompareConfig
+            config = replace(parse(kind, words), device="cuda")
+            assert list(preflight.warnings(config, 2)) == [], command
 
 
 def test_the_two_machine_commands_make_one_run(folder):

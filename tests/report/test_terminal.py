@@ -2,9 +2,11 @@
 
 import contextlib
 import io
+import json
 import os
 import re
 import shutil
+import termios
 import time
 from pathlib import Path
 from typing import Any
@@ -73,6 +75,14 @@ def test_plain_lines_follow_a_run_as_it_is_written(finished: Path, tmp_path: Pat
     )
 
 
+def test_in_a_pipe_what_was_derived_is_printed_in_lines_as_they_are(tmp_path: Path) -> None:
+    stream, text = io.StringIO(), f"  lr = 0.008: {'a reason of many words ' * 9}"
+    (tmp_path / "derived.txt").write_text(text)
+    with Live(tmp_path, replicas=2, steps=STEPS, stream=stream, every=0) as live:
+        live.refresh()
+    assert stream.getvalue() == text.rstrip() + "\n"
+
+
 def in_terminal(folder: Path) -> str:
     """What the live view writes to a real terminal of 80 columns."""
     master, slave = os.openpty()
@@ -100,6 +110,45 @@ def test_in_a_terminal_the_panel_shows_every_replica_and_no_colour_if_unwanted(
     assert color.search(colorful)
     monkeypatch.setenv("NO_COLOR", "1")
     assert not color.search(in_terminal(finished))
+
+
+def test_the_panel_is_as_wide_after_two_steps_as_at_the_end(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "120")
+    places = []
+    for step in (2, 300):
+        copy_until(step, finished, tmp_path)
+        head = next(line for line in in_terminal(tmp_path).splitlines() if "tokens/s" in line)
+        places.append(head.index("tokens/s") - head.index("loss"))
+    assert places[0] == places[1]
+
+
+def test_an_interrupt_leaves_the_panel_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A terminal that prints ^C moves the cursor, and the next panel leaves a line of the last one behind."""
+    monkeypatch.setenv("TERM", "xterm-256color")
+    master, slave = os.openpty()
+
+    def echoes() -> bool:
+        return bool(termios.tcgetattr(slave)[3] & termios.ECHOCTL)
+
+    with os.fdopen(os.dup(slave), "w") as stream, os.fdopen(os.dup(slave)) as keyboard:
+        monkeypatch.setattr("sys.stdin", keyboard)
+        assert echoes()
+        with Live(tmp_path, replicas=1, steps=STEPS, stream=stream):
+            assert not echoes()
+        assert echoes()
+    os.close(slave)
+    os.close(master)
+
+
+def test_a_run_that_was_stopped_before_its_first_round_says_whose_loss_it_shows(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "early", steps=20)  # the first fragment is sent after step 50
+    assert "nats per token" in printed(terminal.table(read(run)))
+    summary = json.loads((run / "summary.json").read_text()) | {"stopped": True}
+    (run / "summary.json").write_text(json.dumps(summary))
+    assert "began with: no round was applied yet" in " ".join(printed(terminal.table(read(run))).split())
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])

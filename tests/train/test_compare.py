@@ -1,6 +1,7 @@
 """`diloco compare`: methods at equal tokens."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -16,6 +17,8 @@ def test_compare_runs_the_methods_at_equal_tokens_and_goes_on_where_it_was_inter
     code, out, err = run(place, *words, "--json")
     assert code == 0, err
     assert "3 runs in runs/compared" in err  # none of the three reads the overlap
+    assert "run 1 of 3: dp-seed0\n" in err
+    assert re.search(r"run 3 of 3: local-seed0; about .+ for all that are left", err)
     summaries = {summary["method"]: summary for summary in json.loads(out)}
     assert {summary["tokens"] for summary in summaries.values()} == {20 * 4 * 32}
     parameters = summaries["dp"]["parameters"]

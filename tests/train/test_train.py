@@ -1,6 +1,7 @@
 """`diloco train` as it is used and misused: real processes, what they leave and what they refuse."""
 
 import json
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from diloco.cli import main
+from diloco.runs.phase import Phase
 from tests.support.commands import (
     check_anchors,
     check_same,
@@ -17,6 +19,7 @@ from tests.support.commands import (
     run,
     run_here,
     start_ranks,
+    train,
     training,
     weights,
 )
@@ -83,10 +86,10 @@ def test_processes_that_torchrun_started_are_the_same_trainer(place, whole):
     (["--name", "exp/first"], "name='exp/first': give a name, not a path"),
     (["--name", "../evil"], "name='../evil': give a name, not a path"),
     (["--name", ""], "name='': give a name"),
+    (["--member", "a/../../evil", "--bucket", "b"], "member='a/../../evil': give a name, not a path"),
     (["--lr", "nan"], "lr=nan: give a positive number"),
     (["--model", "tinny"], "did you mean tiny?"),
     (["--model", "hf:/no/such"], "there is no folder /no/such"),
-    (["--member", "a/../../evil", "--bucket", "b"], "member='a/../../evil': give a name, not a path"),
     (["--data", "no/such"], "data='no/such': no such file or folder"),
     (["--data", "empty"], "the folder holds no .txt"),
     (["--data", "table.csv"], "unknown ending '.csv'"),
@@ -113,6 +116,28 @@ def test_wrong_input_is_one_line_with_the_remedy_before_anything_starts(place, t
     assert out == ""
     assert message in err and "Traceback" not in err and len(err.splitlines()) == 1
     assert not list(tmp_path.iterdir())
+
+
+def test_a_name_with_a_space_or_a_dot_is_the_name_of_the_folder(place, tmp_path):
+    words = ["--steps", "2", "--save-every", "2", "--out", tmp_path]
+    code, _, err = train(place, "exp 1.b", *words)
+    assert code == 0, err
+    assert [path.name for path in tmp_path.iterdir()] == ["exp 1.b"]
+    assert 'name = "exp 1.b"' in (tmp_path / "exp 1.b/config.toml").read_text()
+
+
+@pytest.mark.parametrize(("words", "notes"), [
+    (["--replicas", "100", "--batch", "100"], ["100 processes on"]),
+    (["--steps", "400"], ["each part of the model is synced 4 times; try --sync-every 40"]),
+    (["--steps", "400", "--auto"], []),
+    (["--steps", "400", "--method", "dp"], []),
+])  # fmt: skip
+def test_what_is_probably_not_meant_is_noted_before_anything_starts(place, tmp_path, words, notes):
+    with mock.patch("diloco.train.preflight.cores", return_value=2):
+        code, _, err = run_here(place, "train", "--data", "corpus.txt", *words, "--dry-run", "--out", tmp_path)
+    assert code == 0
+    said = err.splitlines()
+    assert len(said) == len(notes) and all(f"note: {said[k]}" and notes[k] in said[k] for k in range(len(notes)))
 
 
 @pytest.mark.parametrize(("words", "message"), [
@@ -171,6 +196,31 @@ def test_what_only_the_replicas_can_find_is_one_line_too(place, whole, tmp_path,
     assert not list(tmp_path.iterdir())  # nothing is left behind
 
 
+def _noting_phases(words):
+    """The command, with every phase that it says kept beside the run."""
+    say = Phase.say
+
+    def note(phase, text):
+        with Path("phases.txt").open("a") as file:
+            file.write(text + "\n")
+        say(phase, text)
+
+    Phase.say = note
+    return main(words)
+
+
+def test_a_run_says_what_it_does_from_its_start_to_its_end(place, tmp_path):
+    (tmp_path / "corpus.txt").symlink_to(place / "corpus.txt")
+    words = training("told", "--steps", "10", "--eval-every", "6", "--save-every", "4", "--sync-every", "5")
+    (done,) = [ended(process) for process in start_ranks(tmp_path, 1, _noting_phases, words)]
+    assert done[0] == 0, done
+    assert "run runs/told" in done[2], "also the processes of torchrun say where the run is"
+    said = [line for line in (tmp_path / "phases.txt").read_text().splitlines() if not line.endswith("%")]
+    assert said == ["reading the data", "making the model", "joining the others", "training", "saving", "training",
+                    "evaluating", "training", "saving", "training", "evaluating", "last sync", "saving", "training",
+                    "evaluating", "training", "writing a sample"]  # fmt: skip
+
+
 def test_a_recipe_is_stored_flags_and_a_typo_in_it_gets_a_suggestion_as_on_the_line(place, whole):
     written = (place / "runs/whole/config.toml").read_text()
     assert "steps = 40" in written and "context = 32" in written and "lr = 0.008" in written
@@ -190,7 +240,10 @@ def test_report_and_export_read_a_finished_run(place, whole):
     code, out, err = run_here(place, "report", "runs/whole", "--json")
     assert json.loads(out)[0]["steps"] == 40, err
     code, out, err = run_here(place, "export", "runs/whole", "--to", "exported")
-    assert code == 0, err
+    assert code == 0 and out == "exported\n", err
+    first, last = err.splitlines()
+    assert first.startswith("export: writing the anchors of runs/whole, step 40")
+    assert 'diloco sample exported "text"' in last and 'AutoModelForCausalLM.from_pretrained("exported")' in last
     exported = load_file(place / "exported/model.safetensors")
     saved = weights(place, "whole", 40)
     assert all(torch.equal(value, saved[f"/model/{name}"]) for name, value in exported.items())
@@ -219,8 +272,5 @@ def test_the_model_of_a_run_and_an_exported_one_go_on_with_a_text(place, whole):
 
 def test_export_of_a_step_on_the_way_is_the_anchors_not_the_replica(place, whole):
     code, _, err = run_here(place, "export", "runs/whole", "--to", "half", "--step", "20")
-    assert code == 0 and out == "exported\n", err
-    first, last = err.splitlines()
-    assert first.startswith("export: writing the anchors of runs/whole, step 40")
-    assert 'diloco sample exported "text"' in last and 'AutoModelForCausalLM.from_pretrained("exported")' in last
+    assert code == 0, err
     check_anchors(place, "half", weights(place, "whole", 20))
