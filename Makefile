@@ -88,7 +88,7 @@ parity: .venv/ready  ## does it train as well as data-parallel? takes hours; con
 	$(BIN)/python -m studies.parity
 	$(BIN)/python -m studies.parity.page
 
-parity-quick: .venv/ready  ## the same for four comparisons on two seeds, with fewer steps
+parity-quick: .venv/ready  ## the same for a few rows, Muon among them, on two seeds with fewer steps
 	$(BIN)/python -m studies.parity --quick
 
 .venv/ready: pyproject.toml constraints.txt hatch_build.py diloco/kernels.c

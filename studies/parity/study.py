@@ -7,22 +7,33 @@ from collections.abc import Iterator
 from dataclasses import replace
 from math import inf
 
-from studies.parity.cell import Cell
+from studies.parity import today
+from studies.parity.cell import EVALUATED, Cell
 from studies.parity.paired import FEW, MANY, compared
 from studies.parity.results import Results
-from studies.parity.rows import DILOCO, DP, NAMED, ROWS, STREAMING, Row
+from studies.parity.rows import DILOCO, DP, NAMED, ROWS, STREAMING, WIDTH, Row
 from studies.parity.tuning import tuned
 
 RESOLVED = 0.2
 """Percent: a headline row gets seeds until the half-width of its 95 % interval is below this, or MANY are run."""
-QUICK = (DP, DILOCO, STREAMING, "streaming, fp32, no overlap", "random zeroing")
-QUICK_STEPS, QUICK_SEEDS = 1000, 2
+QUICK: dict[str, tuple[str, ...]] = {
+    DP: (),
+    DILOCO: (DP,),
+    STREAMING: (DP,),
+    "random zeroing": (DP,),
+    today.MUON: (DP,),
+    today.DEFAULTS: (DP, today.MUON),
+}
+"""Rows, and those that they are compared with."""
+QUICK_STEPS, QUICK_SEEDS = 900, 2
 
 
 def quick(results: Results) -> tuple[Row, ...]:
     """A few rows with the values that the complete study has found, in a third of the steps."""
-    cells = {name: tuned(NAMED[name], results)[0] for name in QUICK}
-    return tuple(Row(name, replace(cell, steps=QUICK_STEPS)) for name, cell in cells.items() if cell is not None)
+    cells = {name: tuned(NAMED[name], results)[0] for name in QUICK if name in NAMED}
+    cells |= {name: replace(today.ROWS[name], width=WIDTH, evaluated=EVALUATED) for name in QUICK if name not in NAMED}
+    return tuple(Row(name, replace(cell, steps=QUICK_STEPS), against=QUICK[name])
+                 for name, cell in cells.items() if cell is not None)  # fmt: skip
 
 
 def wanted(results: Results, rows: tuple[Row, ...] = ROWS, few: int = FEW) -> Iterator[tuple[str, Cell]]:
