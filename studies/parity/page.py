@@ -7,7 +7,7 @@ from statistics import fmean
 
 from benchmarks.record import table
 from diloco import laws
-from studies.parity import claims, plots, prose, today
+from studies.parity import claims, endings, plots, prose, today, wire
 from studies.parity.__main__ import PATH
 from studies.parity.cell import BATCH, CONTEXT, EVALUATED, SHAPES, STEPS
 from studies.parity.paired import compared, judged, noise
@@ -52,9 +52,19 @@ from "The paper's rule" on, is the paper's method with AdamW inside and a fixed 
 
 {today.summary(newer, results).strip()}
 
+{today.bars(newer)}
+
 {today.section(newer)}
 
 {today.settings(newer).strip()}
+
+{today.early(newer).strip()}
+
+{wire.section().strip()}
+
+## How runs end
+
+{endings.section(load(endings.PATH)).strip()}
 
 ## The paper's rule
 
@@ -130,6 +140,8 @@ def wrapped(text: str) -> str:
     """Figures change the length of lines: fill paragraphs and list items anew, leave tables and headings."""
     out: list[str] = []
     for line in text.splitlines():
+        if not line and out and not out[-1]:
+            continue  # a part that is not measured yet leaves nothing
         loose = bool(line) and line[0] not in "#|!"
         begins = line.startswith("- ") or not (out and out[-1] and out[-1][0] not in "#|!")
         if loose and not begins:

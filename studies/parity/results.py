@@ -8,7 +8,7 @@ import fcntl
 import json
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -45,3 +45,13 @@ def claim(key: str, folder: Path = CLAIMS) -> Iterator[bool]:
             yield False
         else:
             yield True
+
+
+def once(path: Path, key: str, run: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
+    """Run it and add its result to the file, or None where another process does or has done so."""
+    with claim(key) as mine:
+        if not mine or key in load(path):
+            return None
+        result = run()
+        append(path, result)
+        return result

@@ -10,6 +10,7 @@ import os
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import replace
+from math import log
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -18,13 +19,13 @@ import torch
 
 from benchmarks.record import table
 from studies.parity.cell import EVALUATED, Cell, data_parallel
-from studies.parity.claims import percent, signed
+from studies.parity.claims import Bar, percent, signed
 from studies.parity.paired import MANY
-from studies.parity.results import Results, append, claim, load
+from studies.parity.results import Results, load, once
 from studies.parity.rows import DP, NAMED, STREAMING
 from studies.parity.rows import WIDTH as NARROWER
-from studies.parity.run import check_corpus, train
-from studies.parity.spread import Spread, spread
+from studies.parity.run import CURVE_EVERY, check_corpus, train
+from studies.parity.spread import Noise, Spread, residual, spread
 from studies.parity.tuning import tuned
 
 PATH = Path(__file__).parent / "today.jsonl"
@@ -77,7 +78,7 @@ ROWS: dict[str, Cell] = {
         for name, cell in ((DEFAULTS, _muon), (MUON, replace(_dp, inner="muon")), (ADAMW, _dp))
     },
 }
-"""The most important first. An outer rule 0.7/0.5 has the learning rate 0.7 and momentum 0.5."""
+"""The most important first."""
 HEADLINES = (DEFAULTS, ADAMW, MUON)
 
 GROWING = replace(_streaming, width=NARROWER, evaluated=EVALUATED)
@@ -100,10 +101,10 @@ def main() -> None:
         return
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(args.processes, context, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        runs = {pool.submit(run, cell): f"{name}, seed {cell.seed}" for name, cell in missing}
-        for done in as_completed(runs):
+        names = {pool.submit(run, cell): f"{name}, seed {cell.seed}" for name, cell in missing}
+        for done in as_completed(names):
             final = done.result()
-            print(f"{runs[done]}: {'elsewhere' if final is None else f'{final:.4f}'}", flush=True)
+            print(f"{names[done]}: {'elsewhere' if final is None else f'{final:.4f}'}", flush=True)
 
 
 def wanted(known: Results, rows: Sequence[str], seeds: Sequence[int]) -> list[tuple[str, Cell]]:
@@ -116,25 +117,43 @@ def wanted(known: Results, rows: Sequence[str], seeds: Sequence[int]) -> list[tu
 
 def run(cell: Cell) -> float | None:
     """The final loss, or None where another process does or has done this run."""
-    with claim(cell.key) as mine:
-        if not mine or cell.key in load(PATH):
-            return None
-        result = train(cell)
-        append(PATH, result)
-        return result["final"]
+    result = once(PATH, cell.key, lambda: train(cell))
+    return None if result is None else result["final"]
 
 
-def gap(row: str, against: str, results: Results, what: str = "final", of: str = "final") -> Spread | None:
-    """Difference in percent of the loss, paired by seed, with the Student interval of the differences."""
-    ours, theirs = ROWS[row], ROWS[against]
-    pairs = [(replace(ours, seed=seed).key, replace(theirs, seed=seed).key) for seed in range(1, MANY + 1)]
-    found = [100 * (results[a][what] / results[b][of] - 1) for a, b in pairs if a in results and b in results]
-    return spread(found) if found else None
+def gap(row: str, against: str, results: Results) -> Spread | None:
+    """Difference in percent of the loss, paired by seed."""
+    found = [100 * (ours["final"] / theirs["final"] - 1) for ours, theirs in _pairs(row, against, results)]
+    shared = noise(results) if row in _alike() and against in _alike() else None
+    return spread(found, shared) if found else None
+
+
+def _pairs(row: str, against: str, results: Results) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    ours, theirs = runs(row, results), runs(against, results)
+    return [(ours[seed], theirs[seed]) for seed in sorted(ours.keys() & theirs.keys())]
+
+
+def runs(row: str, results: Results) -> dict[int, dict[str, Any]]:
+    """By seed."""
+    keys = {seed: replace(ROWS[row], seed=seed).key for seed in range(1, MANY + 1)}
+    return {seed: results[key] for seed, key in keys.items() if key in results}
+
+
+def noise(results: Results) -> Noise:
+    """Of a paired difference in percent. Rows that are alike share it: few differences alone say little about it."""
+    return residual({(row, seed): 100 * log(result["final"])
+                     for row in _alike() for seed, result in runs(row, results).items()})  # fmt: skip
+
+
+def _alike() -> list[str]:
+    """Data-parallel and two replicas, whatever their optimizers do and their codecs send but for a few values."""
+    return [name for name, cell in ROWS.items()
+            if cell.replicas < 4 and cell.batch == 1 and not cell.tail and cell.codec != "topk"]  # fmt: skip
 
 
 def _bits(result: dict[str, Any]) -> float:
-    """Sent for each parameter in a round, the last one of `finish()` included."""
-    rounds = result["cell"]["steps"] / result["cell"]["sync_every"] + 1
+    """Sent for each parameter in a round. What `finish()` sends makes up for the first period, in which some wait."""
+    rounds = result["cell"]["steps"] / result["cell"]["sync_every"]
     return 8 * result["bytes_sent"] / result["parameters"] / rounds
 
 
@@ -145,39 +164,71 @@ With the trainer's defaults (Muon inside, an outer rule that grows with the roun
 overlap 1, 4 bits) two replicas of 0.34M parameters end {percent(below)} from data-parallel training with AdamW, and
 {percent(own)} from data-parallel training with Muon. The outer rule alone, with AdamW inside, at 0.09M parameters:
 {percent(growing[DP])} from data-parallel, {percent(growing[STREAMING])} from the fixed rule of 0.7 and momentum 0.5.
-Below 0 is better. Intervals are of 95 %, by Student's distribution, of the seeds that were run: with two seeds they
-are wide, and with one there is none.
+Below 0 is better.
 """
+
+
+def bars(results: Results) -> str:
+    every = (
+        Bar("the defaults, to data-parallel AdamW", gap(DEFAULTS, ADAMW, results), high=-1.5),
+        Bar("the defaults, to data-parallel Muon", gap(DEFAULTS, MUON, results), high=0.5),
+        Bar("2 bits with feedback, to 4 bits", gap(TWO_BITS, DEFAULTS, results), high=0.3),
+        Bar("top-k with feedback, to 4 bits", gap(TOPK, DEFAULTS, results), high=1.0),
+    )
+    return table(("what", "measured", "seeds", "bar", ""), [bar.cells() for bar in every])
 
 
 def settings(results: Results) -> str:
     there = next(iter(results.values()))["on"] if results else {}
     hours = sum(result["cpu_seconds"] for result in results.values()) / 3600
+    missing = sum(not runs(name, results) for name in ROWS)
     return f"""
-Width 64, M = 2, sync_every 30, 3000 steps, the model, data and schedule of the second part; learning rate {LR:g} for
-all, the best of AdamW's grid; for Muon, whose updates have the size of AdamW's, √2 times as much was tried and was no
-better. Losses are in nats a byte on all of the held-out text (0.6 MB). {len(results)} runs, {hours:.1f} hours of one
-core ({there.get("cpu", "")}); `python -m studies.parity.today` goes on where it was stopped. Not run yet are rows
-without a loss.
+Width 64, M = 2, sync_every 30, 3000 steps, the model, data and schedule of the second part. An outer rule 0.7/0.5 is
+Nesterov with learning rate 0.7 and momentum 0.5; at M = 4 and 8 its learning rate is 0.5·√M. The inner learning rate
+is {LR:g} for all, the best of AdamW's grid; for Muon, whose updates have the size of AdamW's, √2 times as much was
+tried and was no better. With a larger batch there are as many times fewer steps, so tokens are equal, the learning
+rate is √2 and 2 times as high, and rows are compared at the same batch.
+
+Losses are in nats a byte on all of the held-out text (0.6 MB). Differences are paired by seed. Data-parallel and the
+rows with two replicas share one estimate of noise ({noise(results).deviation:.2f} % for a difference at one seed,
+{noise(results).freedom} degrees of freedom), but for top-k; other rows have the Student interval of their own
+differences, and none with one seed. Intervals are of 95 %. {len(results)} runs, {hours:.1f} hours of one core
+({there.get("cpu", "")}); `python -m studies.parity.today` goes on where it was stopped.
+{f"{missing} rows are not run yet; with `--list` it names them." if missing else ""}
 """
 
 
 def section(results: Results) -> str:
-    lines = [_line(name, cell, results) for name, cell in ROWS.items()]
+    lines = [_line(name, cell, results) for name, cell in ROWS.items() if runs(name, results)]
     head = ("row", "seeds", "loss", "to data-parallel AdamW, %", "to data-parallel Muon, %", "to the defaults, %",
             "bits sent a parameter and round")  # fmt: skip
     return table(head, lines)
 
 
 def _line(name: str, cell: Cell, results: Results) -> tuple[str, ...]:
-    seeds = [key for seed in range(1, MANY + 1) if (key := replace(cell, seed=seed).key) in results]
-    if not seeds:
-        return name, "0", "not run", "", "", "", ""
+    found = runs(name, results).values()
     others = [at_batch(cell.batch, other) for other in (ADAMW, MUON, DEFAULTS)]
     gaps = [gap(name, other, results) if name != other else None for other in others]
     shown = ["" if one is None else signed(one) for one in gaps]
-    bits = f"{fmean(_bits(results[key]) for key in seeds):.2f}" if cell.replicas else ""
-    return name, str(len(seeds)), f"{fmean(results[key]['final'] for key in seeds):.4f}", *shown, bits
+    bits = f"{fmean(_bits(result) for result in found):.3g}" if cell.replicas else ""
+    return name, str(len(found)), f"{fmean(result['final'] for result in found):.4f}", *shown, bits
+
+
+def early(results: Results) -> str:
+    """The anchors over the run, against data-parallel as it is and averaged over its last steps."""
+    gaps = {against: [[100 * (a / b - 1) for a, b in zip(ours["curve"], theirs["curve"], strict=True)]
+                      for ours, theirs in _pairs(DEFAULTS, against, results)]
+            for against in (MUON, AVERAGED)}  # fmt: skip
+    if not all(gaps.values()):
+        return ""
+    shown = [[f"{fmean(points):+.1f}" for points in zip(*each, strict=True)] for each in gaps.values()]
+    lines = zip((str(CURVE_EVERY * (i + 1)) for i in range(len(shown[0]))), *shown, strict=True)
+    return f"""
+**The lead in the middle of a run.** The anchors are a mean of two replicas, data-parallel has the weights of one step.
+Against the mean of its last {TAIL} steps' weights, which only the evaluation sees, the anchors stand otherwise:
+
+{table(("step", "to data-parallel Muon, %", f"to the mean of its last {TAIL} steps, %"), lines)}
+"""
 
 
 def growth(results: Results, first: Results) -> dict[str, Spread | None]:
