@@ -73,9 +73,9 @@ class Browser:
             case "Runtime.exceptionThrown" | "Runtime.consoleAPICalled" | "Log.entryAdded":
                 self.said.append(json.dumps(params)[:600])
 
-    def open(self, address: str) -> None:
+    def open(self, address: str, drawn: str = "document.documentElement?.dataset.drawn === 'yes'") -> None:
         self.call("Page.navigate", url=address)
-        self.wait("document.documentElement?.dataset.drawn === 'yes'")
+        self.wait(drawn)
 
     def get(self, expression: str) -> Any:
         found = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
