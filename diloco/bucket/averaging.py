@@ -10,7 +10,7 @@ from diloco.bucket.deltas import Layout, places, read_piece
 from diloco.bucket.round_store import AT_ONCE
 from diloco.bucket.rounds import Contribution, Record, pieces_name, share_name
 from diloco.bucket.session import Session
-from diloco.bucket.shares import Average, encoded_share, largest, read_share, seal_share, turn_to_average
+from diloco.bucket.shares import Average, encoded_share, largest, read_share, seal_share, turns_to_average
 from diloco.bucket.store.envelope import HEADER, PREFIX, Answer, Invalid
 from diloco.bucket.store.operations import Create, Pause, Read, Task, Work, together
 from diloco.reduce.mean import Encoded
@@ -44,7 +44,7 @@ class Averaging:
     def tick(self) -> Task[tuple[Encoded, ...] | None]:
         """The whole mean, once all shares are there. Raises Gone."""
         missing = self._missing()
-        mine = [share for share in missing if self._is_my_turn(share)]
+        mine = self._mine(missing)
         first = [share for share in missing if share not in mine][:1]  # as long as it is not there, others are not
         yield from self._read([*mine, *first])
         for share in mine:
@@ -60,12 +60,13 @@ class Averaging:
     def _missing(self) -> list[int]:
         return [share for share in range(len(self._slots)) if share not in self._found]
 
-    def _is_my_turn(self, share: int) -> bool:
+    def _mine(self, shares: list[int]) -> list[int]:
         """Each member has its share; if that is late, the next one that lives makes it too, and so on."""
         session, now = self._session, self._session.clock()
-        before = turn_to_average(self.record, share, session.me, session.members.alive(now))
+        away = session.members.away((e.member for e in self.record.entries), now)
+        before = turns_to_average(self.record, session.me, away)
         late = session.timing.late(self.record.fragment, len(self.record.entries) / len(self._slots))
-        return now - self._since >= before * late
+        return [share for share in shares if now - self._since >= before(share) * late]
 
     def _read(self, shares: list[int]) -> Task[None]:
         for at in range(0, len(shares), AT_ONCE):

@@ -4,6 +4,7 @@ clock."""
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
+from math import inf
 
 from diloco.bucket.store.envelope import PREFIX, Envelope, Invalid, Opened, integer, number
 from diloco.bucket.store.operations import All, Delete, List, Read, Task, Write, create
@@ -106,8 +107,10 @@ class Members:
     def __init__(self, me: str, ttl: float) -> None:
         self.me, self.ttl = me, ttl
         self._seen: dict[str, _Sight] = {}
+        self._alive: tuple[float, float, dict[str, Member]] | None = None  # for which ttl, until when it holds, and who
         self._expected: set[str] | None = None  # None: no closed round was seen yet
         self.stranger = False  # a member has delivered that was not seen yet
+        self.all_seen = False  # every entry was read at least once
 
     def saw(self, members: Iterable[Member], now: float) -> list[Member]:
         """All others were read. Returns those that are new."""
@@ -120,7 +123,7 @@ class Members:
             if known and known.member.incarnation == member.incarnation and not known.member.joining:
                 same = known.member.published.get(STEPS) == member.published.get(STEPS)
                 moved = known.moved if same else now
-            self._seen[member.name] = _Sight(member, now, moved)
+            self._seen[member.name], self._alive = _Sight(member, now, moved), None
             if (known is None or known.member.joining) and not member.joining:
                 new.append(member)
                 if not member.left:
@@ -129,12 +132,22 @@ class Members:
         return new
 
     def alive(self, now: float) -> dict[str, Member]:
-        """All other living members. First sight counts for one ttl; a member that has left is dead at once."""
-        return {
-            name: sight.member
-            for name, sight in self._seen.items()
-            if name != self.me and not sight.member.left and now - sight.since <= self.ttl
-        }
+        """All other living members. First sight counts for one ttl; a member that has left is dead at once. It is asked
+        far more often than it changes."""
+        if self._alive is None or self._alive[0] != self.ttl or now > self._alive[1]:
+            sights = [
+                sight for name, sight in self._seen.items()
+                if name != self.me and not sight.member.left and now - sight.since <= self.ttl
+            ]  # fmt: skip
+            until = min((sight.since + self.ttl for sight in sights), default=inf)
+            self._alive = self.ttl, until, {sight.member.name: sight.member for sight in sights}
+        return self._alive[2]
+
+    def away(self, names: Iterable[str], now: float) -> set[str]:
+        """Who of these is known not to live. Who was not looked for yet may live: where members are many, it takes a
+        while to see everybody, and if each counted only on those that it has seen, all would do the work of all."""
+        living = self.alive(now)
+        return {name for name in names if name not in living and (self.all_seen or name in self._seen)}
 
     def stuck(self, now: float) -> set[str]:
         """Members that show signs of life and make no steps."""
@@ -179,6 +192,7 @@ class Roll:
         self._version = 0  # of the list of members
         self._looks = 0
         self.spread = 1  # looks that it takes to see everybody
+        self.through = False  # everybody was looked at
 
     def read(self, envelope: Envelope, reject: Callable[[str, Invalid], None]) -> Task[list[Member]]:
         """The newest lives of some members, all if they are few; each in its turn, and the new ones first."""
@@ -197,6 +211,7 @@ class Roll:
         self.spread = max(1, -(-len(paths) // SAMPLE))
         members = []
         answers = yield All([Read(path, ENTRY) for path in paths[:SAMPLE]])
+        self.through = all(path in self._read_at for path in paths[SAMPLE:])
         for path, data in zip(paths[:SAMPLE], answers, strict=True):
             self._read_at[path] = self._looks
             try:

@@ -23,7 +23,7 @@ from diloco.bucket.rounds import (
     place_of,
 )
 from diloco.bucket.session import Session
-from diloco.bucket.shares import turn
+from diloco.bucket.shares import turns
 from diloco.bucket.store.envelope import Invalid
 from diloco.bucket.store.lists import admitted
 from diloco.bucket.store.operations import List, Task
@@ -73,10 +73,10 @@ class OpenRound:
         are away, its turn comes a little later."""
         if outbox.acknowledged is None:
             return False
-        session, start = self._session, self._fragment + self._index
-        living = session.members.alive(session.clock())
-        position = turn(self._before or sorted([session.me, *living]), start, session.me, living)
-        return session.clock() - outbox.acknowledged_at >= position * session.timing.turn
+        session, start, now = self._session, self._fragment + self._index, self._session.clock()
+        order = self._before or sorted([session.me, *session.members.alive(now)])
+        position = turns(order, session.me, session.members.away(order, now))(start)
+        return now - outbox.acknowledged_at >= position * session.timing.turn
 
     def gather(self, names: Iterable[str], fingerprint: int) -> Task[bool]:
         """Read what is new. Returns whether all that is there is known."""
@@ -109,6 +109,8 @@ class OpenRound:
 
     def _closable(self, present: set[str]) -> bool:
         session, index = self._session, self._index
+        if len(present) < session.options.quorum:  # who waits for a call asks this all the time
+            return False
         waited = session.clock() - (self.first_seen or session.clock())
         return may_close(present, session.awaited(index), waited, session.grace(index), session.options.quorum)
 

@@ -179,6 +179,11 @@ class Record:
         works = zip(self.entries, self._works, strict=True)
         return [clip_of(e.norm, most / max(work, 1.0)) for e, work in works]
 
+    @cached_property
+    def factors(self) -> list[float]:
+        """What each delta is multiplied with in the mean."""
+        return [share * clip for share, clip in zip(self.shares, self.clips, strict=True)]
+
     @property
     def _limit(self) -> float:
         members = len(self.entries)
@@ -299,5 +304,4 @@ def mean_of(record: Record, payloads: Mapping[str, Tensor], codec: Codec, n: int
     encoded = [payloads[e.digest] for e in record.entries]
     if merge == "closest" and len(encoded) >= FEWEST:
         return exact(closest(encoded, record.clips, record.shares, codec, n))[0]
-    factors = [share * clip for share, clip in zip(record.shares, record.clips, strict=True)]
-    return Encoded(0, n, codec, encoded, factors)
+    return Encoded(0, n, codec, encoded, record.factors)

@@ -80,6 +80,7 @@ class Session:
         self._update_own_entry()
         yield from write_member(self.envelope, self.mine)
         found = yield from self._roll.read(self.envelope, self.reject)
+        self.members.all_seen = self._roll.through
         self.members.ttl = self.options.ttl + (self._roll.spread - 1) * self.options.heartbeat
         for other in found:
             if other.name == self.me and other.incarnation > self.mine.incarnation:

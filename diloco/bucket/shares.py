@@ -6,8 +6,9 @@ that is missing, or does not pass its checks, is made again in the next slot.
 
 import struct
 import zlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -25,17 +26,25 @@ GROUP = 16
 _LENGTH = struct.Struct("<I")
 
 
-def turn(order: Sequence[str], start: int, me: str, living: Collection[str]) -> int:
-    """How many living members come before this one, if the order begins at `start`; whoever is not in it comes last."""
-    if me not in order:
-        return sum(name in living for name in order)
-    rotated = [*order[start % len(order) :], *order[: start % len(order)]]
-    return sum(name in living for name in rotated[: rotated.index(me)])
+def turns(order: Sequence[str], me: str, away: Collection[str]) -> Callable[[int], int]:
+    """How many members come before this one, if the order begins at a given place, without those that are away; whoever
+    is not in the order comes last."""
+    before = [0, *accumulate(name not in away for name in order)]
+    place = order.index(me) if me in order else None
+
+    def turn(start: int) -> int:
+        start %= len(order)
+        if place is None:
+            return before[-1]
+        return before[place] - before[start] + (before[-1] if place < start else 0)
+
+    return turn
 
 
-def turn_to_average(record: Record, share: int, me: str, living: Collection[str]) -> int:
+def turns_to_average(record: Record, me: str, away: Collection[str]) -> Callable[[int], int]:
     """Whose turn it is to average a share. It changes from round to round, so that all do the same work in the end."""
-    return turn([e.member for e in record.entries], int(record.digest[:8], 16) + share, me, living)
+    turn, start = turns([e.member for e in record.entries], me, away), int(record.digest[:8], 16)
+    return lambda share: turn(start + share)
 
 
 def seal_heads(envelope: Envelope, fragment: int, index: int, deltas: Sequence[Contribution]) -> Sealed:
@@ -85,6 +94,7 @@ class Average:
         self._record, self._layout, self._merge, self._n = record, layout, merge, layout.count(share)
         self._total = torch.zeros(self._n, dtype=torch.float32, device="cpu")
         self._kept: dict[str, Tensor] = {}
+        self._factors = dict(zip((e.digest for e in record.entries), record.factors, strict=True))
 
     def groups(self) -> list[Sequence[str]]:
         """The digests of the deltas whose pieces are to be added together."""
@@ -96,10 +106,9 @@ class Average:
             zeros = pack(self._layout.codec, torch.zeros(self._n, dtype=torch.float32, device="cpu"))
             self._kept |= {digest: zeros if piece is None else piece for digest, piece in pieces.items()}
             return
-        factors = dict(zip((e.digest for e in self._record.entries), _factors(self._record), strict=True))
         usable = {digest: piece for digest, piece in pieces.items() if piece is not None}
         if usable:
-            weights = [factors[digest] for digest in usable]
+            weights = [self._factors[digest] for digest in usable]
             self._total += Encoded(0, self._n, self._layout.codec, list(usable.values()), weights).values()
 
     def payload(self) -> Tensor:
@@ -109,16 +118,12 @@ class Average:
         return pack(self._layout.mean_codec, self._total)
 
 
-def _factors(record: Record) -> list[float]:
-    return [share * clip for share, clip in zip(record.shares, record.clips, strict=True)]
-
-
 def largest(record: Record, heads: Mapping[str, Contribution], share: int, merge: Merge) -> float:
     """The norm that a share can have: no averager can do more harm than that."""
     norms = [heads[e.digest].pieces[share].norm for e in record.entries]
     if merge == "closest":  # no more than that of the members together
         return LARGER * sum(norm * clip for norm, clip in zip(norms, record.clips, strict=True))
-    return LARGER * sum(factor * norm for factor, norm in zip(_factors(record), norms, strict=True))
+    return LARGER * sum(factor * norm for factor, norm in zip(record.factors, norms, strict=True))
 
 
 def seal_share(envelope: Envelope, record: Record, share: int, slot: int, payload: Tensor) -> Sealed:

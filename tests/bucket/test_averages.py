@@ -27,8 +27,8 @@ from diloco.bucket.shares import (
     mean_in_parts,
     read_share,
     seal_share,
-    turn,
-    turn_to_average,
+    turns,
+    turns_to_average,
 )
 from diloco.bucket.store.envelope import PART, Envelope, Invalid
 from diloco.codec import pack
@@ -126,14 +126,15 @@ def test_a_share_that_cannot_be_right_does_not_count(how):
         read()
 
 
-def test_shares_go_round_among_the_living():
+def test_shares_go_round_among_those_who_are_not_away():
     order = ["a", "b", "c", "d"]
-    assert [turn(order, 1, name, {"a", "b", "c", "d"}) for name in order] == [3, 0, 1, 2]
-    assert turn(order, 1, "d", {"c"}) == 1 and turn(order, 1, "d", set()) == 0
-    assert turn(order, 1, "z", {"a", "b", "z"}) == 2
+    assert [turns(order, name, ())(1) for name in order] == [3, 0, 1, 2]
+    assert turns(order, "d", {"a", "b"})(1) == 1 and turns(order, "d", {"a", "b", "c"})(1) == 0
+    assert turns(order, "z", {"c", "d"})(1) == 2
+    assert [turns(order, "b", {"d"})(start) for start in range(6)] == [1, 0, 2, 1, 1, 0]
     record, _ = shared_record(5, Layout(2, Float32(), (slice(0, 1), slice(1, 2))))
     names = {e.member for e in record.entries}
-    firsts = [next(n for n in names if turn_to_average(record, k, n, names) == 0) for k in range(5)]
+    firsts = [next(n for n in names if turns_to_average(record, n, ())(k) == 0) for k in range(5)]
     assert set(firsts) == names
 
 

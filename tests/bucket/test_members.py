@@ -111,10 +111,31 @@ def test_of_many_members_some_are_read_at_a_time_and_each_in_its_turn():
     world, roll = World(), Roll()
     for k in range(2 * SAMPLE + 5):
         entry(world, f"m{k:03d}")
-    seen = [look(world, roll)[0] for _ in range(3)]
+    seen, through = zip(*[(look(world, roll)[0], roll.through) for _ in range(3)], strict=True)
+    assert through == (False, False, True)
     assert max(map(len, seen)) == SAMPLE and len({name for each in seen for name in each}) == 2 * SAMPLE + 5
     assert roll.spread == 3
     assert len(complete(world, read_members(Envelope("r"), lambda *_: None))) == 2 * SAMPLE + 5
+
+
+def test_who_was_not_looked_for_yet_is_not_away():
+    members = Members("a", ttl=10.0)
+    members.saw([Member("b", 0, 1, joining=False)], 0.0)
+    for now, seen, away in ((5.0, False, set()), (5.0, True, {"c"}), (15.0, False, {"b"}), (15.0, True, {"b", "c"})):
+        members.all_seen = seen
+        assert members.away("bc", now) == away
+
+
+def test_who_lives_is_found_again_when_time_or_what_was_seen_or_the_ttl_changes():
+    members = Members("a", ttl=10.0)
+    members.saw([Member("b", 0, 1), Member("c", 0, 1)], 0.0)
+    assert set(members.alive(5.0)) == {"b", "c"}
+    members.saw([Member("c", 0, 2), Member("d", 0, 1)], 8.0)
+    assert set(members.alive(9.0)) == {"b", "c", "d"} and set(members.alive(11.0)) == {"c", "d"}
+    members.ttl = 20.0
+    assert set(members.alive(11.0)) == {"b", "c", "d"}
+    members.saw([Member("c", 0, 3, left=True)], 12.0)
+    assert set(members.alive(12.0)) == {"b", "d"}
 
 
 def test_who_has_left_is_not_read_again_until_it_comes_back():

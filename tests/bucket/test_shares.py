@@ -8,6 +8,7 @@ import torch
 
 from diloco import Float32
 from diloco.bucket import Bucket, averaging, deltas, snapshots
+from diloco.bucket import members as members_
 from diloco.bucket.deltas import delta_fields, layout_of, places, seal_delta
 from diloco.bucket.rounds import (
     Link,
@@ -101,6 +102,31 @@ def test_few_members_read_all_deltas_as_before():
     held = players[0].held[0]
     together(players, held + 8)
     assert share_name(0, players[0].held[0], 0, 0) in world.objects
+
+
+def test_members_that_have_not_seen_each_other_do_not_average_in_place_of_the_others(monkeypatch):
+    """Where members are many, it takes a while to see everybody."""
+    monkeypatch.setattr(members_, "SAMPLE", 1)
+    world, made = World(1, values=6), []
+    players = [Player(world, name) for name in "abcdefgh"]
+    for player in players:
+
+        def perform(operation, fate, player=player, perform=player._perform):
+            if isinstance(operation, Create) and "/s0" in operation.name:
+                made.append((operation.name, player.name))
+            return perform(operation, fate)
+
+        player._perform = perform
+        player.turn()
+    together(players, 4)
+    link, crowds = Link(), 0
+    for index in (1, 2, 3):
+        record = world.record(0, index, link)
+        names, start, link = [e.member for e in record.entries], int(record.digest[:8], 16), record.link
+        in_turn = [(share_name(0, index, k, 0), names[(start + k) % len(names)]) for k in range(SHARES)]
+        assert sorted(each for each in made if each[0].startswith(folder(0, index))) in (in_turn, [])
+        crowds += len(names) >= 4
+    assert crowds and made
 
 
 def test_a_share_of_a_member_that_died_is_made_by_the_next_one():
