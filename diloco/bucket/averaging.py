@@ -12,6 +12,7 @@ from diloco.bucket.rounds import Contribution, Record, pieces_name, share_name
 from diloco.bucket.session import Session
 from diloco.bucket.shares import Average, encoded_share, largest, read_share, seal_share, turns_to_average
 from diloco.bucket.store.envelope import HEADER, PREFIX, Answer, Invalid
+from diloco.bucket.store.lists import signer_in
 from diloco.bucket.store.operations import Create, Pause, Read, Task, Work, together
 from diloco.reduce.mean import Encoded
 
@@ -39,6 +40,7 @@ class Averaging:
         self._since = session.clock()
         self._found: dict[int, Encoded] = {}
         self._slots = [0] * len(self._layout.cuts)
+        self._makers: dict[int, str] = {}  # who has signed a share, where members have keys of their own
         self.received = 0  # bytes
 
     def tick(self) -> Task[tuple[Encoded, ...] | None]:
@@ -88,6 +90,7 @@ class Averaging:
             try:
                 most = largest(record, self._heads, share, self._session.merge)
                 found = self._envelope.open(name, "share", data, size)
+                self._makers[share] = signer_in(self._envelope, record.previous.keys, found.signer)
                 encoded = yield Work(lambda found=found, most=most: read_share(found, record, share, layout, most))
                 self.received += found.nbytes
                 return encoded
@@ -108,7 +111,8 @@ class Averaging:
     def _compare(self, share: int, payload: Tensor) -> None:
         if not torch.equal(self._found[share].payloads[0], payload):
             name = share_name(self.record.fragment, self.record.index, share, self._slots[share])
-            self._session.event("false share", object=name)
+            maker = {"by": self._makers[share]} if self._makers.get(share) else {}
+            self._session.event("false share", object=name, **maker)
 
     def _average(self, share: int) -> Task[Tensor]:
         """The payload of a share, from the deltas. Raises Gone."""

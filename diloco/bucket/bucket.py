@@ -67,8 +67,8 @@ class Bucket:
             median, so that one of four may lie. With fewer than four members it is the mean.
         shares_from: from this many members of a round on, each averages a share of the fragment, and reads the others'
             shares instead of all deltas: 1 byte a parameter in E3M0 whatever their number. A setting of the run.
-            0: from 4 on with the mean; never with the closest, or where members have keys of their own: no single
-            member shall decide anything there.
+            0: from 4 on; where members have keys of their own never, because one member would decide a share alone.
+            With the closest it can only be 0.
         note: JSON values that later members find with the run, if this member creates it.
         heartbeat: seconds between two signs of life. A member is dead after five without one (at least 10 s).
         poll: seconds between two looks at an open round. Default: the step time, from 0.2 to 5.
@@ -99,15 +99,15 @@ class Bucket:
         if pace not in ("decoupled", "strict") or quorum < 1 or (grace is not None and not 0 <= grace < float("inf")):
             raise ConfigError(f"pace={pace!r}, quorum={quorum}, grace={grace}: give the pace 'decoupled' or 'strict', "
                               "a quorum of at least 1, and a grace of 0 seconds or more")  # fmt: skip
-        alone = merge == "mean" and not isinstance(key, KeyPair)  # whether one member may decide a share by itself
-        if shares_from < 0 or shares_from == 1 or (shares_from and not alone):
-            raise ConfigError(f"shares_from={shares_from}: give at least 2 members, or 0 for the default; with keys of "
-                              "their own or merge='closest' only 0: one member would decide a share alone")  # fmt: skip
+        if shares_from < 0 or shares_from == 1 or (shares_from and merge == "closest"):
+            raise ConfigError(f"shares_from={shares_from}: give at least 2 members, or 0 for the default; with "
+                              "merge='closest' only 0: one member would decide a share alone")  # fmt: skip
         if merge not in get_args(Merge):
             raise ConfigError(f"merge={merge!r}: give {' or '.join(get_args(Merge))}")
         self.url, self.name = url, check_name(name)
         self._merge: Merge = merge
-        self._shares_from = float(shares_from) or (GATHER + 1 if alone else inf)
+        trusting = merge == "mean" and not isinstance(key, KeyPair)  # one member may decide a share by itself
+        self._shares_from = float(shares_from) or (GATHER + 1 if trusting else inf)
         self._key, self._join_only, self._rounds, self._max_work = key, join_only, rounds, max_work
         self._note, self._encrypt = dict(note), encrypt
         self._options = MemberOptions(pace, quorum, grace, heartbeat, poll)

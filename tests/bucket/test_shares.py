@@ -7,27 +7,25 @@ import pytest
 import torch
 
 from diloco import Float32
-from diloco.bucket import Bucket, averaging, deltas, snapshots
+from diloco.bucket import Bucket, KeyPair, averaging, deltas, snapshots
 from diloco.bucket import members as members_
 from diloco.bucket.deltas import delta_fields, layout_of, places, seal_delta
-from diloco.bucket.rounds import (
-    Link,
-    folder,
-    record_name,
-    share_name,
-)
-from diloco.bucket.shares import (
-    seal_share,
-)
+from diloco.bucket.roster import change, changed, load_lists
+from diloco.bucket.rounds import Link, folder, read_record, record_name, share_name
+from diloco.bucket.run import read_run
+from diloco.bucket.shares import seal_share
 from diloco.bucket.store.backend import open_store
 from diloco.bucket.store.envelope import Envelope
+from diloco.bucket.store.keys import Listed, Roster
 from diloco.bucket.store.operations import Create, List
 from diloco.errors import ConfigError, Mismatch
 from diloco.reduce import Jump, Round
 from tests.support.members import PATIENT, Member, agree
-from tests.support.players import SYNC_EVERY, Player, World
+from tests.support.players import SYNC_EVERY, Player, World, complete
 
 SHARES = 3
+FALSE = torch.full((2,), -1.0).view(torch.uint8)
+KEYS = {name: KeyPair(bytes([k + 1]) * 32) for k, name in enumerate("abcd")}
 
 
 @pytest.fixture(autouse=True)
@@ -173,13 +171,18 @@ def test_a_bad_share_is_passed_over_and_made_again():
 class Deceived(World):
     """As soon as the first round is closed, a false share is there, no larger than the deltas allow."""
 
+    SLOT = 0
+    """Of the record."""
+
     def attempt(self, operation):
         answer = super().attempt(operation)
-        if isinstance(operation, Create) and operation.name == record_name(0, 1, 0):
-            record = self.record(0, 1, Link())
-            false = seal_share(Envelope(self.run), record, 0, 0, torch.full((2,), -1.0).view(torch.uint8))
+        if isinstance(operation, Create) and operation.name == record_name(0, 1, self.SLOT):
+            false = self.false()
             self.objects.setdefault(false.name, false.body)
         return answer
+
+    def false(self):
+        return seal_share(Envelope(self.run), self.record(0, 1, Link()), 0, 0, FALSE)
 
 
 def test_a_false_share_is_noticed_by_chance_and_all_hold_the_same_bits(monkeypatch):
@@ -211,10 +214,61 @@ def test_a_false_share_is_noticed_by_who_has_made_the_same(monkeypatch):
         world.now += 0.2
     share = int(wanted.name[-6:-2])
     record = player.reduce._protocols[0]._round.averaging.record
-    false = seal_share(Envelope(world.run), record, share, 0, torch.full((2,), -1.0).view(torch.uint8))
+    false = seal_share(Envelope(world.run), record, share, 0, FALSE)
     world.objects[false.name] = false.body
     player.turn()
     assert {"event": "false share", "object": wanted.name} in player.reduce.events()
+
+
+class Keyed(Deceived):
+    """Members have keys of their own; the false share is signed by one of these. The first slots hold the lists, to
+    which they were added one after the other."""
+
+    SLOT = 3
+
+    def __init__(self, signer):
+        super().__init__(1, values=6)
+        self.signer = signer
+
+    def check(self):
+        pass
+
+    def false(self):
+        roster = Roster(KEYS["a"].public, Listed(0, {name: key.public for name, key in KEYS.items()}))
+        name = record_name(0, 1, self.SLOT)
+        opened = Envelope(self.run, KEYS["a"], roster).open(name, "record", self.objects[name], None)
+        record = read_record(opened, 0, 1, None)
+        return seal_share(Envelope(self.run, self.signer), record, 0, 0, FALSE)
+
+
+def keyed(signer):
+    """What four members whom the founder lists take from the first round, with a false share that this one signs."""
+    world = Keyed(signer)
+    players = [Player(world, "a", key=KEYS["a"])]
+    players[0].turn()
+    for rate, name in enumerate("bcd", 2):
+        envelope = complete(world, read_run(None)).envelope(KEYS["a"])
+        complete(world, load_lists(envelope))
+        complete(world, change(envelope, 1, changed(envelope, name, KEYS[name].public)))
+        players.append(Player(world, name, key=KEYS[name], rate=float(rate)))
+    for player in (*players, *players):
+        player.turn()
+    together(players, 2)
+    return [(rounds_of(player)[0], player.reduce.events()) for player in players]
+
+
+def test_where_members_have_keys_a_false_share_names_who_has_made_it(monkeypatch):
+    monkeypatch.setattr(averaging, "chance", lambda: 0.0)
+    for round, events in keyed(KEYS["c"]):
+        assert len(round.members) == 4 and round.mean.tolist()[:2] == [-1.0] * 2
+        told = [e for e in events if e["event"] == "false share"]
+        assert told == [{"event": "false share", "object": share_name(0, 1, 0, 0), "by": "c"}]
+
+
+def test_a_share_of_one_who_is_not_listed_is_passed_over_and_made_again():
+    for round, events in keyed(KeyPair(bytes([9]) * 32)):
+        assert len(round.encoded) == SHARES and len(set(round.mean.tolist())) == 1 and round.mean[0] < -1
+        assert share_name(0, 1, 0, 0) in {e["object"] for e in events if e["event"] == "invalid"}
 
 
 def test_a_newcomer_makes_what_is_missing_when_all_others_are_dead(monkeypatch):

@@ -73,6 +73,17 @@ def check_round(
         raise Invalid("it names a member that is not listed")
 
 
+def signer_in(envelope: Envelope, tail: str, signer: bytes) -> str:
+    """Whose key this is in a list that was read; nobody's, if members have none of their own. Raises Invalid."""
+    if envelope.roster is None:
+        return ""
+    listed = envelope.roster.known.get(tail)
+    for name, public in listed.members.items() if listed is not None else ():
+        if public == signer:
+            return name
+    raise Invalid("its signer is not listed in this round")
+
+
 class Signed(Protocol):
     @property
     def member(self) -> str: ...
