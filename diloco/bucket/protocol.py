@@ -66,6 +66,7 @@ class FragmentProtocol:
         self.outbox = Outbox(number, layout, session)  # for the round after the one held
         self.held = self.frontier = 0
         self.fingerprint = 0  # of the state held
+        self._state: State | None = None  # the one held
         self.previous = Link()  # what the next record has to follow
         self._links: dict[int, Link] = {}  # the last ones, by index
         self.caught_up = False  # the round after the frontier was seen to be open
@@ -85,7 +86,7 @@ class FragmentProtocol:
         self._hold(state)
 
     def _hold(self, state: State) -> None:
-        self.held, self.fingerprint = state.index, state.fingerprint()
+        self.held, self.fingerprint, self._state = state.index, state.fingerprint(), state
         self.session.holds(self.number, self.held)
 
     def due(self, steps: int, scheduled: bool) -> bool:
@@ -209,7 +210,9 @@ class FragmentProtocol:
         yield from self.snapshots.tick(self.frontier, self.session.clock(), self.session.somebody_joins)
 
     def _deliver(self) -> Task[None]:
-        match (yield from self.outbox.deliver(is_open=lambda index: index == self.frontier + 1)):
+        state = self._state if self.held == self.frontier else None
+        snapshot = None if state is None else self.snapshots.naming(state, self.previous.digest)
+        match (yield from self.outbox.deliver(lambda index: index == self.frontier + 1, snapshot)):
             case Delivered(name, delta):
                 self._round.saw(name, delta)
             case Undelivered.SPOILED:

@@ -2,6 +2,7 @@
 caller's decision."""
 
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import TypeVar
 
@@ -14,6 +15,7 @@ from diloco.bucket.rounds import (
     Contribution,
     Link,
     Record,
+    delta_name,
     folder,
     heads_name,
     pieces_name,
@@ -24,7 +26,7 @@ from diloco.bucket.rounds import (
 from diloco.bucket.shares import read_heads, seal_heads
 from diloco.bucket.store.envelope import HEADER, PART, PREFIX, Answer, Envelope, Invalid, get, put
 from diloco.bucket.store.keys import Listed, version_of
-from diloco.bucket.store.lists import check_round, load_named, open_list
+from diloco.bucket.store.lists import check_round, load_named, open_list, signer_in
 from diloco.bucket.store.operations import All, List, Read, Size, Task, Work, create, together
 from diloco.codec import Float32
 
@@ -132,6 +134,22 @@ class RoundStore:
         self._envelope.roster.add(listed)
         self._changes[name] = listed
         return listed
+
+    def snapshots_named(self, record: Record) -> Task[list[str]]:
+        """The digests of the snapshots that the deltas of a round say they are against, as far as they do. Of many
+        deltas some are read, which nobody chooses."""
+        start = int(record.digest[:8], 16) % len(record.entries)
+        some = (*record.entries[start:], *record.entries[:start])[:AT_ONCE]
+        names = [delta_name(self._fragment, record.index, e.member, e.digest) for e in some]
+        answers = yield All([Read(name, 0, first=PREFIX.size + HEADER) for name in names])
+        said = []
+        for entry, name, data in zip(some, names, answers, strict=True):
+            with suppress(Invalid):
+                if data is not None:
+                    found = self._envelope.open(name, "delta", data, None, head=True)
+                    by = signer_in(self._envelope, record.previous.keys, found.signer)
+                    said += [found.text("snapshot")] if by in ("", entry.member) else []
+        return said
 
     def reaches(self, index: int) -> Task[bool]:
         """Whether the round was closed, judged by its first slot alone."""

@@ -29,6 +29,7 @@ def shorten(set_):
     set_(deltas, "LEAST", 4)
     set_(deltas, "UNIT", 2)
     set_(snapshot, "EVERY", 3)
+    set_(snapshot, "NAMED", 1)
     set_(snapshot, "KEEP", 0.0)
     set_(protocol, "BEHIND", 2)
     set_(run, "BEHIND", 2)

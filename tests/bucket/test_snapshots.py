@@ -9,10 +9,18 @@ import torch
 import diloco.bucket.snapshots as snapshots_
 import diloco.bucket.store.envelope as envelope_
 from diloco import Float32
-from diloco.bucket.deltas import layout_of
+from diloco.bucket.deltas import delta_fields, layout_of
 from diloco.bucket.round_store import RoundStore
 from diloco.bucket.rounds import Entry, Link, Record, delta_name, place_of, record_name
-from diloco.bucket.snapshots import KEEP, Snapshots, index_of, read_snapshot, seal_snapshot, superfluous
+from diloco.bucket.snapshots import (
+    KEEP,
+    Snapshots,
+    index_of,
+    read_snapshot,
+    seal_snapshot,
+    snapshot_digest,
+    superfluous,
+)
 from diloco.bucket.store.envelope import DIGEST, PREFIX, Envelope, Invalid
 from diloco.bucket.store.operations import List, Read, advance
 from diloco.reduce import State
@@ -147,6 +155,63 @@ def test_a_snapshot_that_does_not_belong_to_what_was_closed_is_not_used():
     assert reader.newest == 3
 
 
+def forged_run(named):
+    """A run of 17 rounds with a snapshot after round 16, and another one with the same values in another order, so that
+    the fingerprint is the same. The deltas of round 17 name the first or the second of them, or (None) none."""
+    world = World()
+    true, false = state(16, anchor=(1.0, 2.0, 3.0, 4.0)), state(16, anchor=(3.0, 4.0, 1.0, 2.0))
+    assert true.fingerprint() == false.fingerprint()
+    digest, link = close(world, 16)
+    both = [seal_snapshot(ENVELOPE, 0, each, digest) for each in (true, false)]
+    entries = []
+    for k, choice in enumerate(named):
+        fields = delta_fields(0, 17, f"m{k}", true.fingerprint(), 1.0) | (
+            {} if choice is None else {"snapshot": snapshot_digest(ENVELOPE, 0, (true, false)[choice], digest)}
+        )
+        delta = ENVELOPE.seal(delta_name(0, 17, f"m{k}"), "delta", fields, bytes(100_000))
+        world.objects[delta.name] = delta.body
+        entries.append(Entry(f"m{k}", delta.digest, 1.0, 1.0))
+    record = Record(0, 17, link, true.fingerprint(), "m0", tuple(entries))
+    sealed = ENVELOPE.seal(record_name(0, 17, 0), "record", *record.sealed())
+    for each in (*both, sealed):
+        world.objects[each.name] = each.body
+    rejected = []
+    reject = lambda name, reason: rejected.append(name)  # noqa: E731
+    rounds = RoundStore(0, layout_of(Float32(), 4, sharing=False), ENVELOPE, reject)
+    return world, both, Snapshots(rounds, ENVELOPE, 0, true, "", reject, 8), rejected
+
+
+@pytest.mark.parametrize("named", [(0, 0, 0), (0, 0, 1), (0, None, None), (1, 1, 0)], ids=str)
+def test_of_two_snapshots_with_one_fingerprint_that_is_used_which_most_members_have_named(named):
+    world, both, reader, rejected = forged_run(named)
+    good = max((0, 1), key=named.count)
+    found, _ = complete(world, reader.load())
+    assert found.anchor.tolist() == [[1.0, 2.0, 3.0, 4.0], [3.0, 4.0, 1.0, 2.0]][good]
+    del world.objects[both[good].name]
+    assert complete(world, reader.load()) is None and both[1 - good].name in rejected
+
+
+def test_where_nobody_names_a_snapshot_the_fingerprint_decides():
+    world, _, reader, rejected = forged_run((None, None))
+    assert complete(world, reader.load())[0].index == 16 and not rejected
+
+
+def test_a_snapshot_that_can_be_named_comes_before_newer_ones():
+    world = World()
+    for index in (16, 20):
+        complete(world, snapshots().store(state(index), close(world, index)[0]))
+    assert complete(world, snapshots().load())[0].index == 16
+    assert complete(world, snapshots().load(17))[0].index == 20
+
+
+def test_the_digest_of_a_snapshot_is_that_in_its_name(monkeypatch):
+    for part in (1 << 20, 12, 7):
+        monkeypatch.setattr(envelope_, "PART", part)
+        for outer in ((3.0,), (0.0,), ()):
+            each = state(16, outer=outer)
+            assert snapshot_digest(ENVELOPE, 0, each, "r") == seal_snapshot(ENVELOPE, 0, each, "r").digest
+
+
 def test_a_snapshot_of_another_branch_is_not_used():
     """A key holder has put a second record of round 3, behind the first, and a snapshot that names it."""
     world, rejected = World(), []
@@ -218,15 +283,17 @@ def test_a_name_that_is_not_one_of_ours_harms_no_collection(name):
     assert superfluous([name + "0" * 64, delta_name(0, 1, "a", "0" * 64)], 0, 9) == [delta_name(0, 1, "a", "0" * 64)]
 
 
-def test_one_is_due_when_the_rounds_since_weigh_enough():
+@pytest.mark.parametrize(("named", "first"), [(1, 8), (5, 10), (snapshots_.NAMED, 16)])
+def test_one_is_due_when_the_rounds_since_weigh_enough_and_others_can_name_it(named, first, monkeypatch):
     """Two members: a delta of 8 bytes, a snapshot of 12, so that 20 times its bytes are moved after 8 rounds."""
+    monkeypatch.setattr(snapshots_, "NAMED", named)
     own, due = snapshots(), []
     own.newest = 0
-    for index in range(1, 10):
+    for index in range(1, 20):
         own.followed(Record(0, index, Link(), 7, "a", (Entry("a", "", 1.0, 1.0), Entry("b", "", 1.0, 1.0))))
         own.consider(state(index), "record", wanted=-1, first=True, now=0.0, grace=1.0)
         due += [index] * (own._waiting is not None)
-    assert due[0] == 8
+    assert due[0] == first
 
 
 def test_one_is_due_when_it_is_wanted_and_not_there_and_the_closer_of_the_round_puts_it():

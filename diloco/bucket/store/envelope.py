@@ -12,7 +12,7 @@ import hashlib
 import hmac
 import json
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,16 +102,20 @@ class Envelope:
 
     def seal(self, name: str, kind: str, fields: Mapping[str, Any], payload: bytes = b"") -> Sealed:
         pieces = [payload[at : at + PART] for at in range(0, len(payload), PART)]
-        sums = [hashlib.sha256(piece).hexdigest() for piece in pieces]
-        head = {"protocol": PROTOCOL, "run": self.run, "kind": kind, "size": len(payload), "sha256": sums, **fields}
-        header = json.dumps(head, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
-        if len(header) > HEADER:
-            raise ValueError(f"a header of {len(header)} bytes; {HEADER} are allowed")
-        digest = hashlib.sha256(header).hexdigest()
+        header, digest = self.header(kind, fields, payload)
         name = name.replace(DIGEST, digest)
         inline = len(pieces) < 2
         body = PREFIX.pack(MAGIC, len(header), self._sign(self.run, name, header)) + header
         return Sealed(name, digest, body + payload if inline else body, () if inline else tuple(pieces))
+
+    def header(self, kind: str, fields: Mapping[str, Any], *payload: bytes | memoryview) -> tuple[bytes, str]:
+        """The header of an object and its digest. The payload may be given in pieces."""
+        size = sum(map(len, payload))
+        head = {"protocol": PROTOCOL, "run": self.run, "kind": kind, "size": size, "sha256": _sums(payload), **fields}
+        header = json.dumps(head, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+        if len(header) > HEADER:
+            raise ValueError(f"a header of {len(header)} bytes; {HEADER} are allowed")
+        return header, hashlib.sha256(header).hexdigest()
 
     def open(self, name: str, kind: str, data: Answer, size: int | None, *, head: bool = False) -> Opened:
         """Check everything except parts. `size`: the exact size of the payload; None: at most one part. `head`: the
@@ -185,6 +189,20 @@ class Envelope:
         if self.key is not None and not hmac.compare_digest(signature, self._sign(run, name, header)):
             raise Invalid("it is not signed with the key of this run")
         return b""
+
+
+def _sums(payload: Iterable[bytes | memoryview]) -> list[str]:
+    """The checksum of each part."""
+    sums, room = [], 0
+    for piece in payload:
+        rest = memoryview(piece)
+        while len(rest):
+            if not room:
+                sums.append(hashlib.sha256())
+                room = PART
+            sums[-1].update(rest[:room])
+            room, rest = room - len(rest[:room]), rest[room:]
+    return [each.hexdigest() for each in sums]
 
 
 def _signed(run: str, name: str, header: bytes) -> bytes:
