@@ -55,15 +55,15 @@ def streaming(
     """Fragment after fragment by the library's schedule."""
     check_overlap(overlap, sync_every)
     schedule = Schedule(sync_every, len(fragments))
-    due: dict[int, Sequence[Message]] = {}
-    for step in range(sync_every, 2 * sync_every):
-        sent = [fragments[f] for f in schedule.sends(step)]
-        due[step % sync_every] = (
-            [(0, count_values(f)) for f in sent] if by_fragment else _descending(m for f in sent for m in f)
-        )
+    due: dict[int, list[Message]] = {}
+    for number, fragment in enumerate(fragments):
+        messages = [(0, count_values(fragment))] if by_fragment else fragment
+        due.setdefault(schedule.offset(number), []).extend(messages)
+    if not by_fragment:
+        due = {offset: _descending(messages) for offset, messages in due.items()}
 
     def sends(step: int) -> Sequence[Message]:
-        return due[step % sync_every] if step >= sync_every else ()  # first after a full sync_every
+        return due.get(step % sync_every, ()) if step >= sync_every else ()  # first after a full sync_every
 
     return Method(layers, sends, nbytes, sync_every, overlap, reduce, by_fragment, first=sync_every)
 
