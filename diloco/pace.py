@@ -44,7 +44,7 @@ class Pace:
 
     def __init__(self, overlap: int, fragments: int, sync_every: int) -> None:
         self.most = max(min(SAFE_OVERLAP, sync_every - 1), 0)
-        self.overlap = min(overlap, self.most)
+        self.overlap = min(max(overlap, 1), self.most)  # with 0 every round would be waited for
         self._least_apart: deque[float] = deque(maxlen=4 * fragments)
         self._flights: deque[tuple[float, bool]] = deque(maxlen=2 * fragments)  # (steps that it took, waited for)
 

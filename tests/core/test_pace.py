@@ -129,3 +129,9 @@ def test_auto_is_refused_where_the_ranks_of_a_replica_need_equal_weights():
         DiLoCo(torch.nn.Linear(2, 2), overlap="auto", reduce=reduce)
     with pytest.raises(ConfigError, match=r"""overlap='often': give a whole number of steps, at least 0, or "auto"$"""):
         DiLoCo(torch.nn.Linear(2, 2), overlap="often", reduce=Script())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("first", "sync_every", "taken"), [(0, 30, 1), (2, 30, 2), (9, 30, 5), (3, 2, 1), (0, 1, 0)])
+def test_it_begins_within_what_it_may_choose(first, sync_every, taken):
+    """A planner may ask for 0 where a round is short beside a step."""
+    assert Pace(first, 4, sync_every).overlap == taken

@@ -1,5 +1,6 @@
 """Fleets whose chips fail: closed form and event simulation agree, and come near what was published."""
 
+import html
 import json
 import math
 import re
@@ -203,7 +204,7 @@ def test_the_commands_of_the_page_run_as_they_stand_there(tmp_path):
 def test_the_page_has_the_answer_and_the_tables_beside_the_curves(tmp_path, capsys):
     words = ["--chips", "64k", "--mtbf", "1y", "--members", "2", "8", "--days", "1", "--plot"]
     assert main(["fleet", *words, str(tmp_path / "fleet.html")]) == 0
-    page = (tmp_path / "fleet.html").read_text()
+    page = html.unescape((tmp_path / "fleet.html").read_text())
     assert " ".join(capsys.readouterr().out.partition("\n\n")[0].split()) in page
     assert "Elastic groups: a member goes on" in page and "your fleet, 64 k chips" in page
     assert page.count('<th scope="col">goodput</th>') == 2
