@@ -4,6 +4,8 @@ BIN := .venv/bin
 JOBS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 export PIP_CONSTRAINT := constraints.txt
+# Images often set this. The tests start many interpreters, and each would compile all that it imports.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help demo picture docs test test-frameworks test-slurm test-fast lint format wheel sanitize browser bench netlab autopilot bucket scale chaos parity parity-quick clean
 

@@ -79,6 +79,7 @@ def test_one_wrong_bit_costs_one_jump_and_a_later_one_another(monkeypatch):
     assert bad.held[0] >= good.held[0] - 1 and len(jumps(bad)) == 2
 
 
+@pytest.mark.slow
 def test_who_was_far_behind_jumps_once(monkeypatch):
     """What follows the snapshot is followed from there: 7 rounds are no reason to jump again."""
     monkeypatch.setattr(snapshot, "EVERY", 10)

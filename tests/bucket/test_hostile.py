@@ -93,6 +93,7 @@ def test_an_object_that_the_store_refuses_to_read_is_named_once_and_the_round_cl
     assert min(a.held) > 3 and sorted(named(a)) == sorted(refused)
 
 
+@pytest.mark.slow
 def test_thousands_of_garbage_slots_and_deltas_delay_a_round_and_are_named_once():
     world = World(1)
     a = Player(world, "a")

@@ -13,6 +13,7 @@ def together(member):
     return sum(len(round.members) == 2 for round in member.rounds) / len(member.rounds)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("steps", "uploads"),
     [((0.1, 0.1), (1.5, 1.5)), ((0.1, 0.1), (0.0, 1.5)), ((0.1, 1.0), (0.0, 0.0)), ((0.05, 0.05), (1.5, 1.5))],
@@ -47,6 +48,7 @@ def test_the_grace_is_capped_whatever_another_says():
     assert a.player.reduce.session.grace(4) == LONGEST_GRACE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("late", [3, 6, 9])
 def test_in_strict_pace_one_that_joins_off_phase_is_in_all_rounds_from_then_on(late, tmp_path):
     """Each would wait for the other with another fragment."""

@@ -253,6 +253,7 @@ def test_without_slots_a_bad_closing_record_would_squat_the_round_for_ever(monke
         alone(bad, "a", [0] * FRAGMENTS)
 
 
+@pytest.mark.slow
 def test_one_that_was_late_once_is_waited_for_again():
     """Two equal members: b misses a round, and from then on always comes just after a. Rounds that wait for all that
     live bring it back; without them a, which no longer waits for b, would close every round alone."""

@@ -34,16 +34,17 @@ def test_one_listing_serves_all_fragments(fragments):
     a = Player(world, "a")
     a.turn()
     world.count.clear()
-    for _ in range(50):
+    for _ in range(30):
         a.turn()
         a.step()
         world.now += 0.4
     rounds = sum(a.held)
     assert min(a.held) > 5
-    assert world.count["List", "rounds/"] <= 50 + 2 * rounds + 2
+    assert world.count["List", "rounds/"] <= 30 + 2 * rounds + 2
     assert not [key for key in world.count if key[0] == "List" and key[1].startswith("rounds/0")]
 
 
+@pytest.mark.slow
 def test_listings_do_not_grow_with_the_rounds_of_a_run():
     world = Counting(1)
     a = Player(world, "a")

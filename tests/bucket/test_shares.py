@@ -374,6 +374,7 @@ def test_a_record_that_lies_about_heads_does_not_count():
     assert lies and {e["by"] for e in lies} == {"a"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"pace": "strict"}], ids=str)
 def test_four_members_over_a_folder_share_and_agree(tmp_path, monkeypatch, options):
     monkeypatch.setattr(deltas, "LEAST", 64)

@@ -98,6 +98,7 @@ def test_encoding_leaves_its_input_alone(c):
     assert torch.equal(c.decode(payload, len(x)), c.decode(c.encode(before), len(x)))
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(x=hnp.arrays("float32", st.integers(1, 600), elements=st.floats(2.0**-10, 2.0**10, width=32)), data=st.data())
 def test_e3m0_goes_to_the_nearest_power_of_two(x, data):

@@ -23,6 +23,7 @@ class Watched(Nesterov):
         super().step(anchor, delta, state, stage)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # in the compiler itself
 def test_a_compiled_optimizer_step_does_not_compile_the_outer_step():
     def loop(reduce):

@@ -113,6 +113,7 @@ def _check_change(results):
     assert sends[2] == [10, 16, 24, 34]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replicas", [2, 4])
 def test_replicas_with_different_overlaps_change_at_the_same_step_and_stay_equal(replicas):
     _check_change(local.run(replicas, lambda r: _changing(r.replica, 39, r, overlap=(1, 5, 3, 0)[r.replica])))

@@ -10,7 +10,7 @@ from pathlib import Path
 from diloco.cli.train import _dashboard
 from diloco.flags import parse
 from diloco.runs.config import TrainConfig
-from tests.support.commands import HANG, start_program
+from tests.support.commands import HANG, start, wait_for
 
 TEXT = (Path(__file__).parents[2] / "docs/dashboard.md").read_text()
 COMMANDS = [shlex.split(line) for line in re.findall(r"^\$ (diloco .*)", TEXT, re.MULTILINE)]
@@ -26,15 +26,15 @@ def test_the_commands_are_valid_and_the_pictures_are_there() -> None:
 
 
 def test_the_command_serves_until_it_is_interrupted(finished: Path) -> None:
-    server = start_program(finished.parent, *COMMANDS[0][1:2], finished, "--port", "0")
-    assert server.stdout is not None
-    address = re.search(r"http://127\.0\.0\.1:\d+/", server.stdout.readline())
-    assert address, server.communicate(timeout=HANG)
+    server = start(finished.parent, *COMMANDS[0][1:2], finished, "--port", "0")
+    wait_for(lambda: "\n" in server.said()[0], server)
+    address = re.search(r"http://127\.0\.0\.1:\d+/", server.said()[0])
+    assert address
     with urllib.request.urlopen(address[0], timeout=HANG) as answer:
         assert "<title>demo – diloco</title>" in answer.read().decode()
     server.send_signal(signal.SIGINT)
-    out, err = server.communicate(timeout=HANG)
-    assert (server.returncode, out, err) == (130, "", "")
+    out, err = server.communicate()
+    assert (server.returncode, out.count("\n"), err) == (130, 1, "")
 
 
 def test_training_serves_its_own_run_if_it_is_asked_to(tmp_path: Path, capsys) -> None:

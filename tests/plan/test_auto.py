@@ -17,6 +17,7 @@ FACTS = Facts(step_seconds=0.05, rate=9e6, round_trip=0.001, hook_ns=1.0,
               codec_ns={"e3m0": 2.0, "twobit": 8.0, "float32": 1.0})  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mbit", [1, 3, 6, 9, 18, 100, 1000])
 def test_the_choice_is_within_one_percent_of_the_best_of_all_settings_that_it_may_take(mbit):
     facts = replace(FACTS, rate=mbit * 1e6)
@@ -27,6 +28,7 @@ def test_the_choice_is_within_one_percent_of_the_best_of_all_settings_that_it_ma
     assert choice.utilization >= 0.99 * best
 
 
+@pytest.mark.slow
 def test_a_slower_link_gets_a_larger_sync_every_and_then_a_smaller_codec():
     chosen = [pick(MODEL, replace(FACTS, rate=mbit * 1e6), 2, Limits()).settings for mbit in (100, 9, 3, 0.7)]
     assert [s.sync_every for s in chosen] == sorted(s.sync_every for s in chosen)
@@ -77,6 +79,7 @@ def test_a_change_must_be_worth_it(mbit, held, wished):
     assert found == wished and (chosen is None or chosen.codec == "e3m0")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mbit", [3, 9, 18, 100, 1000])
 def test_the_first_fragments_leave_room_for_a_slower_link_and_cost_nothing_on_this_one(mbit):
     facts = replace(FACTS, rate=mbit * 1e6)

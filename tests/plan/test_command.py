@@ -48,6 +48,7 @@ def test_the_recommendation_is_within_one_percent_of_the_best(name, group, rate)
     assert choice.settings.overlap <= 5 and choice.settings.sync_every <= 300
 
 
+@pytest.mark.slow
 def test_a_fast_link_gets_gentle_settings_and_a_slow_one_the_widest():
     model = model_of_preset("1b")
     fast = choose(model, Group(1.0), Link.same(1e11), Limits()).settings
@@ -170,6 +171,7 @@ def test_a_bucket_has_a_price(capsys):
     assert row["price_per_day"] == pytest.approx(2 * periods * (read + 20 * (2 * 0.005 + 2 * 0.0004) / 1000), rel=1e-4)
 
 
+@pytest.mark.slow
 def test_a_plan_with_top_k_has_plain_sgd_and_says_from_how_many_replicas_on_e3m0_sends_less(tmp_path, capsys):
     path = tmp_path / "recipe.toml"
     for replicas, said in ((35, False), (36, True)):
@@ -180,6 +182,7 @@ def test_a_plan_with_top_k_has_plain_sgd_and_says_from_how_many_replicas_on_e3m0
     assert (config.codec, config.outer, config.outer_lr) == ("topk", "sgd", None)
 
 
+@pytest.mark.slow
 def test_a_link_that_does_not_suffice_is_told_what_top_k_would_give(capsys):
     for link, told in (("1mbit", True), ("1gbit", False)):
         main(PlanConfig(**GIVEN | {"link": (link,)}, json=True))
@@ -209,6 +212,7 @@ def test_the_recipe_is_one_that_train_accepts(tmp_path, capsys):
     assert all(comment.startswith("# ") and len(comment) > 2 for comment in lines[::2])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ending", ["html", "svg", "png"])
 def test_plots_are_drawn(tmp_path, capsys, ending):
     path = tmp_path / f"out.{ending}"

@@ -115,6 +115,7 @@ def test_the_spares_that_are_chosen_are_the_best_ones():
     assert max(tried, key=tried.__getitem__) == best > slices * 0.005
 
 
+@pytest.mark.slow
 def test_nine_published_cells_are_met_with_one_set_of_assumptions():
     cells = paper.cells()
     assert len(cells) == 9

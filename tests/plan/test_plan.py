@@ -95,6 +95,7 @@ def closed_streaming(step_seconds, rounds, sync_every, overlap):
     return sync_every * step_seconds / (sync_every * step_seconds + waited)
 
 
+@pytest.mark.slow
 def test_table_4_is_reproduced_and_in_time(monkeypatch):
     """In time: each row is one simulation of 400 steps (or two periods), for all rates of the grid at once."""
     steps = count_steps(monkeypatch)
@@ -105,11 +106,13 @@ def test_table_4_is_reproduced_and_in_time(monkeypatch):
     assert max(cell.steps for cell in cells) <= 1
 
 
+@pytest.mark.slow
 def test_table_4_with_nominal_sizes():
     exact, near, count = paper.score(paper.table_4(1.0))
     assert exact >= 65 and near == count == 75
 
 
+@pytest.mark.slow
 def test_other_tables_of_the_same_simulator():
     cells = paper.other_tables()
     eager = [cell for cell in cells if cell.table.startswith("2502")]
@@ -142,6 +145,7 @@ def test_the_paper_sees_little_gain_beyond_an_overlap_of_five():
     assert found[20] == pytest.approx(found[5], rel=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CROSSINGS)
 def test_crossing_points_are_those_of_an_independent_program(name):
     parameters, layers, seconds = paper.SIZES[name]
@@ -180,6 +184,7 @@ def test_the_fast_simulation_is_the_papers_rules(data):
     )
 
 
+@pytest.mark.slow
 @given(st.floats(0.01, 30), st.integers(1, 120), st.integers(1, 10**11), rates, st.integers(2, 300))
 @patient
 def test_closed_forms_of_data_parallel_and_diloco(seconds, layers, parameters, rate, sync_every):
@@ -195,6 +200,7 @@ def test_closed_forms_of_data_parallel_and_diloco(seconds, layers, parameters, r
     assert utilization(deltas, group, link)[0] == pytest.approx(expected, rel=1e-9)
 
 
+@pytest.mark.slow
 @given(st.floats(0.01, 30), st.lists(st.integers(1, 10**9), min_size=1, max_size=12), rates, st.data())
 @patient
 def test_closed_form_of_streaming_in_turn(seconds, values, rate, data):
@@ -265,6 +271,7 @@ def test_exact_at_zero_and_infinite_bandwidth(each, seconds):
     assert simulate(each, Group(seconds), Link.same(0.0), 2 * each.period)[0] == 0
 
 
+@pytest.mark.slow
 @given(streamings(), st.floats(0.01, 1), st.floats(1e8, 1e11))
 @few
 def test_a_run_without_end_is_the_limit_of_long_runs(each, seconds, rate):
@@ -394,6 +401,7 @@ def test_goodput_agrees_with_a_simulated_year(least):
     assert outcome(fleet, replicas, elastic=False).goodput == pytest.approx(expected, rel=0.01)
 
 
+@pytest.mark.slow
 def test_replicas_that_fail_cost_less_if_the_others_do_not_wait_for_them(capsys):
     def goodput(**given):
         plan = {"model": "1b", "step_seconds": "1", "link": ("1gbit",), "codec_ns": 0.0, "hook_ns": 0.0, "replicas": 8}

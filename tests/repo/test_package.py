@@ -117,6 +117,7 @@ def imported(path: Path) -> set[str]:
     return {name.partition(".")[0] for name in found}
 
 
+@pytest.mark.slow
 def test_each_tree_imports_only_what_is_below_it():
     allowed = {"diloco": set(), "examples": set(), "tests": {"studies"}, "benchmarks": {"studies", "tests"},
                "studies": {"benchmarks", "tests"}}  # fmt: skip

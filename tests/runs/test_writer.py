@@ -99,6 +99,7 @@ def test_the_keys_on_disk_are_those_that_earlier_runs_have(tmp_path, clock):
     assert replica.rounds == (ROUND, replace(ROUND, sent_step=None, counted=False))
 
 
+@pytest.mark.slow
 @given(st.one_of(st.builds(Step), st.builds(Evaluation), st.builds(Round), st.builds(Event, details=st.just({"x": 1}))))
 def test_every_record_is_read_as_it_was_written(record):
     if isinstance(record, Event) and record.event == "round":

@@ -57,6 +57,7 @@ def test_each_fault_does_harm_and_nothing_remains_of_it(server, fault):
     assert len(store.attempt(Read("x", 100))) == 100
 
 
+@pytest.mark.slow
 def test_a_few_events_harm_nothing():
     found = campaign("s3", events=6, seed=3, clocks=False)
     assert sum(found["events"].values()) == 6

@@ -68,12 +68,12 @@ class Command:
     def wait(self, timeout: float = HANG) -> int:
         self._process.join(timeout)
         if self.returncode is None:
-            raise subprocess.TimeoutExpired("diloco", timeout, *self._said())
+            raise subprocess.TimeoutExpired("diloco", timeout, *self.said())
         return self.returncode
 
     def communicate(self, timeout: float = HANG) -> tuple[str, str]:
         self.wait(timeout)
-        return self._said()
+        return self.said()
 
     def send_signal(self, number: int) -> None:
         os.kill(self.pid, number)
@@ -81,7 +81,7 @@ class Command:
     def kill(self) -> None:
         self._process.kill()
 
-    def _said(self) -> tuple[str, str]:
+    def said(self) -> tuple[str, str]:
         out, err = self._folder / "out", self._folder / "err"
         return (out.read_text() if out.exists() else "", err.read_text() if err.exists() else "")
 
@@ -96,9 +96,7 @@ class _Fork:
         self.pid = os.fork()
         if self.pid == 0:
             os.setsid()
-            for number in (signal.SIGTERM, signal.SIGHUP):
-                signal.signal(number, signal.SIG_DFL)
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+            _hear_signals()
             os.environ.clear()
             os.environ.update(env)
             _execute(stdout.fileno(), stdout.fileno(), main, list(words))
@@ -129,8 +127,16 @@ def _short_sample(model: Any, tokenizer: Any, prompt: str, count: int, *rest: An
     return sample(model, tokenizer, prompt, min(count, 5), *rest)
 
 
+def _hear_signals() -> None:
+    """As in a terminal, also if the tests run in the background or under nohup, where signals are ignored."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def _be_command(place: Path, folder: Path, env: dict[str, str], file_limit: int | None, main: Any, args: Any) -> None:
     torch.set_num_threads(1)
+    _hear_signals()
     os.environ.clear()
     os.environ.update(env)
     os.chdir(place)

@@ -21,7 +21,7 @@ def events(folder, kind):
 
 
 def test_auto_measures_chooses_says_why_and_the_run_goes_on_and_is_resumed(place):
-    code, _, err = run(place, "train", *WORDS, "--steps", "40", "--codec", "float8", "--name", "auto")
+    code, _, err = run(place, "train", *WORDS, "--steps", "20", "--codec", "float8", "--name", "auto")
     assert code == 0, err
     folder = place / "runs" / "auto"
     [chosen] = events(folder, "autopilot")
@@ -39,10 +39,10 @@ def test_auto_measures_chooses_says_why_and_the_run_goes_on_and_is_resumed(place
     assert all(r.overlap is not None and 1 <= r.overlap <= 5 for r in recorded.replicas[0].rounds)
     assert json.loads((folder / "summary.json").read_text())["predicted_utilization"] > 0
 
-    code, _, err = run(place, "train", "--resume", "--name", "auto", "--steps", "60")
+    code, _, err = run(place, "train", "--resume", "--name", "auto", "--steps", "25")
     assert code == 0, err
     assert len(events(folder, "autopilot")) == 1  # the settings were chosen once
-    assert read(folder).replicas[0].steps[-1].step == 60
+    assert read(folder).replicas[0].steps[-1].step == 25
 
 
 def test_what_is_given_is_kept_here_in_a_recipe_and_from_before(tmp_path):
@@ -79,8 +79,8 @@ def test_a_wrong_overlap_says_what_may_be_given():
         parse(TrainConfig, ["--overlap", "often"])
 
 
-def test_a_member_of_a_bucket_adapts_its_own_overlap_only(place):
-    words = [*WORDS, "--steps", "20", "--sync-every", "10", "--bucket", str(place / "bucket"), "--member", "a"]
+def test_a_member_of_a_bucket_adapts_its_own_overlap_only(place, tmp_path):
+    words = [*WORDS, "--steps", "20", "--sync-every", "10", "--bucket", tmp_path, "--member", "a"]
     code, _, err = run(place, "train", *words, "--replicas", "1", "--name", "auto-member")
     assert code == 0, err
     assert "with a Bucket, sync_every, fragments and codec stay as given" in err

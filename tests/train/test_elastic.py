@@ -116,7 +116,7 @@ def test_one_that_returns_with_nothing_sees_other_windows_and_one_that_resumes_g
 
 
 def test_the_ranks_of_a_member_are_started_by_torchrun(place):
-    words = training("sharded-a", "--shards", 2, "--bucket", "sharded", "--member", "a", "--steps", 20)
+    words = training("sharded-a", "--shards", 2, "--bucket", "sharded", "--member", "a", "--steps", 10)
     results = [ended(process) for process in start_ranks(place, 2, main, [str(word) for word in words])]
     assert [code for code, _, _ in results] == [0, 0], results
     assert re.search(r"created run \w+, as a", results[0][2])

@@ -138,6 +138,7 @@ def test_the_vocabulary_of_the_tokenizer_replaces_that_of_the_preset():
     assert build("tiny", 999, 64, seed=0)(_tokens(1, 4)).shape == (1, 4, 999)
 
 
+@pytest.mark.slow
 def test_it_learns_a_sequence_by_heart():
     model, tokens = _small(), _tokens(2, 17)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

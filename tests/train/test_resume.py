@@ -126,16 +126,17 @@ def test_one_dead_process_stops_all_with_its_reason_on_the_last_line(place):
 
 
 def test_sharded_replicas_with_accumulation_save_export_and_resume(place):
-    words = ["--shards", "2", "--batch", "8", "--accumulate", "2", "--save-every", "7", "--eval-tokens", "512"]
-    code, out, err = train(place, "sharded", "--steps", "8", *words, "--json")
+    words = ["--shards", "2", "--batch", "8", "--accumulate", "2", "--save-every", "3", "--eval-tokens", "512",
+             "--sync-every", "3", "--overlap", "1"]  # fmt: skip
+    code, out, err = train(place, "sharded", "--steps", "4", *words, "--json")
     assert code == 0, err
-    code, out, err = run_here(place, "export", "runs/sharded", "--to", "from-shards", "--step", "7")
+    code, out, err = run_here(place, "export", "runs/sharded", "--to", "from-shards", "--step", "3")
     assert (code, out) == (0, "from-shards\n"), err
-    check_anchors(place, "from-shards", weights(place, "sharded", 7), shards=2)
-    code, out, err = train(place, "sharded", "--steps", "10", *words, "--resume", "--json")
+    check_anchors(place, "from-shards", weights(place, "sharded", 3), shards=2)
+    code, out, err = train(place, "sharded", "--steps", "5", *words, "--resume", "--json")
     assert code == 0, err
-    assert json.loads(out)["steps"] == 10
-    assert list(losses(place, "sharded")) == list(range(1, 11))
+    assert json.loads(out)["steps"] == 5
+    assert list(losses(place, "sharded")) == list(range(1, 6))
 
 
 def test_a_run_whose_config_knows_fewer_settings_resumes_with_their_defaults(place, whole):
