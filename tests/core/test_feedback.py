@@ -203,3 +203,54 @@ def test_feedback_brings_what_a_coarse_codec_would_never_send():
     without, kept = (local.run(1, lambda reduce, f=f: drift(reduce, f))[0] for f in (0.0, 1.0))
     assert without == 0
     assert kept == pytest.approx(1.0, rel=0.05)
+
+
+def published(starts, rounds, sync_every, decay=0.95):
+    """SparseLoCo as in its paper (arXiv 2508.15706), with outer learning rate 1: e ← β·e + Δ; send the quantised
+    largest 64 of each 4,096 of e; e ← e − sent; θ ← θ − mean of what was sent."""
+    theta, errors = starts.clone(), [torch.zeros_like(starts) for _ in range(2)]
+    for index in range(rounds):
+        sent = []
+        for replica in range(2):
+            here = theta.clone()
+            for step in range(sync_every):
+                here -= pull(here, replica, index * sync_every + step)
+            e = decay * errors[replica] + (theta - here)
+            values = unpack(TopK(), pack(TopK(), e), len(e))
+            largest = torch.cat([at * 4096 + c.abs().topk(-(-len(c) * 64 // 4096)).indices
+                                 for at, c in enumerate(e.split(4096))])  # fmt: skip
+            assert set(values.nonzero().flatten().tolist()) == set(largest.tolist())
+            errors[replica] = e - values
+            sent.append(values)
+        theta = theta - (sent[0] + sent[1]) / 2
+    return theta
+
+
+def pull(weights, replica, step):
+    """A replica's inner update: to a point of its own, with noise."""
+    random = torch.Generator().manual_seed(1000 * replica + step)
+    return 0.05 * (weights - 1 - replica + torch.randn(len(weights), generator=random))
+
+
+def test_top_k_with_outer_sgd_is_the_published_algorithm():
+    n, rounds, sync_every = 10_000, 6, 3
+    start_at = torch.randn(n, generator=torch.Generator().manual_seed(1))
+
+    def loop(reduce):
+        model = torch.nn.Linear(n, 1, bias=False)
+        torch.nn.utils.vector_to_parameters(start_at.clone(), model.parameters())
+        diloco = DiLoCo(model, reduce=reduce, sync_every=sync_every, overlap=0, codec=TopK(), outer=SGD(1.0),
+                        fragments=Balanced(1))  # fmt: skip
+        diloco.join()
+        for step in range(rounds * sync_every):
+            with torch.no_grad():
+                model.weight[0] -= pull(model.weight[0], reduce.replica, step)
+            diloco.step()
+        found = anchors(diloco)
+        diloco.finish()
+        return found
+
+    expected = published(start_at, rounds, sync_every)
+    assert (expected != start_at).float().mean() < rounds * 2 * 64 / 4096 * 1.01
+    for found in local.run(2, loop):
+        torch.testing.assert_close(found, expected)
