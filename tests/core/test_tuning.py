@@ -1,6 +1,7 @@
 """sync_every and codec change in mid-run: one rule, the same decision and the same step everywhere, exact resume."""
 
 import io
+from functools import cache
 
 import pytest
 import torch
@@ -174,11 +175,16 @@ def _resumed(replica, saved, at, last, reduce, overlap=2):
     return flat(model), diloco.tuning.held
 
 
+@cache
+def _whole(wishes):
+    return local.run(2, lambda r: _changing(r.replica, 36, r, wishes=wishes))
+
+
 @pytest.mark.parametrize("at", [5, 18, 19, 21, 23, 26, 30, 33])
 def test_a_run_resumes_exactly_before_the_wish_and_after_the_change(at):
     """At 19 and 21 deltas of the old codec are in flight, at 33 residuals of the new one are held."""
     wishes = (8, OTHER) if at > 12 else ()
-    whole = local.run(2, lambda r: _changing(r.replica, 36, r, wishes=wishes))
+    whole = _whole(wishes)
     again = local.run(2, lambda r: _resumed(r.replica, whole[r.replica]["saves"][at], at, 36, r))
     for (weights, held), expected in zip(again, whole, strict=True):
         assert held == expected["held"] == (OTHER if wishes else Terms(6, "e3m0"))
