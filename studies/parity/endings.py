@@ -1,4 +1,4 @@
-"""How runs end: when the learning rate ends before the run does, and what `finish()` leaves.
+"""How short runs end: with few rounds, with no learning rate left, and with what `finish()` leaves.
 
 python -m studies.parity.endings adds the missing lines of endings.jsonl, some minutes of a core;
 python -m studies.parity.page writes them into docs/parity.md.
@@ -7,6 +7,7 @@ python -m studies.parity.page writes them into docs/parity.md.
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from math import nan
 from pathlib import Path
 from statistics import fmean
 
@@ -30,11 +31,23 @@ FINISHES = [
 """At the end of the 190 steps one of the two fragments was just sent, the other ten steps ago."""
 
 
+_few = Short(steps=200, sync_every=5, decay="linear")
+FEW = {
+    "one replica alone": replace(_few, outer=ALONE),
+    "4 bits (E3M0), default rule": _few,
+    "4 bits (E3M0), plain averaging": replace(_few, outer="sgd"),
+    "2 bits with feedback 0.9, default rule": replace(_few, codec="twobit"),
+    "top-k with feedback 0.95, plain averaging": replace(_few, codec="topk", outer="sgd"),
+}
+"""Codecs in a run of 40 rounds."""
+
+
 def schedules(inner: Inner, decay: str, outer: str) -> list[Short]:
     return [Short(inner=inner, decay=decay, outer=outer, seed=seed) for seed in SEEDS]
 
 
 def wanted() -> Iterator[Short]:
+    yield from FEW.values()
     for inner in INNERS:
         for decay in DECAYS:
             for outer in RULES:
@@ -57,10 +70,11 @@ def section(results: Results) -> str:
     rows: list[tuple[Inner, str]] = [(inner, decay) for inner in INNERS for decay in DECAYS
             if all(short.key in results for outer in RULES for short in schedules(inner, decay, outer))]  # fmt: skip
     ends = [short for short in FINISHES if {short.key, _stepped(short).key} <= results.keys()]
-    missing = len(INNERS) * len(DECAYS) - len(rows) + len(FINISHES) - len(ends)
+    few = [name for name, short in FEW.items() if short.key in results]
+    missing = len(INNERS) * len(DECAYS) - len(rows) + len(FINISHES) - len(ends) + len(FEW) - len(few)
     left = f"; {missing} rows are not measured yet" if missing else ""
-    parts = [_schedules(rows, results) if rows else "", _finishes(ends, results) if ends else ""]
-    return "\n\n".join((*(part.strip() for part in parts), f"`python -m studies.parity.endings` measures both{left}."))
+    parts = [_schedules(rows, results) if rows else "", _finishes(ends, results) if ends else "", _codecs(few, results)]
+    return "\n\n".join((*(part.strip() for part in parts), f"`python -m studies.parity.endings` measures these{left}."))
 
 
 def _loss(inner: Inner, decay: str, outer: str, results: Results) -> float:
@@ -118,9 +132,29 @@ def _finishes(ends: list[Short], results: Results) -> str:
 **What `finish()` leaves.** 0.82M parameters, AdamW at 0.002, 190 steps, sync_every 20, two fragments; one seed. In the
 last round the anchors become the mean of the replicas, within what four bits lose. That ends at most {lost:+.2f} % from
 the better of the anchors before it and the mean; a step of the outer rule, as in every other round, up to
-{before:+.2f} %.
+{before:+.2f} %. A round that is under way when `finish()` is called ends by the outer rule, like those before it: with
+a fixed momentum of 0.9 and no learning rate left (AdamW, to 0 at half of the run) that alone costs
+{_under_way(results)}.
 
 {table(head, lines)}
+"""
+
+
+def _under_way(results: Results) -> str:
+    shorts = [short for short in schedules("adamw", "half", FIXED) if short.key in results]
+    return f"{fmean(_lost(short, results) for short in shorts):+.1f} %" if shorts else "more"
+
+
+def _codecs(few: list[str], results: Results) -> str:
+    losses = {name: results[FEW[name].key]["final"] for name in few}
+    usual = losses.get("4 bits (E3M0), default rule", nan)
+    lines = [(name, f"{loss:.3f}", f"{100 * (loss / usual - 1):+.1f}") for name, loss in losses.items()]
+    return f"""
+**Few rounds.** 0.09M parameters, AdamW, learning rate linear to 0, {_few.steps} steps, sync_every {_few.sync_every}:
+{_few.steps // _few.sync_every} rounds; one seed. Top-k sends one value in 64, so in 40 rounds a replica sends at most
+five values of eight: it is for runs of many hundred rounds.
+
+{table(("what is sent", "loss", "to 4 bits with the default rule, %"), lines)}
 """
 
 
