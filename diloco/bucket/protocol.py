@@ -10,6 +10,7 @@ The way of a delta into the store, six changes of object:
     → OpenRound.saw                                                        acknowledged: from now on it stands
 """
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -66,7 +67,7 @@ class FragmentProtocol:
         self.outbox = Outbox(number, layout, session)  # for the round after the one held
         self.held = self.frontier = 0
         self.fingerprint = 0  # of the state held
-        self._state: State | None = None  # the one held
+        self._state: Callable[[], State | None] = lambda: None  # the one held, as long as the core has it
         self.previous = Link()  # what the next record has to follow
         self._links: dict[int, Link] = {}  # the last ones, by index
         self.caught_up = False  # the round after the frontier was seen to be open
@@ -86,7 +87,7 @@ class FragmentProtocol:
         self._hold(state)
 
     def _hold(self, state: State) -> None:
-        self.held, self.fingerprint, self._state = state.index, state.fingerprint(), state
+        self.held, self.fingerprint, self._state = state.index, state.fingerprint(), weakref.ref(state)
         self.session.holds(self.number, self.held)
 
     def due(self, steps: int, scheduled: bool) -> bool:
@@ -210,7 +211,7 @@ class FragmentProtocol:
         yield from self.snapshots.tick(self.frontier, self.session.clock(), self.session.somebody_joins)
 
     def _deliver(self) -> Task[None]:
-        state = self._state if self.held == self.frontier else None
+        state = self._state() if self.held == self.frontier else None
         snapshot = None if state is None else self.snapshots.naming(state, self.previous.digest)
         match (yield from self.outbox.deliver(lambda index: index == self.frontier + 1, snapshot)):
             case Delivered(name, delta):

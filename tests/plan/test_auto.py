@@ -69,7 +69,7 @@ HELD = Settings(50, "balanced:40", 5, "e3m0")
 
 @pytest.mark.parametrize(
     ("mbit", "held", "wished"),
-    [(9, 50, None), (8, 50, None), (3, 50, "less"), (2.8, 100, "less"), (18, 50, "more"), (10.5, 50, None)],
+    [(9, 50, None), (8, 50, None), (3, 50, "less"), (2.8, 100, "less"), (18, 100, "more"), (10.5, 50, None)],
 )
 def test_a_change_must_be_worth_it(mbit, held, wished):
     """At 9 Mbit/s 50 was chosen; one of 50 needs 6.4, one of 100 3.2 Mbit/s."""
@@ -88,7 +88,7 @@ def test_the_first_fragments_leave_room_for_a_slower_link_and_cost_nothing_on_th
     assert first.settings.sync_every <= plain.settings.sync_every
     slower = replace(facts, rate=facts.rate / 3)
     later = pick(MODEL, slower, 2, Limits(fragments=first.settings.fragments)).utilization
-    assert later >= 0.98 * pick(MODEL, slower, 2, Limits()).utilization
+    assert later >= 0.97 * pick(MODEL, slower, 2, Limits()).utilization
 
 
 BURST = 32_000 * 8
