@@ -17,7 +17,7 @@ from benchmarks.record import Target, read, table, write
 from diloco.bucket import averaging, deltas, round_store
 from diloco.bucket import members as members_
 from diloco.bucket.deltas import layout_of
-from diloco.bucket.snapshots import EVERY, MOVED
+from diloco.bucket.snapshots import EVERY, MOVED, NAMED
 from diloco.bucket.store.envelope import Envelope, Opened
 from diloco.codec import E3M0
 from studies.bucket.virtual import Plan, World, crowd
@@ -28,19 +28,15 @@ VALUES, LEAST = 1 << 16, 2 << 10
 MODEL, FRAGMENTS, SYNC_EVERY = 1e9, 24, 100
 LARGE = int(MODEL) // FRAGMENTS
 MEMBERS, MODELS = (4, 16, 64, 256, 1024), (8, 64, 512)
-BEAT = 5.0
 PRICES = {"S3": (5e-6, 0.4e-6, 0.09e-9), "R2": (4.5e-6, 0.36e-6, 0.0)}
 """Dollars of a PUT or LIST, of a GET or HEAD, and of a byte that leaves the store (list prices, first tier)."""
 BEGIN, END = "<!-- scale: written by studies.bucket.scale -->\n", "<!-- scale ends -->"
 
 
-def measure(
-    members: int, fragments: int, sync_every: int, rounds: int, values: int = VALUES, heartbeat: float = BEAT
-) -> dict[str, Any]:
+def measure(members: int, fragments: int, sync_every: int, rounds: int) -> dict[str, Any]:
     """Requests, bytes and milliseconds of CPU of a member, for each round of a fragment; signs of life by the minute.
-    The CPU is that of the whole simulation. `heartbeat`: with a longer one than usual there is less to do; signs of
-    life are then counted as if they came as often as usual."""
-    plan = Plan(members, fragments, values, LARGE, sync_every, options={"heartbeat": heartbeat})
+    The CPU is that of the whole simulation."""
+    plan = Plan(members, fragments, VALUES, LARGE, sync_every)
     seen: list[tuple[Any, ...]] = []
     _saved.clear()
     for world in crowd(plan, rounds):
@@ -49,12 +45,12 @@ def measure(
         print(time.strftime("%H:%M:%S"), members, "members, round", world.members[0].states[0].index, flush=True)
     (_, *began), (world, *after) = seen[0], seen[-1]
     done, cpu = after[1] - began[1], after[3] - began[3]
-    minutes = members * (after[2] - began[2]) / 60 * BEAT / heartbeat
+    minutes = members * (after[2] - began[2]) / 60
     counted = after[0] - began[0]
     taken = [outcome for member in world.members for _, outcome in member.rounds]
     rows = {f"{what} {kind}": n / (minutes if kind == "life" else done) for (what, kind), n in counted.items()}
     return {
-        "members": members, "fragments": fragments, "sync_every": sync_every, "values": values,
+        "members": members, "fragments": fragments, "sync_every": sync_every, "values": VALUES,
         "members of a round": sum(len(outcome.members) for outcome in taken) / len(taken), "cpu ms": 1e3 * cpu / done,
         **rows,
     }  # fmt: skip
@@ -82,7 +78,7 @@ def snapshots(n: int, outer: int, members: int) -> float:
     """Bytes that a member puts for snapshots of n values and their outer state, for each round."""
     delta, state = layout_of(E3M0(), n, sharing=True).nbytes, 4 * (n + outer)
     rounds = min(EVERY, max(-(-state // delta), -(-MOVED * state // (3 * members * delta))))
-    return state / rounds / members
+    return state / (-(-rounds // NAMED) * NAMED) / members
 
 
 def moved(row: dict[str, Any], n: int, outer: int) -> tuple[float, float]:
@@ -183,9 +179,8 @@ def main() -> None:
     remember_heads()
     remember_lives()
     values: dict[str, Any] = (read(RESULTS) or {"values": {}})["values"]
-    rows: dict[str, tuple[Any, ...]] = {
-        f"{m} members": (m, 1, 20, 4 if m < 100 else 2, VALUES, BEAT if m < 500 else 4 * BEAT)
-        for m in sorted({*MEMBERS, *MODELS})
+    rows: dict[str, tuple[Any, ...]] = {  # of a thousand members, who averages reads for 20 s
+        f"{m} members": (m, 1, 20 if m < 500 else 40, 4 if m < 100 else 2) for m in sorted({*MEMBERS, *MODELS})
     }
     rows |= {f"{m} members, {FRAGMENTS} fragments": (m, FRAGMENTS, SYNC_EVERY, 3) for m in (8, 64)}
     for name, plan in rows.items():
@@ -206,19 +201,19 @@ _saved: list[float] = []
 
 
 def remember_heads() -> None:
-    """All members check the same heads of a record. Here that is done once, and its time is counted for each."""
-    real, known = round_store.read_heads, dict[str, Any]()
+    """All members check the same heads of a record. Here three do, and the least time is counted for each other one."""
+    real, known = round_store.read_heads, dict[str, tuple[Any, list[float]]]()
 
     def read_heads(found: Any, envelope: Any, record: Any, layout: Any) -> Any:
-        if record.digest not in known:
-            if len(known) > 64:
-                known.clear()
-            began = time.process_time()
-            heads = real(found, envelope, record, layout)
-            known[record.digest] = heads, time.process_time() - began
+        if len(known) > 64:
+            known.clear()
+        heads, seconds = known.get(record.digest, (None, []))
+        if len(seconds) == 3:
+            _saved.append(min(seconds))
             return heads
-        heads, seconds = known[record.digest]
-        _saved.append(seconds)
+        began = time.process_time()
+        heads = real(found, envelope, record, layout)
+        known[record.digest] = heads, [*seconds, time.process_time() - began]
         return heads
 
     round_store.read_heads = read_heads

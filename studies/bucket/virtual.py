@@ -8,7 +8,7 @@ import bisect
 import heapq
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,7 +34,6 @@ class Plan:
     sync_every: int = 100
     step: float = 1.0  # seconds
     rate: float = 125e6  # bytes a second, each way
-    options: dict[str, Any] = field(default_factory=dict)
 
 
 class Shelf:
@@ -64,7 +63,7 @@ class Shelf:
 
 class Member(Bucket):
     def __init__(self, world: "World", name: str, number: int) -> None:
-        super().__init__("memory://unused", name, backend=world, **world.plan.options)  # type: ignore[arg-type]
+        super().__init__("memory://unused", name, backend=world)  # type: ignore[arg-type]
         self.world, self.count, self.steps, self.number = world, Counter[tuple[str, str]](), 0, number
         self._clock = lambda: world.now
         plan = world.plan

@@ -40,8 +40,8 @@ def test_a_large_fragment_costs_what_an_all_reduce_costs_and_what_was_counted_be
     row = {"members": members, "values": scale.VALUES, "up values": up + 10, "down values": down + 20, "up beside": 1.0,
            "down beside": 2.0, "listed beside": 3.0}  # fmt: skip
     large = scale.values_moved(scale.LARGE, members)
-    moved = scale.moved(row, scale.LARGE)
-    assert moved == pytest.approx((large[0] + 11, large[1] + scale.audited(scale.LARGE, members) + 25))
+    moved, kept = scale.moved(row, scale.LARGE, outer=0), scale.snapshots(scale.LARGE, 0, members)
+    assert moved == pytest.approx((large[0] + kept + 11, large[1] + scale.audited(scale.LARGE, members) + 25))
     assert 1 < max(moved) / scale.bound(scale.LARGE, members) < 1.3
 
 
