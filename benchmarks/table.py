@@ -200,6 +200,11 @@ SECTIONS: tuple[tuple[Path, str, Callable[[Record], str]], ...] = (
 )
 
 SINCE = {
+    RESULTS / "accelerator.json": """\
+Since these figures were measured, the planner counts a millisecond of the training thread for each round. The planned
+figures were not computed again.
+
+""",
     RESULTS / "trainer.json": """\
 Since this figure was measured, the trainer reads loss and gradient norm two steps later. It was not measured again.
 
