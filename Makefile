@@ -1,7 +1,8 @@
 # Everything runs in .venv, which is made on first use. It needs Python 3.11 or newer, with pip.
 PYTHON ?= python3
 BIN := .venv/bin
-JOBS ?= 2
+# One more than the cores of a small machine: some tests wait.
+JOBS ?= 3
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 export PIP_CONSTRAINT := constraints.txt
 # Images often set this. The tests start many interpreters, and each would compile all that it imports.

@@ -1,12 +1,10 @@
 """What all tests share: threads, fixtures, which tests are slow, and what the run says at its end."""
 
-import fcntl
 import json
 import os
 import shutil
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -14,11 +12,12 @@ import torch
 from hypothesis import settings
 
 from tests.support.commands import run
+from tests.support.once import once
 from tests.support.run_directory import make_run
 from tests.support.slow import starts_processes
 
 torch.set_num_threads(1)  # as in the processes that the tests start: sums of floats depend on how they are split
-settings.register_profile("shared machine", deadline=None)
+settings.register_profile("shared machine", deadline=None, max_examples=50)
 settings.load_profile("shared machine")
 
 
@@ -53,10 +52,16 @@ def copied(finished: Path, tmp_path: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def place(tmp_path_factory):
-    """A folder with a small corpus and a cache of its own, the same for all workers of a session."""
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that all workers of a session have in common."""
     base = tmp_path_factory.getbasetemp()
-    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "train"
+    return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+
+@pytest.fixture(scope="session")
+def place(shared):
+    """A folder with a small corpus and a cache of its own, the same for all workers of a session."""
+    folder = shared / "train"
     folder.mkdir(exist_ok=True)
     with once(folder / "corpus.txt") as missing:
         if missing:
@@ -80,11 +85,3 @@ def whole(place):
             assert "lr = 0.008: scaling law" in err and "inner = muon: lower loss than AdamW" in err
             (place / "whole.json").write_text(out)
     return json.loads((place / "whole.json").read_text())
-
-
-@contextmanager
-def once(path: Path) -> Iterator[bool]:
-    """Whether the file is still missing, while no other worker makes it."""
-    with path.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield not path.exists()

@@ -96,8 +96,8 @@ def _train(life: Life, say: Callable[..., None]) -> None:
         optimizer.step()
         optimizer.zero_grad()
         hook = time.perf_counter() - at
-        if hook > LONG:
-            say("hook", seconds=hook)
+        if hook > LONG:  # the first step after a return may take the rounds that were closed meanwhile, as join() does
+            say("hook" if step > 1 else "first hook", seconds=hook)
         for part in diloco._fragments:
             if part.state.index != held[part.number]:
                 held[part.number] = part.state.index

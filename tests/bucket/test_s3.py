@@ -97,7 +97,8 @@ def test_a_server_whose_puts_overwrite_is_refused_with_the_reason(tmp_path, monk
         server.wait()
 
 
-def test_a_server_that_is_not_there_is_said_at_once(monkeypatch):
+def test_a_server_that_is_not_there_is_said_after_a_few_tries(monkeypatch):
+    monkeypatch.setattr("diloco.bucket.store.backend.PAUSES", (0.0, 0.0))
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{free_port()}")
     with pytest.raises(DiLoCoError, match="the store does not answer"):
         Member("s3://bucket/x", "a", 1).end()

@@ -164,7 +164,10 @@ def test_a_block_has_a_few_levels_of_one_of_two_tables(c, bits, data):
     x = torch.randn(n, generator=generator) ** data.draw(st.sampled_from([1, 3])) * 2.0 ** data.draw(
         st.integers(-90, 90)
     )
-    for block in codec.unpack(c, codec.pack(c, x), n).split(256):
+    for values, block in zip(x.split(256), codec.unpack(c, codec.pack(c, x), n).split(256), strict=True):
+        if not block.any():  # it was too small for a scale
+            assert values.abs().mean() < 2.0**-99
+            continue
         ratios = block.abs() / block.abs().max()
         fits = [np.isclose(ratios[:, None], t / m, rtol=1e-5).any(1).all() for t in MAGNITUDES[bits] for m in t]
         assert any(fits)

@@ -23,7 +23,7 @@ def shown(page: Path) -> list[list[str]]:
 def test_a_new_outer_rule_is_compared_with_the_shipped_ones(capsys):
     main = runpy.run_path(str(EXAMPLES / "outer_rule.py"))["main"]
     main(
-        ["--replicas", "2", "--steps", "60", "--sync-every", "4", "--seeds", "2"]
+        ["--replicas", "2", "--steps", "48", "--sync-every", "4", "--seeds", "2"]
     )  # the shipped rule is SGD for ten rounds
     rows = re.findall(r"^(\w+) +loss ([\d.]+) +([+-][\d.]+) ± ([\d.]+) % against shipped, 2 seeds$",
                       capsys.readouterr().out, re.MULTILINE)  # fmt: skip

@@ -4,6 +4,7 @@ import base64
 import contextlib
 import json
 import os
+import re
 import select
 import shutil
 import subprocess
@@ -20,6 +21,10 @@ QUIET = (
 )  # fmt: skip
 HANG = 120.0
 """Seconds after which a browser is taken to hang."""
+
+
+class Navigated(AssertionError):
+    """The page went away while it was asked something."""
 
 
 class Browser:
@@ -52,7 +57,9 @@ class Browser:
         )
         while (answer := self._next()).get("id") != self._number:
             self._note(answer)
-        assert "error" not in answer, f"{method}: {answer['error']}"
+        if "error" in answer:
+            left = re.search("navigated|context", answer["error"]["message"])
+            raise (Navigated if left else AssertionError)(f"{method}: {answer['error']}")
         return answer["result"]
 
     def _next(self) -> dict[str, Any]:
@@ -84,9 +91,15 @@ class Browser:
 
     def wait(self, condition: str) -> None:
         deadline = time.monotonic() + HANG
-        while not self.get(condition):
+        while not self._holds(condition):
             assert time.monotonic() < deadline, f"{condition} did not come true; the console said {self.said}"
             time.sleep(0.02)
+
+    def _holds(self, condition: str) -> bool:
+        try:
+            return self.get(condition)
+        except Navigated:
+            return False
 
     def look_like(self, width: int, height: int, *, dark: bool = False, phone: bool = False) -> None:
         scale = 2 if phone else 1

@@ -20,7 +20,7 @@ context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload([
     "torch._dynamo", "torch.distributed.fsdp", "diloco.diloco", "diloco.reduce.collective", "diloco.cli.compare",
     "diloco.cli.export", "diloco.cli.train", "diloco.report.html", "diloco.report.live", "diloco.train.elastic",
-    "diloco.train.export", "diloco.train.run", "pytest", "tests.support.commands",
+    "diloco.train.export", "diloco.train.run", "fsspec", "numpy.ma", "pytest", "tests.support.commands",
     "tests.support.freeze",
 ])  # fmt: skip
 

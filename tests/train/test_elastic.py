@@ -144,10 +144,10 @@ def test_chaos_in_short(place, tmp_path, monkeypatch):
 
     monkeypatch.setattr("studies.bucket.restarts.subprocess.Popen", popen)
     words = ["--eval-tokens", "2048", "--data", str(place / "corpus.txt")]
-    found = chaos(tmp_path, 3, events=4, steps=100, every=0.0, between=4, seed=1, kill_all=True, words=words)
-    assert sum(found["events"].values()) == 4
+    found = chaos(tmp_path, 3, events=3, steps=60, every=0.0, between=4, seed=1, kill_all=True, words=words)
+    assert sum(found["events"].values()) == 3
     assert found["records changed or lost"] == 0
     assert found["states with several fingerprints"] == 0 and found["states compared"] > 10
-    assert found["rounds"] == 3 * 10
+    assert found["rounds"] == 3 * 6
     assert set(found["exit codes"].values()) == {0}
     assert os.listdir(tmp_path / "bucket")
