@@ -177,13 +177,6 @@ loop's tokens per second (median over pairs); its logging is in the time."""
 NETLAB = STUDIES / "netlab/results.json"
 BUCKET = STUDIES / "bucket/results.json"
 RESTARTS = STUDIES / "bucket/restarts.json"
-_BUCKET_SINCE = """\
-Since these figures were measured, the bucket's protocol has changed: records carry what each delta counts, one listing
-serves all fragments, looks are rarer while no round is due, large deltas travel in pieces, from four members on each
-averages a share, and snapshots are put by weight. Codecs, mean and outer step run in C, in the background. The figures
-were not measured again.
-
-"""
 
 SECTIONS: tuple[tuple[Path, str, Callable[[Record], str]], ...] = (
     (RESULTS / "codec.json", "Codecs: speed and loss", codec),
@@ -200,23 +193,19 @@ SECTIONS: tuple[tuple[Path, str, Callable[[Record], str]], ...] = (
 )
 
 SINCE = {
-    RESULTS / "accelerator.json": """\
-Since these figures were measured, the planner counts a millisecond of the training thread for each round. The planned
-figures were not computed again.
-
-""",
-    RESULTS / "trainer.json": """\
-Since this figure was measured, the trainer reads loss and gradient norm two steps later. It was not measured again.
-
-""",
     NETLAB: """\
 Since these figures were measured, payloads travel in pieces that are encoded while others travel and decoded as they
 arrive, the communication thread makes the next anchors, and codecs, mean and outer step run in C; the outer rule grows
 with the rounds. What is sent has the same size. The figures were not measured again.
 
 """,
-    BUCKET: _BUCKET_SINCE,
-    RESTARTS: _BUCKET_SINCE,
+    RESTARTS: """\
+Since these figures were measured, the bucket's protocol has changed: records carry what each delta counts, one listing
+serves all fragments, looks are rarer while no round is due, large deltas travel in pieces, from four members on each
+averages a share, and snapshots are put by weight. Codecs, mean and outer step run in C, in the background. The figures
+were not measured again.
+
+""",
 }
 """What changed under the figures of a section since they were measured. Remove the entry of what is measured again."""
 

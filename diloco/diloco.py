@@ -245,10 +245,9 @@ class DiLoCo:
     @torch.no_grad()
     def finish(self) -> None:
         """Sync every fragment a last time and detach. All replicas are equal then, whatever their step counts were."""
-        if self._life in (_Life.FINISHING, _Life.FINISHED):
+        if self._life is _Life.FINISHED:
             return
         self.join()
-        self._check_open()
         self._check_trained()
         if not self.step_count and not any(self.indices):
             mistakes.check_no_step(any(fragment.moved() for fragment in self._fragments))
@@ -268,7 +267,16 @@ class DiLoCo:
             self._apply(fragment)
             fragment.view.write(fragment.state.anchor)
         reshard(self.model)
-        self._leave()
+        self.leave()
+        self._life = _Life.FINISHED
+
+    def leave(self) -> None:
+        """Detach and leave the others without a last sync, so that they do not wait for this replica."""
+        if self._life not in (_Life.FINISHED, _Life.LEFT):
+            self._detach()
+            mistakes.release(self.model, self.reduce, self)
+            self._life = _Life.LEFT
+            self.reduce.leave()
 
     def __enter__(self) -> Self:
         self.join()
@@ -279,7 +287,7 @@ class DiLoCo:
             if kind is None:  # no sync from a broken replica
                 self.finish()
         finally:
-            self._leave()
+            self.leave()
 
     def count(self, tokens: float) -> None:
         """Count work: in the mean, replicas weigh by tokens since the last sync. Without it they weigh by steps."""
@@ -374,14 +382,6 @@ class DiLoCo:
         about = {"sync_every": self.schedule.sync_every, **origin, "codec": repr(self._fragments[0].codec),
                  "outer": repr(self.outer), "shard": str(self._shard)}  # fmt: skip
         return about | contract_of(self._all_fragments(), self._shapes, frozen(self.model))
-
-    def _leave(self) -> None:
-        """Detach and leave the others, so that they do not wait for this replica."""
-        if self._life not in (_Life.FINISHED, _Life.LEFT):
-            self._detach()
-            mistakes.release(self.model, self.reduce, self)
-            self._life = _Life.FINISHED if self._life is _Life.FINISHING else _Life.LEFT
-            self.reduce.leave()
 
     def _check_open(self) -> None:
         if self._life is _Life.ANCHORS:

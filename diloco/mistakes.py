@@ -41,7 +41,7 @@ def check_arguments(
         if (not _is_whole(value) or value < least) and (name, value) != ("overlap", "auto"):
             auto = ', or "auto"' if name == "overlap" else ""
             raise ConfigError(f"{name}={value!r}: give a whole number of steps, at least {least}{auto}")
-    if isinstance(overlap, str) and getattr(reduce, "ddp_size", 1) > 1:
+    if isinstance(overlap, str) and max(getattr(reduce, "ddp_size", 1), len(getattr(reduce, "ddp_ranks", ()))) > 1:
         raise ConfigError('overlap="auto" with DDP inside a replica: its ranks would take rounds at different steps, '
                           "and DDP needs equal weights: give a number of steps")  # fmt: skip
     if isinstance(outer, torch.optim.Optimizer):
@@ -162,8 +162,8 @@ def hint_momentum(codec: Codec, outer: object) -> None:
 
 
 def claim(model: nn.Module, reduce: object, diloco: object) -> None:
-    """Attach to the model, which only one may at a time: two would both count each step and move each weight. So with
-    the reducer, which would give the rounds of one model to the other."""
+    """Only one DiLoCo may hold a model or a reducer at a time: two would count each step twice, and take each other's
+    rounds."""
     for mine in (held := [*_parts(model), reduce]):
         if mine in _attached and _attached[mine]() not in (None, diloco):
             raise ConfigError("this reduce= serves another DiLoCo: make one for each" if mine is reduce else "this "
@@ -198,7 +198,8 @@ def release(model: nn.Module, reduce: object, diloco: object) -> None:
     """It has left the other replicas."""
     has_end(diloco)
     for mine in (*_parts(model), reduce):
-        _attached.pop(mine, None)
+        if mine in _attached and _attached[mine]() is diloco:
+            del _attached[mine]
 
 
 def known_as(reduce: object) -> int | str | None:

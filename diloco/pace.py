@@ -1,6 +1,6 @@
 """How long a round may take: the overlap that this replica chooses for itself, from what its rounds took. Pure.
 
-The smallest overlap at which nothing is exposed is that in whose steps the slowest fragment of a sync period arrives.
+The smallest overlap without waiting is the number of steps in which the slowest round of a sync period arrives.
 Replicas may differ in it: only the sends must be at the same steps (paper, Algorithm 2).
 """
 
@@ -15,7 +15,7 @@ RISE, FALL = 1.05, 1.2
 """A round must fit in the overlap's steps with this much to spare; a smaller overlap is taken with more to spare, so
 that it does not go to and fro."""
 WAITED = 0.01
-"""Of a step: a shorter wait is the time of a call."""
+"""Share of a step. A shorter wait is only the time of the call."""
 STEPS = 15
 """Steps whose median is the time of a step: evaluations and checkpoints between two steps do not count."""
 
@@ -52,7 +52,8 @@ class Pace:
         """A round was applied. Returns the overlap from now on."""
         if step_seconds <= 0:
             return self.overlap
-        # Whoever comes first waits for the others, whatever the overlap. The least of these waits is the way there.
+        # A replica that comes first waits for the others whatever its overlap is, and that must not raise it. The least
+        # of these waits is what the link itself takes.
         self._least_apart.append(flight.apart)
         own = flight.seconds - (flight.apart - min(self._least_apart))
         self._flights.append((own / step_seconds, flight.waited > WAITED * step_seconds))

@@ -79,7 +79,7 @@ class Autopilot:
     def __init__(self, diloco: DiLoCo, keep: Collection[str], steps: int | None, retune: bool, say: Say) -> None:
         self._diloco, self._keep, self._steps, self._retune, self._say = diloco, set(keep), steps, retune, say
         self._replicas: int = diloco.reduce.replicas  # pyright: ignore[reportAttributeAccessIssue]
-        self._model = model_of(diloco)
+        self._model, self._ranks = model_of(diloco), 1
         self._at = max(min(FIRST_STEPS, diloco.schedule.sync_every - 1), 1)
         self._facts: Facts | None = None  # for which the terms that are held were chosen
         self._link: LinkRate | None = None
@@ -110,7 +110,7 @@ class Autopilot:
         part; with DDP each takes and writes the whole model."""
         diloco, machine = self._diloco, speed.known()
         link = diloco.reduce.measure()  # pyright: ignore[reportAttributeAccessIssue]
-        ranks = len(self._tell(None)) // self._replicas
+        self._ranks = ranks = len(self._tell(None)) // self._replicas
         shards = ranks // getattr(diloco.reduce, "ddp_size", 1)
         copied_beside = any(p.device.type != "cpu" for p in trainable(diloco.model).values())
         facts = Facts(
@@ -128,8 +128,8 @@ class Autopilot:
     def _begin(self, facts: Facts) -> None:
         """Choose, and take what the first replica has chosen: another processor may round otherwise."""
         said = self._tell(asdict(pick_first(self._model, facts, self._replicas, self._limits())))[0]
-        self.choice = choice = Choice(**{**said, "settings": Settings(**said["settings"])})
-        settings, diloco, tuning = choice.settings, self._diloco, self._diloco.tuning
+        settings, diloco, tuning = self._as_cut(Settings(**said["settings"])), self._diloco, self._diloco.tuning
+        self.choice = choice = Choice(**{**said, "settings": settings})
         codec = tuning.codec if "codec" in self._keep else codec_named(settings.codec)
         cut = diloco.fragmenter if "fragments" in self._keep else fragmenter(settings.fragments)
         diloco.settle_on(settings.sync_every, cut, "auto" if tuning.auto else settings.overlap, codec)
@@ -154,7 +154,7 @@ class Autopilot:
         for round in self._diloco.stats.since(self._rounds):
             if round.bytes_sent and round.seconds_transfer:
                 queued = round.seconds - round.seconds_apart - round.seconds_transfer
-                self._link.add(round.bytes_sent, round.seconds_transfer, queued)
+                self._link.add(self._ranks * round.bytes_sent, round.seconds_transfer, queued)
         self._rounds, rate = self._diloco.stats.rounds, self._link.now
         if tuning.held != self._held:
             self._say_change(rate)
@@ -198,10 +198,20 @@ class Autopilot:
         text = f"autopilot: at step {self._diloco.step_count} {changes}, because the link gives {units.rate(rate)}"
         self._say(text, {**asdict(held), "rate": rate})
 
+    def _as_cut(self, settings: Settings) -> Settings:
+        """Without layers the planner's are parts of equal size, which only `Balanced` cuts."""
+        if self._has_layers or "fragments" in self._keep:
+            return settings
+        return replace(settings, fragments=f"balanced:{len(self._model.fragments(settings.fragments))}")
+
+    @property
+    def _has_layers(self) -> bool:
+        return bool(find_layers(self._diloco.model, dict(trainable(self._diloco.model))))
+
     def _text(self) -> str:
         """The fragments as the planner knows them: of a fragmenter that it does not know, as many of equal size."""
         cut = self._diloco.fragmenter
-        if isinstance(cut, (Strided, Sequential)):
+        if isinstance(cut, (Strided, Sequential)) and self._has_layers:
             return f"{type(cut).__name__.lower()}:{min(cut.layers, len(self._model.layers))}"
         return f"balanced:{cut.fragments if isinstance(cut, Balanced) else len(self._diloco.fragments)}"
 

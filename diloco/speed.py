@@ -72,9 +72,13 @@ def known(folder: Path | None = None) -> Speed:
 def remeasured(folder: Path | None = None) -> Speed:
     """Measure, and remember it for the next time, where the cache can be written."""
     file, speed = (folder or default_cache()) / "speed.json", _measure()
+    others: object = None
+    with suppress(OSError, ValueError):  # of other machines that share the folder
+        others = json.loads(file.read_text(encoding="utf-8"))
     with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps({_key(): asdict(speed)}), encoding="utf-8")
+        known = {**(others if isinstance(others, dict) else {}), _key(): asdict(speed)}
+        file.write_text(json.dumps(known), encoding="utf-8")
     return speed
 
 

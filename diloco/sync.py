@@ -157,7 +157,7 @@ class FragmentSync:
             self.state = State(round.index, old.anchor, old.outer, old.known)
         else:
             self.state = round.state or self._advance(round)
-        assert self.state.index == round.index
+        assert self.state.index == round.index == old.index + 1
         if sent is not None and round.counted:
             self.view.merge(self.state.anchor, keep_local)
             self.counted = sent.trained

@@ -24,10 +24,13 @@ def agree(wishes: Sequence[Terms | None], held: Terms) -> Terms | None:
     """The terms that all take next, or None: all keep those they hold.
 
     There is a change only if every replica wishes one in the same direction, to send more or to send less. Then the
-    largest sync_every and the codec with the fewest bits are taken: all wait for the slowest link.
+    largest sync_every is taken, with the finest codec that sends no more than any replica wishes: all wait for the
+    slowest link.
 
     >>> agree([Terms(100, "e3m0"), Terms(75, "e3m0")], held=Terms(30, "e3m0"))
     Terms(sync_every=100, codec='e3m0')
+    >>> agree([Terms(300, "e3m0"), Terms(150, "twobit")], held=Terms(200, "twobit"))
+    Terms(sync_every=300, codec='e3m0')
     >>> agree([Terms(100, "e3m0"), None], held=Terms(30, "e3m0"))
     """
     wished = [wish for wish in wishes if wish is not None and (wish.codec == "") == (held.codec == "")]
@@ -36,8 +39,10 @@ def agree(wishes: Sequence[Terms | None], held: Terms) -> Terms | None:
     more, less = (all(sign * (wish.bits() - held.bits()) > 0 for wish in wished) for sign in (1, -1))
     if not (more or less):
         return None
-    codec = min((wish.codec for wish in wished), key=lambda name: Terms(1, name).bits())
-    return Terms(max(wish.sync_every for wish in wished), codec)
+    sync_every, most = max(wish.sync_every for wish in wished), min(wish.bits() for wish in wished)
+    fits = [terms for wish in wished if (terms := Terms(sync_every, wish.codec)).bits() <= most]
+    agreed = max(fits, key=Terms.bits)
+    return agreed if (agreed.bits() > held.bits()) == more else None
 
 
 @dataclass(frozen=True)

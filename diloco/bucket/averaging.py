@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -89,9 +90,9 @@ class Averaging:
                 return None
             try:
                 most = largest(record, self._heads, share, self._session.merge)
-                found = self._envelope.open(name, "share", data, size)
+                found = yield Work(partial(self._envelope.open, name, "share", data, size))
                 self._makers[share] = signer_in(self._envelope, record.previous.keys, found.signer)
-                encoded = yield Work(lambda found=found, most=most: read_share(found, record, share, layout, most))
+                encoded = yield Work(partial(read_share, found, record, share, layout, most))
                 self.received += found.nbytes
                 return encoded
             except Invalid as reason:
@@ -126,7 +127,7 @@ class Averaging:
     def _make(self, share: int) -> Task[None]:
         """Average a share and put it."""
         payload = yield from self._average(share)
-        sealed = seal_share(self._envelope, self.record, share, self._slots[share], payload)
+        sealed = yield Work(partial(seal_share, self._envelope, self.record, share, self._slots[share], payload))
         pause = 0.05
         while True:
             yield Create(sealed.name, sealed.body)

@@ -176,8 +176,8 @@ class Bucket:
     def introducing(self, contract: Contract, states: Sequence[State], codecs: Sequence[Codec]) -> Task[None]:
         """Find or create the run, and become one of its members."""
         if self._merge == "closest" and any(map(is_sparse, codecs)):
-            raise ConfigError("merge='closest' with a sparse codec: most members say nothing of a value, so the middle "
-                              "of what they say is nothing; give merge='mean' or another codec")  # fmt: skip
+            raise ConfigError("merge='closest' with a sparse codec: most values of a sparse delta are zero, so their "
+                              "median would be zero; give merge='mean' or another codec")  # fmt: skip
         agreed = contract_of(contract, self._rounds, self._max_work, self._merge, self._shares_from)
         listed = Listed(0, {self.name: self._key.public}) if isinstance(self._key, KeyPair) else None
         proposal = Run(secrets.token_hex(8), agreed, (), self._note, created=True, listed=listed)

@@ -113,7 +113,7 @@ class Members:
         self.all_seen = False  # every entry was read at least once
 
     def saw(self, members: Iterable[Member], now: float) -> list[Member]:
-        """All others were read. Returns those that are new."""
+        """All others were read. Returns those that are new, and those that have left since."""
         new = []
         for member in members:
             known = self._seen.get(member.name)
@@ -128,6 +128,8 @@ class Members:
                 new.append(member)
                 if not member.left:
                     self._expect(member.name)  # joined since
+            elif member.left and not (known and known.member.left):
+                new.append(member)
         self.stranger = False
         return new
 
@@ -151,8 +153,9 @@ class Members:
 
     def stuck(self, now: float) -> set[str]:
         """Members that show signs of life and make no steps."""
+        living = ((name, self._seen[name]) for name in self.alive(now))
         return {
-            name for name, sight in self._seen.items()
+            name for name, sight in living
             if now - sight.moved > max(STUCK, 20 * sight.member.step_seconds) and not sight.member.joining
         }  # fmt: skip
 
@@ -176,10 +179,10 @@ class Members:
         expected = living if everyone or self._expected is None else self._expected
         return {name: m for name, m in living.items() if name in expected}
 
-    def wanted(self, fragment: int, now: float) -> int:
-        """The least index of a snapshot that a living member waits for, or -1."""
+    def wanted(self, fragment: int, held: int, now: float) -> int:
+        """The largest index of a snapshot that a living member waits for and that is held already, or -1."""
         pairs = (pair for member in self.alive(now).values() for pair in member.wants)
-        return max((index for number, index in pairs if number == fragment), default=-1)
+        return max((index for number, index in pairs if number == fragment and index <= held), default=-1)
 
 
 class Roll:

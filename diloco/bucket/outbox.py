@@ -35,7 +35,7 @@ class Fate:
     """What became of the own deltas for a round, now that it is closed."""
 
     sent: int  # bytes
-    seconds: float  # since the last one was taken
+    seconds: float  # from when the last one was taken until the mean was known
     tried: bool  # at least one was encoded
     counted: Contribution | None  # the one that the record names
     own: Callable[[], Tensor] | None  # its values as the others decode them, if it is the last taken and they are asked
@@ -138,7 +138,8 @@ class Outbox:
 
     def next(self, index: int, lr_sum: float) -> Next | None:
         """What makes the state after round `index`, if a delta for it was taken against the state before it."""
-        return self._next[1](lr_sum) if self._next is not None and self._next[0] == index else None
+        found = self._next  # once: the training thread may clear it meanwhile
+        return found[1](lr_sum) if found is not None and found[0] == index else None
 
     def _encode(self, index: int, delta: Delta, snapshot: str) -> tuple[SealedDelta, Contribution] | None:
         """The delta as objects, and as the others will read it. None if it holds inf or nan."""
@@ -155,9 +156,10 @@ class Outbox:
         head = sealed.head.body if layout.cut else b""
         return sealed, Contribution(*own, sealed.listed, head, self._session.envelope.signer)
 
-    def fate(self, record: Record) -> Fate:
+    def fate(self, record: Record, closed_at: float) -> Fate:
+        """`closed_at`: when its mean was known here."""
         counted = next((self._own[e.digest] for e in record.entries if e.digest in self._own), None)
-        seconds = self._session.clock() - self._began if self._own else 0.0
+        seconds = max(closed_at - self._began, 0.0) if self._own else 0.0
         last = counted is not None and counted.digest == self._newest
         own = partial(self._layout.unpack, counted.payloads or ()) if counted is not None and last else None
         return Fate(self._sent, seconds, bool(self._own), counted, own)

@@ -147,7 +147,7 @@ class FragmentProtocol:
         assert record.index == index
         if self._differs is not None and index >= self._differs:
             self._differs = None
-        fate = self.outbox.fate(record)
+        fate = self.outbox.fate(record, followed.at)
         counted = fate.counted is not None
         self._missed = 0 if counted else self._missed + fate.tried
         if fate.tried and self._missed == MISSED:
@@ -196,7 +196,7 @@ class FragmentProtocol:
         if self.held != self.frontier:
             return  # catching up: the digest at hand is no longer the one that a snapshot needs
         session, now = self.session, self.session.clock()
-        wanted = session.members.wanted(self.number, now)
+        wanted = session.members.wanted(self.number, state.index, now)
         first = self._closer == session.me
         self.snapshots.consider(state, self.previous.digest, wanted, first, now, session.grace(self.held))
 
@@ -335,7 +335,7 @@ class FragmentProtocol:
         applied, state = yield Work(lambda: self._next(record, mean))
         if isinstance(self._mode, _Jumping):
             return False  # meanwhile the core found that it holds other bits
-        self._ready.append(Followed(record, applied, received, state))
+        self._ready.append(Followed(record, applied, received, self.session.clock(), state))
         self.snapshots.followed(record)
         self.session.members.closed(record.members)
         self._advance(record.index, record.link, list(record.members))

@@ -193,7 +193,7 @@ class First(_Rank):
 
     def _pack(self, fragment: int, outcome: Outcome) -> tuple[dict[str, Any], list[Tensor]]:
         if isinstance(outcome, Dropped):
-            return {"reset": outcome.reset}, []
+            return {"reset": outcome.reset, "spoiled": outcome.spoiled}, []
         if isinstance(outcome, Jump):
             return {"index": outcome.state.index}, [outcome.state.anchor, outcome.state.outer]
         codec, parts = self._codecs[fragment], outcome.encoded
@@ -282,7 +282,7 @@ class Other(_Rank):
     def _expect(self, fragment: int, said: dict[str, Any]) -> Future[Outcome]:
         """Start to get what the first rank offers. It is unpacked beside training."""
         if "reset" in said:
-            return self.line.later(lambda: Dropped(said["reset"]))
+            return self.line.later(lambda: Dropped(said["reset"], said["spoiled"]))
         if "parts" not in said:
             tensors = [torch.empty(n, dtype=torch.float32, device="cpu") for n in self._sizes[fragment]]
         else:

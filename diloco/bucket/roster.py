@@ -3,7 +3,7 @@
 All members must agree on which list counts in a round, or one of them would take a record that another refuses. So the
 founder puts a new list into a slot of the next rounds of every fragment, where a closing record could be (a *change*):
 it counts for the slots behind it and for all rounds that follow. Creating a name has one winner, so either the change
-is before the record or the record before the change, for everybody and for ever. A record says which list it was
+is before the record or the record before the change, for all members, permanently. A record says which list it was
 closed under, and follows the one before it in that too.
 
     run.json                        the first list, version 0, and the founder's public key

@@ -214,6 +214,7 @@ class Followed:
     record: Record
     mean: tuple[Encoded, ...]
     received: int
+    at: float  # by the clock of this member
     state: State | None  # the one after it, if a delta was taken against the one before it
 
 

@@ -121,7 +121,7 @@ def main(config: PlanConfig) -> int:
     if config.plot is not None:
         plot.write(config.plot, _plot(conditions, choice.settings), plot.Beside(answer, shown, notes))
     if config.write is not None:
-        given = {"batch": config.batch, "context": config.context if config.batch is not None else None}
+        given = {"batch": config.batch, "context": config.context}
         given["tokens"] = None if config.tokens is None else quantity.count(config.tokens)
         extra = {name: value for name, value in given.items() if value is not None}
         config.write.parent.mkdir(parents=True, exist_ok=True)

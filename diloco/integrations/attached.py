@@ -11,6 +11,7 @@ from diloco.diloco import DiLoCo
 from diloco.errors import ConfigError
 from diloco.hook import Optimizers
 from diloco.launch import replica
+from diloco.mistakes import known_as
 from diloco.reduce import Reduce
 
 Model = nn.Module | Sequence[nn.Module]
@@ -44,7 +45,7 @@ class Attached:
     @property
     def folder(self) -> str:
         """The name of a folder that is this replica's own."""
-        named = getattr(self._reduce, "replica", getattr(self._reduce, "name", None))
+        named = known_as(self._reduce)
         return "" if named is None else f"replica-{named}"
 
     def make(self, model: Model, optimizers: Optimizers) -> DiLoCo:
@@ -107,7 +108,7 @@ class Attached:
         self.hide_anchors()
         self._training = False
         if self.diloco is not None:
-            self.diloco.__exit__(type(error), error, None)
+            self.diloco.leave()
 
     def _of_reduce(self, name: str) -> int:
         if not hasattr(self._reduce, name):

@@ -39,6 +39,7 @@ def compare(folder: Path, link: Link | None = None, round_trip: float = 0.0) -> 
     run = read(folder)
     if run.config.get("bucket"):
         raise ConfigError(f"{folder}: a member of a bucket never waits for a round; give a run without a bucket")
+    _check_complete(run)
     computing, waiting = _times(run)
     measured = float(computing.sum() / (computing + waiting).sum())
     replicas, steps = computing.shape
@@ -54,6 +55,14 @@ def compare(folder: Path, link: Link | None = None, round_trip: float = 0.0) -> 
     used = link or Link.same(_rate(run))
     predicted = float(simulate(method, group, used, steps, times=computing)[0])
     return Comparison(run.name, measured, predicted, used.rate, link is None)
+
+
+def _check_complete(run: RecordedRun) -> None:
+    """On several machines each has the records of its own replicas only."""
+    members, found = max((round.members for round in run.rounds), default=1), len(run.replicas)
+    if found < members:
+        raise ConfigError(f"{run.folder} has the records of {found} of {members} replicas: copy the folders replica-* "
+                          "of the other machines beside it")  # fmt: skip
 
 
 def _times(run: RecordedRun) -> tuple[Array, Array]:

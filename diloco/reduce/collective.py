@@ -168,7 +168,7 @@ class Collective:
 
     def measure(self) -> LinkSpeed:
         """The link between the replicas, after `join`. All of them call it after the same step, and wait."""
-        return self._submit("measuring the link", measure).result()
+        return self._submit("measuring the link", self._measure).result()
 
     def tell(self, value: object) -> list[Any]:
         """What all ranks of all replicas say, in the same order on all: JSON values. Called by all, after `join`."""
@@ -323,12 +323,20 @@ class Collective:
                 at, count = places[m].start + here.start, here.stop - here.start
                 yield Encoded(at, count, mean_codec, [averaged[m][data]], [1.0]), theirs and good[k]
 
+    def _measure(self, groups: Groups) -> LinkSpeed:
+        check_round(groups.exchange(Header(Kind.MEASURE)))
+        return measure(groups)
+
     def _tell(self, groups: Groups, value: object) -> list[Any]:
+        check_round(groups.exchange(Header(Kind.MEASURE)))
         return [said for rank in groups.gather_json_of_ranks(groups.gather_json(value)) for said in rank]
 
     def _settle(self, groups: Groups) -> None:
-        while not all(h.kind is Kind.SETTLE for h in groups.exchange(Header(Kind.SETTLE))):
-            pass  # a replica still trains: drop the round that it has just started
+        headers = groups.exchange(Header(Kind.SETTLE))
+        while any(h.kind is not Kind.SETTLE for h in headers):
+            if not settling(headers):  # otherwise a replica still trains: drop the round that it has just started
+                check_round(headers)
+            headers = groups.exchange(Header(Kind.SETTLE))
 
 
 def _agree(groups: Groups, headers: Sequence[Header]) -> list[Terms | None]:

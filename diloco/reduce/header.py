@@ -8,9 +8,10 @@ from dataclasses import astuple, dataclass
 from diloco.errors import Diverged, Mismatch
 from diloco.terms import Terms, from_numbers
 
-_FORMAT = struct.Struct("<BB?xiqddqiii")
-_PROTOCOL = 4
-"""Since 3 a delta is encoded after its header; since 4 the header carries what a replica would like to change."""
+_FORMAT = struct.Struct("<BB?xiqddqiii12x")  # with room for more: gloo aborts where two sizes meet
+_PROTOCOL = 5
+"""Since 3 a delta is encoded after its header; since 4 the header carries what a replica would like to change; since 5
+what the autopilot asks has a header too."""
 NBYTES = _FORMAT.size
 
 
@@ -18,6 +19,7 @@ class Kind(enum.IntEnum):
     ROUND = 1
     JOIN = 2
     SETTLE = 3
+    MEASURE = 4
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ def wishes(headers: Sequence[Header]) -> list[Terms | None]:
 
 def settling(headers: Sequence[Header]) -> bool:
     """Whether a replica has finished its steps. Then all drop a round that others start."""
-    return any(h.kind is Kind.SETTLE for h in headers)
+    return any(h.kind is Kind.SETTLE for h in headers) and all(h.kind in (Kind.ROUND, Kind.SETTLE) for h in headers)
 
 
 def check_round(headers: Sequence[Header]) -> None:
@@ -58,9 +60,12 @@ def check_round(headers: Sequence[Header]) -> None:
     first = headers[0]
     for m, h in enumerate(headers):
         if h.kind is not first.kind:
+            remedy = "load a state on all replicas or on none, before the first step"
+            if Kind.MEASURE in (h.kind, first.kind):
+                remedy = "use the autopilot on all replicas or on none, and let all of them make its first steps"
             raise Mismatch(
                 f"replica {m} is about to {h.kind.name.lower()} while replica 0 is about to {first.kind.name.lower()}: "
-                "load a state on all replicas or on none, before the first step"
+                f"{remedy}"
             )
         if (h.fragment, h.index) != (first.fragment, first.index):
             raise Mismatch(

@@ -202,7 +202,8 @@ class TrainConfig:
             raise ConfigError(f"mean_codec={self.mean_codec} with codec={self.codec}: leave it out, any number of "
                               "replicas gathers sparse deltas, and no averages are exchanged")  # fmt: skip
         if self.bucket is not None and self.mean_codec is not None:
-            raise ConfigError(f"mean_codec={self.mean_codec} with a bucket: leave it out, no averages are exchanged")
+            raise ConfigError(f"mean_codec={self.mean_codec} with a bucket: leave it out, members choose the "
+                              "format of averaged shares by the codec")  # fmt: skip
 
 
 def stored_settings(folder: Path) -> list[str]:

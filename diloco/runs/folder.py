@@ -40,6 +40,13 @@ def existing(out: Path, name: str | None) -> Path:
     return runs[-1]
 
 
+def store(folder: Path, settings: str, rank: int) -> None:
+    """Write config.toml as a whole: where machines share the folder, a process on each of them does."""
+    new = folder / f"config.toml.{rank}"
+    new.write_text(settings, encoding="utf-8")
+    new.replace(folder / "config.toml")
+
+
 def by_age(out: Path) -> list[Path]:
     """The folders of the runs in `out`, and in folders of a comparison there; the one that began last comes last."""
     settings = [*out.glob("*/config.toml"), *out.glob("*/*/config.toml")]

@@ -36,8 +36,8 @@ class Writer:
             for sink in self._sinks:
                 sink.log(values, record.step)
 
-    def round(self, stats: RoundStats) -> None:
-        """Write a round that was just applied."""
+    def round(self, stats: RoundStats, ranks: int = 1) -> None:
+        """Write a round that was just applied. `ranks`: of this replica, each of which sends as many bytes."""
         self.write(
             Round(
                 seconds=self.seconds(),
@@ -48,8 +48,8 @@ class Writer:
                 sent_seconds=self.seconds(stats.sent_at),
                 flight_seconds=stats.seconds,
                 exposed_seconds=stats.seconds_exposed,
-                bytes_sent=stats.bytes_sent,
-                bytes_received=stats.bytes_received,
+                bytes_sent=ranks * stats.bytes_sent,
+                bytes_received=ranks * stats.bytes_received,
                 members=stats.members,
                 counted=stats.counted,
                 overlap=stats.overlap,

@@ -9,27 +9,27 @@ from typing import Any
 from diloco.diloco import DiLoCo
 from diloco.flags import to_toml
 from diloco.pilot import autopilot
+from diloco.runs import folder as folders
 from diloco.runs.config import TrainConfig
 from diloco.runs.schema import Event
 from diloco.runs.writer import Writer
+from diloco.world import World
 
 STORED = ("sync_every", "fragments", "codec")
 """Settings without which a checkpoint cannot be loaded, so config.toml gets them as chosen. The overlap stays auto."""
 log = logging.getLogger("diloco")
 
 
-def engage(diloco: DiLoCo, config: TrainConfig, folder: Path, writer: Writer, leader: bool, first: bool) -> None:
-    """`leader`: this process writes for its replica; `first`: and for the run."""
-
+def engage(diloco: DiLoCo, config: TrainConfig, world: World, folder: Path, writer: Writer) -> None:
     def say(text: str, values: Mapping[str, Any]) -> None:
         chosen = "expected_utilization" in values
-        if values and leader:
+        if values and world.shard == 0:
             writer.write(Event("autopilot" if chosen else "retune", writer.seconds(), diloco.step_count, values))
-        if not first:
-            return
-        if chosen:
+        if chosen and world.local_rank == 0:  # on every machine, each of which may resume
             stored = {name: values[name] for name in STORED}
-            (folder / "config.toml").write_text(to_toml(replace(config, **stored)))
+            folders.store(folder, to_toml(replace(config, **stored)), world.rank)
+        if world.rank:
+            return
         log.info(text)
         with (folder / "derived.txt").open("a") as file:
             file.write(text + "\n")

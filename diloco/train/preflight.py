@@ -35,8 +35,9 @@ def check(config: TrainConfig, processes: int) -> None:
     for name in config.track:
         if importlib.util.find_spec(MODULES[name]) is None:
             raise missing(name)
-    if config.batch is not None and config.batch % (processes * config.accumulate):
-        raise wrong_batch(config.batch, processes * config.accumulate)
+    multiple = processes * config.accumulate * ((config.replicas or 2) if config.bucket else 1)
+    if config.batch is not None and config.batch % multiple:
+        raise wrong_batch(config.batch, multiple)
 
 
 def wrong_batch(batch: int, multiple: int) -> ConfigError:
@@ -107,7 +108,7 @@ def outline(config: TrainConfig, replicas: int) -> str:
     resolved, rules = resolve(config, parameters, replicas)
     if config.model.startswith("hf:") and config.steps is None and config.tokens is None:
         rules = [rule for rule in rules if rule.name not in ("tokens", "steps", "warmup", "weight_decay")]
-        rules.append(Rule("steps", "by the data", "one pass, which only reading it tells the length of"))
+        rules.append(Rule("steps", "by the data", "one pass over the data; its length is known once they are read"))
     text = describe(rules, parameters, resolved, sources.name, 0)
     held = "weights, gradients and moments, activations not counted"
     return f"{text}\n  memory of a replica: {16 * parameters / 1e9:.3g} GB for {held}"

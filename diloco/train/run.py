@@ -3,7 +3,7 @@
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -73,9 +73,20 @@ class Readings:
 def train(config: TrainConfig, world: World, folder: Path) -> dict[str, Any]:
     """Train this process's part of the run and return its summary. The default process group must exist."""
     run = prepare(config, world, folder)
-    with run.writer.closed_on_error():
+    with run.writer.closed_on_error(), _left_on_error(run):
         step, stopped = fit(run)
-    return finish(run, step, stopped)
+        return finish(run, step, stopped)
+
+
+@contextlib.contextmanager
+def _left_on_error(run: Prepared) -> Iterator[None]:
+    """The others need not find out by themselves that this replica is gone."""
+    try:
+        yield
+    except BaseException:
+        if run.diloco:
+            run.diloco.leave()
+        raise
 
 
 def fit(run: Prepared) -> tuple[int, bool]:
@@ -179,7 +190,7 @@ def finish(run: Prepared, step: int, stopped: bool) -> dict[str, Any]:
         with _anchors(run):
             samples.append(sample(run.bare, run.corpus.tokenizer, "def ", 200, run.config.context, run.device))
     if run.diloco and stopped:
-        run.diloco.reduce.leave()
+        run.diloco.leave()
     seconds = run.writer.seconds()
     run.writer.close()
     return _summary(run, step, stopped, seconds, evaluation, samples)
@@ -205,7 +216,7 @@ def _summary(
         "unigram_loss": corpus.unigram_loss(),
         "bytes_sent": sent,
         "bytes_data_parallel": round(_sends_per_value(config.replicas) * 2 * run.parameters * step),
-        "largest_burst": stats.largest_round if run.diloco else round(sent / max(step, 1)),
+        "largest_burst": run.world.shards * stats.largest_round if run.diloco else round(sent / max(step, 1)),
         "seconds_hidden": stats.seconds_hidden,
         "seconds_exposed": stats.seconds_exposed,
         "corpus": {"name": corpus.name, "sha256": corpus.sha256, "bytes": corpus.nbytes},
@@ -225,7 +236,7 @@ def _anchors(run: Prepared) -> contextlib.AbstractContextManager[None]:
 def _write_rounds(run: Prepared, known: int) -> int:
     """Write the rounds after the first `known`, and return how many there are now."""
     for finished in run.stats.since(known):
-        run.writer.round(finished)
+        run.writer.round(finished, ranks=run.world.shards)
     return run.stats.rounds
 
 
@@ -235,9 +246,10 @@ def _sends_per_value(replicas: int) -> float:
 
 
 def _traffic(run: Prepared, step: int) -> dict[str, Any]:
-    """Sums so far. Data-parallel training is computed, not counted: fp32 gradients, hidden or exposed in backward."""
-    stats, in_flight = run.stats, run.diloco.in_flight if run.diloco else 0
-    sent, received = stats.bytes_sent, stats.bytes_received
+    """Sums so far of all ranks of this replica, each of which sends its shard. Data-parallel training is computed, not
+    counted: fp32 gradients, hidden or exposed in backward."""
+    stats, in_flight, ranks = run.stats, run.diloco.in_flight if run.diloco else 0, run.world.shards
+    sent, received = ranks * stats.bytes_sent, ranks * stats.bytes_received
     if run.config.method == "dp":
         sent = received = round(_sends_per_value(run.world.replicas) * 4 * run.parameters * step)
     return {"bytes_sent": sent, "bytes_received": received, "seconds_hidden": stats.seconds_hidden,

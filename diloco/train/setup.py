@@ -27,6 +27,7 @@ from diloco.inner import INNERS
 from diloco.outer import OUTERS, Outer
 from diloco.reduce import Reduce
 from diloco.reduce.collective import Collective
+from diloco.runs import folder as folders
 from diloco.runs.config import TrainConfig, outer_settings
 from diloco.runs.phase import Phase
 from diloco.runs.schema import Event
@@ -140,8 +141,8 @@ def prepare(config: TrainConfig, world: World, folder: Path) -> Prepared:
     phase.say("joining the others")
     with run.writer.closed_on_error():
         run = _join(_load(run, folder), folder, sequences)
+    _store(config, world, folder)
     if world.rank == 0:
-        (folder / "config.toml").write_text(to_toml(config))
         text = describe(rules, parameters, config, corpus.name, run.start)
         (folder / "derived.txt").write_text(text + "\n")
         log.info(text)
@@ -149,9 +150,19 @@ def prepare(config: TrainConfig, world: World, folder: Path) -> Prepared:
              "torch": torch.__version__, "diloco": __version__}  # fmt: skip
     run.writer.write(Event("resume" if run.start else "start", run.writer.seconds(), run.start, about))
     if run.diloco and config.auto and config.method == "streaming":
-        engage(run.diloco, config, folder, run.writer, leader, world.rank == 0)
+        engage(run.diloco, config, world, folder, run.writer)
     phase.say("training")
     return run
+
+
+def _store(config: TrainConfig, world: World, folder: Path) -> None:
+    """Write the settings on every machine, each of which may resume. Where they share the folder, the first process has
+    the last word."""
+    if world.rank and not world.local_rank:
+        folders.store(folder, to_toml(config), world.rank)
+    dist.barrier()
+    if world.rank == 0:
+        folders.store(folder, to_toml(config), world.rank)
 
 
 def _corpus(config: TrainConfig, world: World, phase: Phase) -> Corpus:
@@ -181,6 +192,8 @@ def _members(config: TrainConfig, world: World, tokenizer: str) -> tuple[TrainCo
     from diloco.train.elastic import Elastic
 
     assert config.batch is not None and config.replicas is not None
+    if config.batch % config.replicas:
+        raise wrong_batch(config.batch, config.replicas * world.size * config.accumulate)
     batch = config.batch // config.replicas
     return replace(config, batch=batch), Elastic(config, batch * config.context, world, tokenizer)
 

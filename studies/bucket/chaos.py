@@ -335,7 +335,8 @@ def targets(values: Record) -> list[Target]:
                max(found["longest without a round"] for found in each), at_most=15),
         Target("joins, median, s", max(join["median"] for join in joins), at_most=2),
         Target("joins, 90 %, s", max(join["90 %"] for join in joins), at_most=5),
-        Target("longest hook after the first step of a life, s", max(found["longest hook"] for found in each), at_most=0.05),
+        Target("longest hook after the first step of a life, s", max(found["longest hook"] for found in each),
+               at_most=0.05),
     ]  # fmt: skip
     if restarts:
         out.append(Target("restart of all until the first has joined, median, s", max(restarts), at_most=2))

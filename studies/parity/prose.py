@@ -134,11 +134,9 @@ def _opening(results: Results) -> str:
 def changed(results: Results) -> str:
     gap = Gaps(results)
     return f"""
-- The trainer's outer momentum and outer lr, where they are not given, are 0.5 and 0.7 for models below 35M parameters
-  in runs of fewer than 150 rounds; otherwise 0.9 and the scaling laws' value, as before. `Nesterov()` has the paper's
-  values. Measured were {ROUNDS} rounds and 89k parameters; the limits lie between that and the published runs, from 35M
-  parameters and several hundred rounds on. `make demo` (690k parameters, 35 rounds) ends at 1.60 nats a byte, with
-  `--outer-momentum 0.9 --outer-lr 0.7` at 1.88.
+- A fixed outer momentum of 0.9 is not the default any more. Today momentum grows with the rounds from 0 to 0.9, and the
+  outer lr falls from 1 to 0.4 ("Today", above). `Nesterov(0.4, 0.9, follow=False)` is the paper's rule. Measured were
+  {ROUNDS} rounds and 89k parameters.
 - keep_local stays 0: 0.5 gives {gap("keep_local 0.5")} with overlap 1.
 - The recipe that `diloco plan` writes leaves the outer momentum to the trainer, which knows the number of rounds.
 """

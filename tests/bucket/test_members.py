@@ -176,6 +176,19 @@ def test_who_makes_no_steps_is_not_awaited_although_it_lives():
         awaited = set(members.awaited(float(now), everyone=True))
         assert awaited == ({"b"} if now > STUCK else {"b", "c"})
     assert members.stuck(float(now)) == {"c"}
+    assert members.stuck(float(now) + 11) == set()  # nobody shows signs of life
+
+
+def test_a_leave_is_told_once_and_a_snapshot_of_the_future_keeps_nobody_from_others():
+    members = Members("a", ttl=10.0)
+    assert members.saw([Member("b", 0, 1, joining=False), Member("c", 0, 1, joining=False)], 0.0)
+    assert members.saw([Member("b", 0, 2, joining=False, left=True)], 1.0) == [
+        Member("b", 0, 2, joining=False, left=True)
+    ]
+    assert members.saw([Member("b", 0, 2, joining=False, left=True)], 2.0) == []
+    members.saw([Member("c", 0, 2, ((0, 7)), wants=((0, 7),)), Member("d", 0, 1, wants=((0, 1 << 40), (1, 3)))], 3.0)
+    assert [members.wanted(f, 9, 3.0) for f in (0, 1, 2)] == [7, 3, -1]
+    assert members.wanted(0, 6, 3.0) == -1
 
 
 def test_unless_it_waits_for_everyone_a_round_waits_no_longer_than_the_own_steps_take():

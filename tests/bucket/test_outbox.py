@@ -15,7 +15,7 @@ def rounds(player):
     return [outcome for _, outcome in player.reduce.outcomes if isinstance(outcome, Round)]
 
 
-def test_a_round_tells_the_bytes_of_its_own_delta_and_the_seconds_since_it_was_taken():
+def test_a_round_tells_the_bytes_of_its_own_delta_and_the_seconds_until_its_mean_was_known():
     world = World(1)
     a = Player(world, "a")
     a.turn()
@@ -28,7 +28,7 @@ def test_a_round_tells_the_bytes_of_its_own_delta_and_the_seconds_since_it_was_t
         a.step()
         round = rounds(a)[-1]
         own = [len(data) for name, data in world.objects.items() if name.startswith(folder(0, closed) + "d-a-")]
-        assert (round.index, round.sent, round.seconds) == (closed, sum(own), 2.5) and len(own) == 1
+        assert (round.index, round.sent, round.seconds) == (closed, sum(own), 1.5) and len(own) == 1
 
 
 def test_a_round_tells_the_bytes_of_the_others_deltas_alone():

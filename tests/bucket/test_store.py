@@ -167,7 +167,7 @@ def test_the_background_computes_on_one_thread_and_training_keeps_its_own(three_
             member.step()
         time.sleep(0.01)
     for member in members:
-        member._leave()
+        member.leave()
     assert Watching.seen == {("bucket", 1)}
     found = []
     new = threading.Thread(target=lambda: found.append(torch.get_num_threads()))

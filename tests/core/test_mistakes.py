@@ -8,6 +8,7 @@ from torch import nn
 
 from diloco import SGD, Balanced, Bucket, ConfigError, DiLoCo, Mismatch, Nesterov, TopK, run_replicas
 from tests.support.commands import Command, ended
+from tests.support.fake_reduce import Script
 from tests.support.models import Tiny, adamw, steps
 
 
@@ -89,6 +90,25 @@ def test_a_second_diloco_on_one_model_is_refused_until_the_first_has_left():
         second.join()
 
     _alone(loop)
+
+
+def test_one_that_never_joined_leaves_the_model_to_the_one_that_has_it():
+    model = nn.Linear(2, 2)
+    first = DiLoCo(model, reduce=Script(), fragments=Balanced(1))
+    other = DiLoCo(model, reduce=Script(), fragments=Balanced(1))
+    first.join()
+    other.leave()
+    with pytest.raises(ConfigError, match="has a DiLoCo already"):
+        DiLoCo(model, reduce=Script(), fragments=Balanced(1)).join()
+    first.leave()
+
+
+def test_an_overlap_that_each_rank_would_choose_for_itself_is_refused_with_ddp_inside():
+    class Ranks(Script):
+        ddp_ranks = (0, 1)
+
+    with pytest.raises(ConfigError, match='overlap="auto" with DDP inside a replica'):
+        DiLoCo(nn.Linear(2, 2), overlap="auto", reduce=Ranks(), fragments=Balanced(1))
 
 
 def test_finishing_without_a_step_warns():

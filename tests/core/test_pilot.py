@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from diloco import Balanced, Collective, ConfigError, DiLoCo
+from diloco import Balanced, Collective, ConfigError, DiLoCo, Mismatch
 from diloco import pilot as pilots
 from diloco.pilot import autopilot, model_of
 from diloco.reduce import Round, local
@@ -19,7 +19,7 @@ from diloco.speed import Speed
 from diloco.terms import Terms
 from tests.support.fake_reduce import Script
 from tests.support.models import Tiny, adamw, flat, steps
-from tests.support.processes import run
+from tests.support.processes import message_of, run
 
 STEP, TRIP = 0.5, 0.001
 SPEED = Speed(dict.fromkeys(("e3m0", "twobit", "float32", "topk"), 1.0),
@@ -41,30 +41,30 @@ class Clock:
 class Linked:
     """A reducer whose rounds take as long as a link of this rate needs. All replicas have the same one."""
 
-    def __init__(self, reduce, rate):
-        self._reduce, self.rate = reduce, rate
+    def __init__(self, reduce, rate, ranks=1):
+        self._reduce, self.rate, self._ranks = reduce, rate, ranks
         self.replica, self.replicas = reduce.replica, reduce.replicas
 
     def __getattr__(self, name):
         return getattr(self._reduce, name)
 
     def measure(self):
-        return LinkSpeed(TRIP, self.rate)
+        return LinkSpeed(TRIP, self.rate / self._ranks)  # what each rank has of it
 
     def tell(self, value):
-        return [value] * self.replicas
+        return [value] * self.replicas * self._ranks
 
     def take(self, fragment, index):
         outcome = self._reduce.take(fragment, index)
         if not isinstance(outcome, Round):
             return outcome
         seconds = 8 * outcome.sent / self.rate + TRIP
-        return replace(outcome, seconds=seconds, transfer=seconds)
+        return replace(outcome, sent=outcome.sent // self._ranks, seconds=seconds, transfer=seconds)
 
 
-def fly(reduce, count, rates, watched=(0, 1), **options):
+def fly(reduce, count, rates, watched=(0, 1), ranks=1, **options):
     """`rates`: {step: rate from then on}. Returns what was held after each step, and what was said."""
-    link, model = Linked(reduce, rates[0]), Tiny()
+    link, model = Linked(reduce, rates[0], ranks), Tiny()
     optimizer = adamw(model)
     diloco = DiLoCo(model, optimizer, overlap="auto", reduce=link)
     diloco.tuning.clock = Clock()  # type: ignore[assignment]
@@ -106,6 +106,31 @@ def test_when_the_link_changes_all_change_within_three_sync_periods_and_say_why(
     assert f"sync_every {before.sync_every} → {after.sync_every}, because the link gives" in text
     assert values["sync_every"] == after.sync_every and values["rate"] == pytest.approx(factor * first, rel=0.05)
     assert len(said) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_machine")
+def test_a_link_that_the_ranks_of_a_replica_share_is_as_fast_as_it_was_measured():
+    (held, said, _), _ = local.run(2, lambda r: fly(r, 300, {0: 0.55 * ENOUGH}, ranks=2))
+    assert len(set(held[10:])) == 1 and len(said) == 1
+
+
+@pytest.mark.usefixtures("_machine")
+def test_a_model_without_layers_is_cut_as_it_was_planned():
+    def loop(reduce):
+        torch.manual_seed(0)
+        model = nn.ParameterDict({f"w{k}": torch.ones(2**k, 8) for k in range(6)})
+        diloco = DiLoCo(model, reduce=Linked(reduce, 1e4))
+        diloco.tuning.clock = Clock()  # type: ignore[assignment]
+        pilot = autopilot(diloco)
+        diloco.join()
+        for _ in range(10):
+            diloco.step()
+        assert pilot is not None and pilot.choice is not None
+        return pilot.choice.settings.fragments, len(diloco.fragments)
+
+    (planned, cut), _ = local.run(2, loop)
+    assert planned == f"balanced:{cut}"
 
 
 @pytest.mark.slow
@@ -159,6 +184,23 @@ def test_without_a_link_there_is_nothing_to_choose():
     assert said == ["autopilot: with a Script, sync_every, fragments and codec stay as given; overlap=1"]
     with pytest.raises(ConfigError, match=r"keep=\['speed'\]: give any of sync_every, fragments, overlap, codec"):
         autopilot(diloco, keep=["speed"])
+
+
+@message_of(Mismatch)
+def _on_one_replica(rank):
+    model = Tiny()
+    optimizer = adamw(model)
+    diloco = DiLoCo(model, optimizer, sync_every=5, reduce=Collective(timeout=60))
+    if rank == 0:
+        autopilot(diloco)
+    with diloco:
+        for _ in steps(model, optimizer, rank, 1, 20):
+            pass
+
+
+def test_an_autopilot_on_one_replica_only_is_refused_on_all():
+    for text in run(2, _on_one_replica):
+        assert "use the autopilot on all replicas or on none" in text
 
 
 def _with_ddp(rank):

@@ -129,6 +129,34 @@ def test_a_round_in_which_nobody_trained_moves_nothing_not_even_by_momentum():
     assert diloco._fragments[0].state.index == 1
 
 
+class Lost(Script):
+    """Its last round breaks."""
+
+    def take(self, fragment, index):
+        if self.broken:
+            raise PeerLost("another replica is gone")
+        return super().take(fragment, index)
+
+    def settle(self):
+        self.broken = True
+        return super().settle()
+
+    broken = False
+
+
+def test_a_finish_that_failed_is_not_taken_for_one_that_succeeded():
+    script = Lost()
+    diloco, step = start(script)
+    step()
+    with pytest.raises(PeerLost):
+        diloco.finish()
+    with pytest.raises(DiLoCoError, match="has left the other replicas"):
+        diloco.finish()
+    diloco.leave()
+    diloco.leave()
+    assert script.left == 1
+
+
 def test_finish_is_a_last_round_for_every_fragment_then_leaves_once():
     script = Script({(0, 1): [(0, mean(1, -2.5, counted=True))]})
     diloco, step = start(script, keep_local=0.5)

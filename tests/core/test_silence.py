@@ -67,7 +67,7 @@ def _leave_after(diloco, match, act):
         with pytest.raises(DiLoCoError, match=match):
             act()
     finally:
-        diloco._leave()
+        diloco.leave()
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)

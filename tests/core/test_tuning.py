@@ -30,6 +30,10 @@ def test_all_must_wish_the_same_direction_and_the_slowest_link_decides():
     assert agree([Terms(50, "e3m0"), Terms(20, "e3m0")], HELD) is None  # one to send less, one to send more
     assert agree([Terms(50, "e3m0"), None], HELD) is None
     assert agree([HELD, HELD], HELD) is None
+    assert agree([Terms(300, "e3m0"), Terms(150, "twobit")], Terms(200, "twobit")) == Terms(300, "e3m0")  # both: more
+    assert (
+        agree([Terms(300, "float8"), Terms(150, "twobit")], Terms(200, "twobit")) is None
+    )  # no terms are more for all
     assert agree([], HELD) is None
 
 

@@ -309,7 +309,7 @@ def test_the_error_of_other_bits_names_the_round_after_which_they_differ():
 
 def test_a_header_of_another_protocol_is_refused():
     data = Header(Kind.ROUND).pack()
-    with pytest.raises(Mismatch, match="a replica speaks protocol 9, this one 4: install the same version"):
+    with pytest.raises(Mismatch, match="a replica speaks protocol 9, this one 5: install the same version"):
         Header.unpack(bytes([9]) + data[1:])
 
 

@@ -7,6 +7,7 @@ import signal
 
 from torch import nn
 
+import diloco.train.run
 from diloco import Balanced, DiLoCo
 from diloco.runs.config import TrainConfig
 from diloco.train.data.corpus import prepare
@@ -115,6 +116,22 @@ def test_one_that_returns_with_nothing_sees_other_windows_and_one_that_resumes_g
     assert replayed == first
 
 
+def _fail_when_saving(words):
+    def save(run, step):
+        raise RuntimeError("the disk is gone")
+
+    diloco.train.run.save = save
+    return main(words)
+
+
+def test_a_member_that_fails_leaves_so_that_nobody_waits_for_it(place):
+    words = training("failing-a", "--bucket", "failing", "--member", "a", "--steps", 100, "--save-every", 3)
+    code, _, err = ended(Command(place, _fail_when_saving, [str(word) for word in words]))
+    assert code == 1 and "the disk is gone" in err
+    code, out, _ = run_here(place, "watch", "failing", "--once")
+    assert code == 0 and re.search(r"^a +left", out, re.MULTILINE), out
+
+
 def test_the_ranks_of_a_member_are_started_by_torchrun(place):
     words = training("sharded-a", "--shards", 2, "--bucket", "sharded", "--member", "a", "--steps", 10)
     results = [ended(process) for process in start_ranks(place, 2, main, [str(word) for word in words])]
@@ -133,6 +150,7 @@ def test_wrong_use_is_one_line(place):
         (["--bucket", "ftp://x"], "s3://"),
         (["--bucket", "b", "--key-file", "missing"], "No such file"),
         (["--bucket", "b", "--shards", "2"], "torchrun --nproc-per-node 2"),
+        (["--bucket", "b", "--batch", "30", "--replicas", "4"], "batch=30: give a multiple of ranks · accumulate, 4"),
     ):
         code, _, err = run_here(place, *training("wrong", "--steps", 10, *words))
         assert code == 2 and text in err and "Traceback" not in err, err

@@ -31,6 +31,7 @@ from tests.support.commands import (
     wait_for_lines,
     weights,
 )
+from tests.support.s3 import free_port
 
 
 def test_a_run_killed_at_any_moment_resumes_to_the_same_trajectory(place, whole):
@@ -130,6 +131,11 @@ def test_sharded_replicas_with_accumulation_save_export_and_resume(place):
              "--sync-every", "3", "--overlap", "1", "--inner", "adamw"]  # fmt: skip
     code, out, err = train(place, "sharded", "--steps", "4", *words, "--json")
     assert code == 0, err
+    fragment = json.loads(out)["parameters"] / 3
+    assert 0.5 * fragment < json.loads(out)["largest_burst"] < 0.6 * fragment  # of all ranks of a replica together
+    assert (
+        max(e["bytes_sent"] for e in lines(place, "sharded", kind="events") if e["event"] == "round") > 0.5 * fragment
+    )
     code, out, err = run_here(place, "export", "runs/sharded", "--to", "from-shards", "--step", "3")
     assert (code, out) == (0, "from-shards\n"), err
     check_anchors(place, "from-shards", weights(place, "sharded", 3), shards=2)
@@ -149,6 +155,27 @@ def test_a_run_whose_config_knows_fewer_settings_resumes_with_their_defaults(pla
     assert json.loads(out)["steps"] == 42 and "changed: steps 40 → 42\n" in err
     written = config.read_text()
     assert 'outer = "nesterov"\n' in written and "feedback = 0.0\n" in written and "mean_codec" not in written
+
+
+def test_two_machines_resume_each_with_the_settings_that_it_has_stored(tmp_path, place):
+    sites = [tmp_path / "one", tmp_path / "two"]
+    for site in sites:
+        site.mkdir()
+        shutil.copy(place / "corpus.txt", site)
+
+    def both(*words):
+        machine = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        started = [Command(site, main, list(words), env=machine | {"RANK": str(m)}) for m, site in enumerate(sites)]
+        for code, _, err in [ended(process) for process in started]:
+            assert code == 0, err
+        return [(site / "runs/apart/config.toml").read_text() for site in sites]
+
+    one, two = both(*training("apart", "--steps", "10", "--lr", "0.003"))
+    assert one == two and "lr = 0.003\n" in one
+    again = both("train", "--resume", "--name", "apart", "--steps", "12")
+    assert again == [one.replace("steps = 10", "steps = 12")] * 2
+    code, _, err = run_here(sites[0], "plan", "--check", "runs/apart")
+    assert code == 2 and "has the records of 1 of 2 replicas: copy the folders replica-*" in err
 
 
 def test_a_full_disk_ends_the_run_with_the_remedy_and_the_old_checkpoint_survives(place, whole):
