@@ -17,7 +17,7 @@ from tests.support.run_directory import make_run
 from tests.support.slow import starts_processes
 
 torch.set_num_threads(1)  # as in the processes that the tests start: sums of floats depend on how they are split
-settings.register_profile("shared machine", deadline=None, max_examples=50)
+settings.register_profile("shared machine", deadline=None, max_examples=40)
 settings.load_profile("shared machine")
 
 
@@ -77,7 +77,7 @@ def whole(place):
         if missing:
             (place / "recipe.toml").write_text(
                 'data = ["corpus.txt"]\nsteps = 7\nbatch = 4\ncontext = 32\nsync_every = 10\n'
-                'fragments = "balanced:3"\noverlap = 2\neval_every = 1000\neval_tokens = 2048\ncompile = false\n'
+                'fragments = "balanced:3"\noverlap = 2\neval_every = 1000\neval_tokens = 512\ncompile = false\n'
             )
             words = ["--name", "whole", "--steps", "40", "--save-every", "20", "--json"]
             code, out, err = run(place, "train", "recipe.toml", *words)

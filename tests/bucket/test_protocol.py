@@ -289,7 +289,7 @@ class Sharing(Members):
 
 
 Sharing.TestCase.settings = Members.TestCase.settings = settings(
-    max_examples=16, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=12, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestMembers = pytest.mark.slow(Members.TestCase)
 TestSharing = pytest.mark.slow(Sharing.TestCase)

@@ -141,7 +141,7 @@ def _execute(code):
 
 def test_the_trainer_is_called_from_python(folder):
     (code,) = [code for page, needs, kind, code in FOUND if (page, kind) == ("api", "python") and needs]
-    few = code.replace("steps=200", "steps=4, context=32, eval_tokens=2048, data=('notes.txt',)")
+    few = code.replace("steps=200", "steps=4, context=32, eval_tokens=512, data=('notes.txt',)")
     assert few != code
     done, out, err = ended(commands.Command(folder, _execute, few))
     assert done == 0, err

@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
 COMMANDS = [line.removeprefix("$ ") for kind, block in BLOCKS if kind == "console" for line in block.splitlines()]
-FEWER = ["--steps", "2", "--batch", "4", "--context", "32", "--eval-tokens", "2048"]
+FEWER = ["--steps", "2", "--batch", "4", "--context", "32", "--eval-tokens", "512"]
 
 
 class Summed(nn.Module):
@@ -130,7 +130,7 @@ def test_make_runs_the_demo_recipe(folder):
     assert [command for command in COMMANDS if command.startswith("make")] == ["make demo"]
     plan = subprocess.run(["make", "-n", "demo"], cwd=ROOT, capture_output=True, text=True).stdout
     assert "diloco train recipes/demo.toml" in plan
-    code, out, err = commands.run(folder, "train", ROOT / "recipes/demo.toml", "--steps", "4", "--eval-tokens", "2048")
+    code, out, err = commands.run(folder, "train", ROOT / "recipes/demo.toml", "--steps", "4", "--eval-tokens", "512")
     assert code == 0, err
     assert "loss of the anchors" in out and "report.html" in out
 

@@ -33,7 +33,7 @@ from tests.support.s3 import free_port
 
 ROOT = Path(__file__).parents[2]
 SMALL = ["--model", "tiny", "--batch", "4", "--context", "32", "--sync-every", "10", "--fragments", "balanced:3",
-         "--overlap", "2", "--eval-every", "1000", "--eval-tokens", "2048"]  # fmt: skip
+         "--overlap", "2", "--eval-every", "1000", "--eval-tokens", "512"]  # fmt: skip
 DILOCO = [sys.executable, "-m", "diloco"]
 HANG = 150
 """Seconds after which a command is taken to hang: below the limit of a test, far above what any of them needs."""

@@ -12,7 +12,7 @@ from diloco.runs.reader import read
 from tests.support.commands import run, run_here
 
 WORDS = ["--data", "corpus.txt", "--model", "tiny", "--batch", "4", "--context", "32", "--eval-every", "1000",
-         "--eval-tokens", "2048", "--auto"]  # fmt: skip
+         "--eval-tokens", "512", "--auto"]  # fmt: skip
 
 
 def events(folder, kind):
