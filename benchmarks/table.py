@@ -199,6 +199,16 @@ arrive, the communication thread makes the next anchors, and codecs, mean and ou
 with the rounds. What is sent has the same size. The figures were not measured again.
 
 """,
+    BUCKET: """\
+Since these figures were measured, shares are hashed without the bucket's lock, and a round's time ends when its mean is
+known. The kill of torchft was not measured again. The figures were not measured again.
+
+""",
+    STUDIES / "autopilot/results.json": """\
+The part about the link was measured on a machine with other work, before the exchanges of the autopilot had headers. It
+was not measured again.
+
+""",
     RESTARTS: """\
 Since these figures were measured, the bucket's protocol has changed: records carry what each delta counts, one listing
 serves all fragments, looks are rarer while no round is due, large deltas travel in pieces, from four members on each
