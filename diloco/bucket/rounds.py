@@ -189,7 +189,7 @@ class Record:
         members = len(self.entries)
         return LIMIT_OF_FEW if members <= FEW else min(max((members - 1) / 3, 1.0), LIMIT)
 
-    @property
+    @cached_property
     def link(self) -> Link:
         """What the next record has to follow. What was clipped counts as it was clipped."""
         now = _usual([e.norm * clip for e, clip in zip(self.entries, self.clips, strict=True)])

@@ -77,18 +77,21 @@ def test_the_target_builds_the_site() -> None:
 @browser_test
 def test_every_page_fits_every_screen_without_a_word_in_the_console(site: Path, browser: Browser) -> None:
     """A page is opened once: it follows the screen and the colours of the system while it is open. What fits does not
-    depend on the colours, so one size is looked at in light and the other in dark."""
+    depend on the colours, so one size is looked at in light and the other in dark. The next page begins with the look
+    that the last one had: each change draws a page again."""
+    looks = list(zip(SCREENS.values(), (False, True), strict=True))
     for page in pages(site):
         visit(browser, page)
         here = {each for each in browser.get(LINKS) if each.startswith("file:")}
         assert {each for each in here if not Path(unquote(urlsplit(each).path)).is_file()} == set(), page.name
-        for screen, dark in zip(SCREENS.values(), (False, True), strict=True):
+        for screen, dark in looks:
             browser.look_like(**screen, dark=dark)
             browser.wait(f"innerWidth === {screen['width']} && {BACKGROUND} < 64 === {str(dark).lower()}")
             browser.get(DRAWN)
             width = browser.get("document.documentElement.scrollWidth")
             assert width <= screen["width"], f"{page.name} is {width} pixels wide on {screen}"
             assert (browser.get(BROKEN), browser.get(CUT)) == ([], []), page.name
+        looks.reverse()
     assert browser.said == []
     assert [address for address in browser.asked if not address.startswith((site.as_uri(), "data:"))] == []
 

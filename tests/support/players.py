@@ -36,6 +36,7 @@ class World:
         self.now = 0.0
         self.records: dict[tuple[int, int], str] = {}  # (fragment, index): digest of the record, once there is one
         self.states: dict[tuple[int, int], int] = {}  # (fragment, index): fingerprint
+        self._read: dict[str, tuple[bytes, Link, Any]] = {}  # a valid record, and what it was read from
         self.run, self.key = "", None
         self.tolerant = False  # of records that are deleted: to see what comes of it
 
@@ -87,14 +88,19 @@ class World:
 
     def record(self, fragment, index, previous):
         slot = 0
-        while (data := self.objects.get(record_name(fragment, index, slot))) is not None:
-            name = record_name(fragment, index, slot)
+        while (data := self.objects.get(name := record_name(fragment, index, slot))) is not None:
+            held = self._read.get(name)
+            if held and held[0] is data and held[1] == previous:
+                return held[2]
             try:
-                return read_record(
+                record = read_record(
                     Envelope(self.run, self.key).open(name, "record", data, None), fragment, index, previous
                 )
             except Invalid:
                 slot += 1
+                continue
+            self._read[name] = data, previous, record
+            return record
         return None
 
     def closed(self, fragment):

@@ -28,7 +28,7 @@ from tests.support.commands import (
 )
 
 
-def member(place, name, *words, steps=100, bucket="bucket"):
+def member(place, name, *words, steps=40, bucket="bucket"):
     own = ["--bucket", bucket, "--member", name, "--steps", steps, "--save-every", 10]
     return start(place, *training(f"{bucket}-{name}", *own, *words))
 
@@ -48,10 +48,10 @@ def test_one_command_begins_a_run_and_joins_it_and_it_ends_for_all(place):
     assert last[0]["eval/loss"] == last[1]["eval/loss"]  # the anchors are the same
     code, out, _ = run_here(place, "watch", "bucket", "--once")
     assert code == 0 and "left" in out and " a " in out and " b " in out
-    assert re.search(r"a +left +10–10", out)  # 100 steps of 10
+    assert re.search(r"a +left +4–4", out)  # 40 steps of 10
     late = member(place, "c", "--json")
     code, out, err = ended(late)
-    assert code == 0 and "it has ended, after 10 rounds" in err, err
+    assert code == 0 and "it has ended, after 4 rounds" in err, err
     assert json.loads(out)["steps"] == 0 and json.loads(out)["eval/loss"] == last[0]["eval/loss"]
     code, _, err = run_here(place, "export", "runs/bucket-c", "--to", "of-a-late-one")
     assert code == 0, err
@@ -77,7 +77,7 @@ def test_a_member_leaves_returns_with_its_checkpoint_and_a_killed_one_stops_nobo
     b.kill()
     b.wait()
     before = lines(place, "second-a", kind="events")
-    a = member(place, "a", bucket="second")
+    a = member(place, "a", bucket="second", steps=1_000_000)
 
     def rounds_after_the_return():
         found = [event["event"] for event in lines(place, "second-a", kind="events")]
@@ -161,7 +161,7 @@ def test_chaos_in_short(place, tmp_path, monkeypatch):
         return Command(tmp_path, main, words[3:])  # what comes after `python -m diloco`
 
     monkeypatch.setattr("studies.bucket.restarts.subprocess.Popen", popen)
-    words = ["--eval-tokens", "512", "--data", str(place / "corpus.txt")]
+    words = ["--eval-tokens", "512", "--inner", "adamw", "--data", str(place / "corpus.txt")]
     found = chaos(tmp_path, 3, events=3, steps=60, every=0.0, between=4, seed=1, kill_all=True, words=words)
     assert sum(found["events"].values()) == 3
     assert found["records changed or lost"] == 0

@@ -37,14 +37,14 @@ from tests.support.s3 import free_port
 def test_a_run_killed_at_any_moment_resumes_to_the_same_trajectory(place, whole):
     """With a checkpoint after every step the kill falls into a save more often than not."""
     name = "killed"
-    process = start(place, *training(name, "--steps", "40", "--save-every", "1"))
+    process = start(place, *training(name, "--steps", "40", "--save-every", "1", "--inner", "muon"))
     wait_for_lines(place / f"runs/{name}/replica-0/metrics.jsonl", 7, process)
     for child in children(process):
         os.kill(child, signal.SIGKILL)
     code, _, err = ended(process)
     assert code == 1
     assert "was killed by signal 9" in err.splitlines()[-1]
-    code, _, err = train(place, name, "--steps", "40", "--save-every", "20", "--resume")
+    code, _, err = train(place, name, "--steps", "40", "--save-every", "20", "--resume", "--inner", "muon")
     assert code == 0, err
     check_same(place, name)
     assert any(e["event"] == "resume" for e in lines(place, name, kind="events"))
@@ -128,7 +128,7 @@ def test_one_dead_process_stops_all_with_its_reason_on_the_last_line(place):
 
 def test_sharded_replicas_with_accumulation_save_export_and_resume(place):
     words = ["--shards", "2", "--batch", "8", "--accumulate", "2", "--save-every", "3", "--eval-tokens", "512",
-             "--sync-every", "3", "--overlap", "1", "--inner", "adamw"]  # fmt: skip
+             "--sync-every", "3", "--overlap", "1"]  # fmt: skip
     code, out, err = train(place, "sharded", "--steps", "4", *words, "--json")
     assert code == 0, err
     fragment = json.loads(out)["parameters"] / 3
@@ -180,7 +180,7 @@ def test_two_machines_resume_each_with_the_settings_that_it_has_stored(tmp_path,
 
 def test_a_full_disk_ends_the_run_with_the_remedy_and_the_old_checkpoint_survives(place, whole):
     shutil.copytree(place / "runs/whole", place / "runs/full")
-    code, _, err = train(place, "full", "--steps", "45", "--resume", file_limit=1_000_000)
+    code, _, err = train(place, "full", "--steps", "45", "--resume", "--inner", "muon", file_limit=1_000_000)
     assert code == 2, err
     assert "no space left to save" in err.splitlines()[-1] and "step 40 is complete" in err.splitlines()[-1]
     assert weights(place, "full", 40).keys() == weights(place, "whole", 40).keys()

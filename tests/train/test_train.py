@@ -61,7 +61,7 @@ def test_outer_rule_feedback_and_codec_of_the_mean_are_flags_of_a_run(place):
 
 def test_processes_that_torchrun_started_are_the_same_trainer(place, whole):
     """As torchrun tells them their ranks; with a real one it is the README's test of two machines."""
-    words = training("torchrun", "--steps", "40", "--save-every", "20")
+    words = training("torchrun", "--steps", "40", "--save-every", "20", "--inner", "muon")
     results = [ended(process) for process in start_ranks(place, 2, main, words)]
     assert [code for code, _, _ in results] == [0, 0], results
     out = results[0][1]
