@@ -1,9 +1,10 @@
 # Everything runs in .venv, which is made on first use. It needs Python 3.11 or newer, with pip.
 PYTHON ?= python3
 BIN := .venv/bin
-# One more than the cores of a small machine: some tests wait.
+# One more than the cores of a small machine where tests wait for processes.
 JOBS ?= 3
-PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
+FAST_JOBS ?= 2
+PYTEST := $(BIN)/python -m pytest --dist worksteal
 export PIP_CONSTRAINT := constraints.txt
 # Images often set this. The tests start many interpreters, and each would compile all that it imports.
 export PYTHONDONTWRITEBYTECODE :=
@@ -20,7 +21,7 @@ picture: .venv/ready  ## the pictures of docs/, of a demo that is run for them; 
 	$(BIN)/python -m docs.pictures
 
 test: .venv/ready  ## all tests, in random order
-	$(PYTEST)
+	$(PYTEST) -n $(JOBS)
 
 test-frameworks: .venv/ready  ## docs/frameworks.md with the real frameworks, in an environment of their own
 	.ci/frameworks
@@ -29,7 +30,7 @@ test-slurm: .venv/ready  ## a real Slurm with two nodes on this machine, install
 	.ci/slurm
 
 test-fast: .venv/ready  ## tests that start no process: about a minute
-	$(PYTEST) -m 'not slow'
+	$(PYTEST) -n $(FAST_JOBS) -m 'not slow'
 
 lint: .venv/ready  ## formatting, lint, types, directions of imports
 	$(BIN)/ruff format --check .

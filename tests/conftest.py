@@ -8,22 +8,22 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import settings
 
-from tests.support.commands import run
 from tests.support.once import once
 from tests.support.run_directory import make_run
 from tests.support.slow import starts_processes
 
-torch.set_num_threads(1)  # as in the processes that the tests start: sums of floats depend on how they are split
 settings.register_profile("shared machine", deadline=None, max_examples=40)
 settings.load_profile("shared machine")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """A test that starts a process is slow; others that need seconds are marked one by one. `make test-fast` leaves
-    slow ones out."""
+    slow ones out. Torch is imported only where tests are run: the process that shares them out does without."""
+    import torch
+
+    torch.set_num_threads(1)  # as in the processes that the tests start: sums of floats depend on how they are split
     for item in items:
         if isinstance(item, pytest.Function) and starts_processes(item):
             item.add_marker("slow")
@@ -73,6 +73,8 @@ def place(shared):
 @pytest.fixture(scope="session")
 def whole(place):
     """The summary of an uninterrupted run of 40 steps, made from a recipe that the command line overrides."""
+    from tests.support.commands import run
+
     with once(place / "whole.json") as missing:
         if missing:
             (place / "recipe.toml").write_text(
