@@ -139,8 +139,7 @@ class DiLoCo:
         self.step_count += 1
         self._add(0.0 if self._tokens else 1.0, lr_of(self._optimizers))
         try:
-            for fragment in self._fragments:
-                self._apply(fragment)
+            self._apply(self._fragments)
         finally:  # also after a lost peer: what is sent now is saved, and sent again when all resume
             self.tuning.switch(self.step_count, self._fragments)
             now, slot = self.step_count, self.schedule.sends_at
@@ -150,8 +149,7 @@ class DiLoCo:
             for fragment in due:
                 self._send(fragment)
         if self.overlap == 0:
-            for fragment in self._fragments:
-                self._apply(fragment)
+            self._apply(self._fragments)
         if self.watch:
             self.watch()
         self.tuning.clock.end(time.perf_counter())
@@ -164,35 +162,39 @@ class DiLoCo:
         sent = fragment.take_delta(self.step_count, self._progress, self.tuning.said(fragment.number))
         self.reduce.send(fragment.number, sent.index, fragment.delta_later(sent, self._tokens))
 
-    def _apply(self, fragment: FragmentSync) -> None:
-        """Apply what has arrived: `overlap` steps after the send, or at once if nothing is under way."""
-        finishing = self._life is _Life.FINISHING
-        while (sent := fragment.in_flight) is None or self.step_count >= sent.step + self.overlap or finishing:
-            began = time.perf_counter()
-            outcome = self.reduce.take(fragment.number, fragment.state.index + 1)
-            taken = time.perf_counter()
-            match outcome:
-                case None:
-                    return
-                case Dropped(reset, spoiled):
-                    fragment.in_flight = None
-                    if reset:
-                        self._recover(spoiled)
-                case Jump(state):
-                    fragment.jump(state, self._progress)
-                case Round():
-                    fragment.apply(outcome, self.keep_local)
-                    self._spoiled = None if outcome.counted else self._spoiled
-                    if self._tokens and not self._progress.work and not any(outcome.members.values()):
-                        mistakes.warn_no_tokens()
-                    hook = time.perf_counter() - taken
-                    waited = taken - began
-                    self.stats.add(fragment.statistics(outcome, sent, self.step_count, waited, hook, self.overlap))
-                    if sent and fragment.number < len(self._fragments) and not finishing:
-                        self.tuning.landed(Flight(outcome.seconds, outcome.apart, waited))
-                    if sent and fragment.number == 0:
-                        self.tuning.heard(outcome.wishes, sent.step)
-                    self.reduce.applied(fragment.number, fragment.state)
+    def _apply(self, fragments: Sequence[FragmentSync]) -> None:
+        """Apply what has arrived, one round of each in turn: so a replica that is behind fetches all side by side."""
+        while fragments:
+            fragments = [fragment for fragment in fragments if self._apply_next(fragment)]
+
+    def _apply_next(self, fragment: FragmentSync) -> bool:
+        """`overlap` steps after the send, or at once if nothing is under way. False if there is nothing to apply."""
+        sent, finishing = fragment.in_flight, self._life is _Life.FINISHING
+        if sent is not None and self.step_count < sent.step + self.overlap and not finishing:
+            return False
+        began = time.perf_counter()
+        outcome = self.reduce.take(fragment.number, fragment.state.index + 1)
+        taken = time.perf_counter()
+        match outcome:
+            case Dropped(reset, spoiled):
+                fragment.in_flight = None
+                if reset:
+                    self._recover(spoiled)
+            case Jump(state):
+                fragment.jump(state, self._progress)
+            case Round():
+                fragment.apply(outcome, self.keep_local)
+                self._spoiled = None if outcome.counted else self._spoiled
+                if self._tokens and not self._progress.work and not any(outcome.members.values()):
+                    mistakes.warn_no_tokens()
+                hook, waited = time.perf_counter() - taken, taken - began
+                self.stats.add(fragment.statistics(outcome, sent, self.step_count, waited, hook, self.overlap))
+                if sent and fragment.number < len(self._fragments) and not finishing:
+                    self.tuning.landed(Flight(outcome.seconds, outcome.apart, waited))
+                if sent and fragment.number == 0:
+                    self.tuning.heard(outcome.wishes, sent.step)
+                self.reduce.applied(fragment.number, fragment.state)
+        return outcome is not None
 
     def _recover(self, spoiled: bool) -> None:
         """Local work is given up. If a delta was not finite, what made it so is in all fragments and moments by now."""
@@ -221,9 +223,8 @@ class DiLoCo:
             for fragment in fragments:  # weights loaded since construction are the start, not progress
                 fragment.view.read(fragment.state.anchor)
         self._meet(fragments)
-        for fragment in fragments:
-            if fragment.in_flight is None:
-                self._apply(fragment)  # rounds that others finished before this replica came
+        # Rounds that others finished before this replica came.
+        self._apply([fragment for fragment in fragments if fragment.in_flight is None])
 
     def _meet(self, fragments: list[FragmentSync]) -> None:
         self._check_open()
@@ -256,15 +257,14 @@ class DiLoCo:
         self._life = _Life.FINISHING
         fragments = self._all_fragments()
         self._find_buffers()
-        for fragment in fragments:
-            self._apply(fragment)
+        self._apply(fragments)
         self.tuning.switch(self.step_count, self._fragments, ending=True)
         evaluate(self._optimizers)
         for fragment in fragments:
             fragment.ending = together
             self._send(fragment)
+        self._apply(fragments)
         for fragment in fragments:
-            self._apply(fragment)
             fragment.view.write(fragment.state.anchor)
         reshard(self.model)
         self.leave()

@@ -58,7 +58,13 @@ class OpenRound:
         return self._store.layout.cut and self._session.crowded
 
     def names(self, outbox: Outbox) -> Task[dict[str, int] | None]:
-        """What there is in the round, or None if this member has no reason to list it."""
+        """What there is in the round, or None if this member has no reason to list it. If this round and the next one
+        are closed, what lies in both and in those that follow is read at once."""
+        names = yield from self._list(outbox)
+        yield from self._store.read_ahead(self._session.listing.closed(self._fragment, self._index))
+        return names
+
+    def _list(self, outbox: Outbox) -> Task[dict[str, int] | None]:
         listing, timing = self._session.listing, self._session.timing
         if not self.crowded:
             return (yield from listing.names(self._fragment, self._index))

@@ -369,7 +369,7 @@ class FragmentProtocol:
         if self._mode == _Following():
             if not (yield from self.round_store.reaches(self._reached + BEHIND + 1)):
                 return
-        elif self.frontier % BEHIND:
+        elif self.frontier % (2 * BEHIND):
             return  # it has asked: now and then is often enough to look
         yield from self.snapshots.refresh()
         if isinstance(self._mode, _Jumping):

@@ -1,7 +1,7 @@
 """The rounds of one fragment as they lie in the store: reads deltas, reads and creates closing records. Timing is the
 caller's decision."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import TypeVar
@@ -24,6 +24,7 @@ from diloco.bucket.rounds import (
     record_name,
 )
 from diloco.bucket.shares import read_heads, seal_heads
+from diloco.bucket.store.ahead import ReadAhead
 from diloco.bucket.store.envelope import HEADER, PART, PREFIX, Answer, Envelope, Invalid, get, put
 from diloco.bucket.store.keys import Listed, version_of
 from diloco.bucket.store.lists import check_round, load_named, open_list, signer_in
@@ -43,6 +44,7 @@ class RoundStore:
         self._fragment, self.layout, self._envelope, self._reject = fragment, layout, envelope, reject
         self._changes: dict[str, Listed] = {}  # by name: changes of the list of members
         self._in_force: dict[int, str] = {}  # index: the list that the last change seen there names
+        self._ahead = ReadAhead()
 
     @classmethod
     def reader(cls, fragment: int, envelope: Envelope) -> "RoundStore":
@@ -53,6 +55,15 @@ class RoundStore:
         """What a record of this round has to follow, behind the changes that were seen there."""
         return _under(previous, self._in_force.get(index, ""))
 
+    def read_ahead(self, closed: Mapping[str, int]) -> Task[None]:
+        """What lies in rounds that follow each other and are closed, by name with its size: many small objects at once,
+        instead of one round after another."""
+        yield from self._ahead.read(closed)
+
+    def records_ahead(self, indices: Iterable[int]) -> Task[None]:
+        """The same for the records of rounds alone, as far as they are there."""
+        yield from self.read_ahead({record_name(self._fragment, index, 0): 0 for index in indices})
+
     def record(
         self, index: int, previous: Link | None, names: Collection[str] | None = None, lies: Collection[str] = ()
     ) -> Task[tuple[Record | None, int, bool]]:
@@ -61,7 +72,7 @@ class RoundStore:
         `lies`: digests of records that do not count."""
         slot, branched = 0, False
         while names is None or record_name(self._fragment, index, slot) in names:
-            found = yield from self._read_slot(index, slot, previous)
+            found = yield from self._ahead.serve(self._read_slot(index, slot, previous))
             if found is None:
                 break
             if isinstance(found, Listed) and previous is not None:
@@ -77,7 +88,7 @@ class RoundStore:
     def find(self, index: int, digest: str) -> Task[Record | None]:
         """The record with this digest, if it is in the first slots of the round."""
         for slot in range(AT_ONCE):
-            found = yield from self._read_slot(index, slot, None)
+            found = yield from self._ahead.serve(self._read_slot(index, slot, None))
             if found is None or (isinstance(found, Record) and found.digest == digest):
                 return found if isinstance(found, Record) else None
         return None
@@ -157,7 +168,7 @@ class RoundStore:
 
     def deltas(self, names: list[str]) -> Task[list[Contribution | Invalid | None]]:
         """Deltas, checked and decoded once; None where there is no such object, or a piece of it is missing."""
-        return (yield from _in_turn([self._delta(name) for name in names]))
+        return (yield from self._ahead.serve(_in_turn([self._delta(name) for name in names])))
 
     def heads(self, names: list[str]) -> Task[list[Contribution | Invalid | None]]:
         """The same without the values, where deltas are in pieces."""
@@ -236,6 +247,9 @@ class RoundStore:
     def listed(self, record: Record) -> Task[Mapping[str, Contribution] | Invalid | None]:
         """The heads of all deltas of a record, by digest; None if they are gone. What is invalid must be so for all
         members, so it is looked at twice."""
+        return (yield from self._ahead.serve(self._listed(record)))
+
+    def _listed(self, record: Record) -> Task[Mapping[str, Contribution] | Invalid | None]:
         name, before = heads_name(self._fragment, record.index, record.heads), None
         while True:
             data = yield Read(name, PREFIX.size + HEADER + PART, patient=True)

@@ -152,15 +152,16 @@ def _previous(protocol: FragmentProtocol, state: State) -> Task[Link | None]:
         return None
     for name in (yield from snapshots.list()):
         base: Any = index_of(name)
-        head = (yield from snapshots.peek(name)) if base <= state.index else None
-        link = None if head is None else (yield from snapshots.tied(head))
-        if head is not None and link is not None:
+        judged = (yield from snapshots.judge(name)) if base <= state.index else None
+        if judged is not None:
             break
     else:
         return None
+    head, link = judged
     if base == state.index and head.header["fingerprint"] != mine:
         return None
     for index in range(base + 1, state.index + 1):
+        yield from rounds.records_ahead(range(index, state.index + 2))
         record, _, _ = yield from rounds.record(index, link)
         if record is None:
             return None  # the run has not come this far: the state is of another run

@@ -10,7 +10,7 @@ import torch
 from diloco.bucket.round_store import RoundStore
 from diloco.bucket.rounds import FINGERPRINTS, PIECES, ROUNDS, Link, Record, is_record, place_of, round_prefix
 from diloco.bucket.store.envelope import DIGEST, PART, PREFIX, Envelope, Invalid, Opened, Sealed, get, put
-from diloco.bucket.store.operations import All, Delete, List, Read, Task, Work
+from diloco.bucket.store.operations import All, Delete, List, Read, Task, Work, together
 from diloco.reduce import State
 
 EVERY = 100
@@ -166,10 +166,17 @@ class Snapshots:
             index = index_of(name) or 0
             if index <= self.newest:
                 return
-            head = (yield from self.peek(name)) if frontier is None or index <= frontier else None
-            if head is not None and (yield from self.tied(head)) is not None:
+            if (frontier is None or index <= frontier) and (yield from self.judge(name)) is not None:
                 self.newest = max(self.newest, index)
                 return
+
+    def judge(self, name: str) -> Task[tuple[Opened, Link] | None]:
+        """The header, and what the next record has to follow, if a snapshot is one of the run."""
+        index = index_of(name) or 0
+        records = self._rounds.records_ahead(range(max(index, 1), index + 2))
+        head, _ = yield from together([self.peek(name), records])
+        link = None if head is None else (yield from self.tied(head))
+        return None if head is None or link is None else (head, link)
 
     def peek(self, name: str) -> Task[Opened | None]:
         """The header, if this is a valid snapshot of the run."""
@@ -222,12 +229,11 @@ class Snapshots:
                     continue
                 if before is not None and (index_of(name) or 0) >= before:
                     continue
-                head = yield from self.peek(name)
-                link = None if head is None else (yield from self.tied(head))
-                state = None if head is None or link is None else (yield from self._read(name, head.header["size"]))
-                if state is not None and link is not None:
+                if (judged := (yield from self.judge(name))) is None:
+                    continue
+                if (state := (yield from self._read(name, judged[0].header["size"]))) is not None:
                     self.newest, self._loaded = max(self.newest, state.index), name
-                    return state, link
+                    return state, judged[1]
         return None
 
     def distrust(self) -> None:

@@ -21,6 +21,8 @@ ALL: tuple[Fault, ...] = ("slow", "hang", "gone", "refused")
 SOME = 3
 """One request in this many is harmed by the other ones."""
 PAGE = 1000
+LATENCY = (0.01, 0.05)
+"""Seconds that a request takes, as those for small objects do at S3: any number of them at the same time."""
 
 
 class Server(http.server.ThreadingHTTPServer):
@@ -69,11 +71,13 @@ class Server(http.server.ThreadingHTTPServer):
 
 class Handler(http.server.BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # a body that waits for the ack of its headers would take 40 ms, and nothing else
     server: Server  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def handle_any(self) -> None:
         server = self.server
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        time.sleep(random.uniform(*LATENCY))
         with server.one:
             server.requests += 1
             fault = server.fault
@@ -164,6 +168,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         """Several deletes in one request."""
+        time.sleep(random.uniform(*LATENCY))
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0)).decode()
         keys = [part.partition("</Key>")[0] for part in body.split("<Key>")[1:]]
         with self.server.one:

@@ -65,6 +65,8 @@ class World:
                 return operation.perform()
             case Pause():
                 return None
+            case All(operations):
+                return [self.attempt(each) for each in operations]
         raise TypeError(operation)
 
     def check(self):
@@ -121,8 +123,7 @@ def complete(world, task):
             operation = advance(task, answer)
         except StopIteration as stop:
             return stop.value
-        each = getattr(operation, "operations", None)
-        answer = world.attempt(operation) if each is None else [world.attempt(o) for o in each]
+        answer = world.attempt(operation)
 
 
 class Driven(Bucket):

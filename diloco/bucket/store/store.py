@@ -13,8 +13,8 @@ from diloco.bucket.store.limit import TransferLimit, large
 from diloco.bucket.store.operations import All, Create, Forbidden, Operation, Pause, Read, Task, Work, Write, advance
 from diloco.errors import ConfigError
 
-CONNECTIONS = 8
-"""Operations that are under way at once."""
+CONNECTIONS = 16
+"""Operations of one task that are under way at once. Of those with large bodies fewer are: see `TransferLimit`."""
 LONGEST_PAUSE = 10.0
 """Seconds between two tries of an operation while no other operation succeeds."""
 REFUSED = 900.0
