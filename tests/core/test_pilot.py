@@ -130,16 +130,16 @@ def test_a_model_without_layers_is_cut_as_it_was_planned():
 @pytest.mark.usefixtures("_machine")
 def test_nothing_changes_on_a_steady_link_nor_when_it_wavers_by_a_fifth():
     """Which the two ranks of a replica share: one that was taken for half as fast would change something."""
-    wavering = {step: 0.55 * ENOUGH * (0.85 if step % 80 else 1.2) for step in range(100, 400, 40)}
-    (held, said, _), _ = local.run(2, lambda r: fly(r, 400, {0: 0.55 * ENOUGH, **wavering}, ranks=2))
+    wavering = {step: 0.55 * ENOUGH * (0.85 if step % 80 else 1.2) for step in range(100, 300, 40)}
+    (held, said, _), _ = local.run(2, lambda r: fly(r, 300, {0: 0.55 * ENOUGH, **wavering}, ranks=2))
     assert len(set(held[10:])) == 1 and len(said) == 1
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_machine")
 def test_without_retune_on_one_replica_all_keep_what_they_have():
-    rates = {0: 0.55 * ENOUGH, 200: 0.18 * ENOUGH}
-    results = local.run(2, lambda r: fly(r, 420, rates, retune=r.replica == 0))
+    rates = {0: 0.55 * ENOUGH, 110: 0.18 * ENOUGH}
+    results = local.run(2, lambda r: fly(r, 330, rates, retune=r.replica == 0))
     assert all(len(set(held[10:])) == 1 for held, _, _ in results)
 
 

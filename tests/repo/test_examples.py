@@ -36,8 +36,8 @@ def test_a_new_outer_rule_is_compared_with_the_shipped_ones(capsys):
 
 def test_two_sites_pretrain_one_model_through_a_bucket(tmp_path):
     plan, north, south, watch, report, export, sample = shown(EXAMPLES / "bucket/README.md")
-    fewer = ["--model", "tiny", "--context", "32", "--batch", "4", "--steps", "40", "--sync-every", "10",
-             "--no-compile", "--overlap", "2", "--eval-tokens", "512", "--quorum", "2"]  # fmt: skip
+    fewer = ["--model", "tiny", "--context", "32", "--batch", "4", "--steps", "20", "--sync-every", "10", "--inner",
+             "adamw", "--no-compile", "--overlap", "2", "--eval-tokens", "512", "--quorum", "2"]  # fmt: skip
     here = {"s3://my-bucket/run-1": tmp_path / "bucket", "examples/bucket/run.toml": EXAMPLES / "bucket/run.toml"}
     sites = {}
     for name, words in (("north", north), ("south", south)):
