@@ -41,6 +41,7 @@ _fixed = replace(_muon, outer="following", outer_lr=0.7, momentum=0.5)
 ADAMW, MUON, DEFAULTS = "data-parallel, AdamW", "data-parallel, Muon", "streaming, Muon: the trainer's defaults"
 E3M0, TWO_BITS, TOPK = (f"streaming, Muon, {how}" for how in (
     "E3M0 with feedback 0.9", "2 bits with feedback 0.9", "top-k with feedback 0.95, outer SGD"))  # fmt: skip
+LARGEST = "1.3M parameters"
 AVERAGED = f"data-parallel, Muon, mean of the last {TAIL} steps' weights"
 
 
@@ -51,6 +52,16 @@ def _larger(cell: Cell, batch: int) -> Cell:
 
 def at_batch(batch: int, name: str) -> str:
     return name if batch == 1 else f"batch × {batch}: {name}"
+
+
+def _largest(cell: Cell) -> Cell:
+    """20 bytes for each of 1.3M parameters. The learning rate is that of width 64: it was not tuned again."""
+    return replace(cell, width=128, batch=2, steps=6400)
+
+
+def as_large(cell: Cell, name: str) -> str:
+    """The row of this name with the size and the batch of the cell."""
+    return at_batch(cell.batch, name) if cell.width == _muon.width else f"{LARGEST}: {name}"
 
 
 ROWS: dict[str, Cell] = {
@@ -76,6 +87,10 @@ ROWS: dict[str, Cell] = {
         at_batch(batch, name): _larger(cell, batch)
         for batch in (2, 4)
         for name, cell in ((DEFAULTS, _muon), (MUON, replace(_dp, inner="muon")), (ADAMW, _dp))
+    },
+    **{
+        f"{LARGEST}: {name}": _largest(cell)
+        for name, cell in ((DEFAULTS, _muon), (ADAMW, _dp), (MUON, replace(_dp, inner="muon")))
     },
 }
 """The most important first."""
@@ -148,7 +163,8 @@ def noise(results: Results) -> Noise:
 def _alike() -> list[str]:
     """Data-parallel and two replicas, whatever their optimizers do and their codecs send but for a few values."""
     return [name for name, cell in ROWS.items()
-            if cell.replicas < 4 and cell.batch == 1 and not cell.tail and cell.codec != "topk"]  # fmt: skip
+            if cell.replicas < 4 and cell.batch == 1 and not cell.tail and cell.codec != "topk"
+            and cell.width == _muon.width]  # fmt: skip
 
 
 def _bits(result: dict[str, Any]) -> float:
@@ -187,7 +203,8 @@ Width 64, M = 2, sync_every 30, 3000 steps, the model, data and schedule of the 
 Nesterov with learning rate 0.7 and momentum 0.5; at M = 4 and 8 its learning rate is 0.5·√M. The inner learning rate
 is {LR:g} for all, the best of AdamW's grid; for Muon, whose updates have the size of AdamW's, √2 times as much was
 tried and was no better. With a larger batch there are as many times fewer steps, so tokens are equal, the learning
-rate is √2 and 2 times as high, and rows are compared at the same batch.
+rate is √2 and 2 times as high, and rows are compared at the same batch. Rows of 1.3M parameters have width 128, twice
+the batch and 6400 steps, 20 bytes for each parameter; their learning rate was not tuned.
 
 Losses are in nats a byte on all of the held-out text (0.6 MB). Differences are paired by seed. Data-parallel and the
 rows with two replicas share one estimate of noise ({noise(results).deviation:.2f} % for a difference at one seed,
@@ -207,7 +224,7 @@ def section(results: Results) -> str:
 
 def _line(name: str, cell: Cell, results: Results) -> tuple[str, ...]:
     found = runs(name, results).values()
-    others = [at_batch(cell.batch, other) for other in (ADAMW, MUON, DEFAULTS)]
+    others = [as_large(cell, other) for other in (ADAMW, MUON, DEFAULTS)]
     gaps = [gap(name, other, results) if name != other else None for other in others]
     shown = ["" if one is None else signed(one) for one in gaps]
     bits = f"{fmean(_bits(result) for result in found):.3g}" if cell.replicas else ""
