@@ -208,9 +208,9 @@ were not measured again.
 """,
     STUDIES / "bucket/chaos.json": """\
 Since these figures were measured, who joins reads many small objects at once and all fragments side by side, and the S3
-server takes the 10 to 50 ms for a request that S3 takes (before, each reply with a body took 40 ms by the way in which it
-was sent). In a shorter run, 130 events over S3 on a machine with other work, joins while nothing else was wrong took
-1.5 s (median) and 2.5 s (90 %), and a restart of all 1.7 s. The figures below were not measured again.
+server takes 10 to 50 ms for a request, as S3 does (before, it took 40 ms for each reply with a body, by an accident of
+TCP). In a shorter run, 130 events over S3 on a machine with other work, joins while nothing else was wrong took 1.5 s
+(median) and 2.5 s (90 %), and a restart of all 1.7 s. The figures below were not measured again.
 
 """,
 }
