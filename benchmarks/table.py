@@ -192,11 +192,18 @@ SECTIONS: tuple[tuple[Path, str, Callable[[Record], str]], ...] = (
     (STUDIES / "bucket/poison.json", "A member that lies", poison),
 )
 
+_TURNS = """\
+Since these figures were measured, the hook looks at the fragments in turns, one round of each. They were not measured
+again.
+
+"""
 SINCE = {
+    RESULTS / "overhead.json": _TURNS,
+    RESULTS / "accelerator.json": _TURNS,
     BUCKET: """\
 Since these figures were measured, shares are hashed without the bucket's lock, a round's time ends when its mean is
-known, and who follows rounds that are closed reads up to 64 small objects of them at once. The kill of
-torchft is of an earlier run. The figures were not measured again.
+known, and a member that follows closed rounds reads up to 64 small objects of them at once. The kill of torchft is of
+an earlier run. The figures were not measured again.
 
 """,
     RESTARTS: """\
@@ -207,10 +214,10 @@ were not measured again.
 
 """,
     STUDIES / "bucket/chaos.json": """\
-Since these figures were measured, who joins reads many small objects at once and all fragments side by side, and the S3
-server takes 10 to 50 ms for a request, as S3 does (before, it took 40 ms for each reply with a body, by an accident of
-TCP). In a shorter run, 130 events over S3 on a machine with other work, joins while nothing else was wrong took 1.5 s
-(median) and 2.5 s (90 %), and a restart of all 1.7 s. The figures below were not measured again.
+Since these figures were measured, a member that joins reads many small objects at once and all fragments side by side,
+and the S3 server takes 10 to 50 ms for a request, as S3 does (before, it took 40 ms for each reply with a body, by an
+accident of TCP). In a shorter run, 130 events over S3 on a machine with other work, joins while nothing else was wrong
+took 1.5 s (median) and 2.5 s (90 %), and a restart of all 1.7 s. The figures below were not measured again.
 
 """,
 }

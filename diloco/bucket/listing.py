@@ -44,8 +44,8 @@ class Listing:
         return self._names.get((fragment, index), {})
 
     def closed(self, fragment: int, index: int) -> dict[str, int]:
-        """What who follows the rounds of a fragment from an index on reads in them, as far as they are known to be
-        closed. Nothing, if only the first one is."""
+        """The objects that a member reads when it follows the rounds of a fragment from this index on, as far as these
+        are known to be closed. None, if only the first one is."""
         if not _is_closed(self._known(fragment, index + 1)):
             return {}
         names: dict[str, int] = {}
