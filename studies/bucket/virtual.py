@@ -16,11 +16,12 @@ import torch
 from diloco.bucket import Bucket
 from diloco.bucket.rounds import PIECES, place_of
 from diloco.bucket.store.operations import All, Create, Delete, List, Operation, Pause, Read, Size, Work, Write, advance
+from diloco.bucket.store.store import CONNECTIONS
 from diloco.codec import E3M0
 from diloco.reduce import Delta, Jump, Round, State
 from diloco.schedule import Schedule
 
-LATENCY, CONNECTIONS = 0.05, 8
+LATENCY = 0.05
 ENTRY, PAGE = 280, 1000
 """Bytes of a name in the answer to a LIST, beyond the name itself (as S3 writes it), and names in one answer."""
 
