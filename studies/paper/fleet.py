@@ -5,8 +5,8 @@
 
 The paper (arXiv 2604.21428) names the inputs of its simulation, among them the time to go on with fewer or more chips
 and the time until failed chips return, but what we know of it has no values of them. `fleet.toml` has ours. Three are
-fitted, on the cells of 1.2 million chips alone, as the best of a grid of round values; the cells of 2.4 million chips
-are predictions.
+fitted, on the cells of 1.2 million chips alone, as the best of a grid of round values. What was set by hand before was
+compared with all nine cells.
 """
 
 import sys
