@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -12,8 +12,16 @@ from diloco.errors import ConfigError
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 
+F = TypeVar("F", bound=Callable[..., None])
+
 _alarms: WeakKeyDictionary[torch.optim.Optimizer, RemovableHandle] = WeakKeyDictionary()
 """What warns of steps that no DiLoCo counts any more."""
+
+
+def eager(method: F) -> F:
+    """A compiled optimizer.step would compile its hooks too, and with them the outer step: other bits, or an error."""
+    disable: Any = torch.compiler.disable
+    return disable(torch.no_grad()(method))
 
 
 def attach(

@@ -92,12 +92,13 @@ def _train(life: Life, say: Callable[..., None]) -> None:
         x = torch.randn(16, 8, generator=generator)
         loss = (model(x) - teacher(x)).square().mean()
         loss.backward()
-        at = time.perf_counter()
+        at, cpu, rounds = time.perf_counter(), time.thread_time(), diloco.stats.rounds
         optimizer.step()
         optimizer.zero_grad()
         hook = time.perf_counter() - at
         if hook > LONG:  # the first step after a return may take the rounds that were closed meanwhile, as join() does
-            say("hook" if step > 1 else "first hook", seconds=hook)
+            spent = {"cpu": time.thread_time() - cpu, "rounds": diloco.stats.rounds - rounds}
+            say("hook" if step > 1 else "first hook", seconds=hook, step=step, **spent)
         for part in diloco._fragments:
             if part.state.index != held[part.number]:
                 held[part.number] = part.state.index

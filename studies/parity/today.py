@@ -39,8 +39,10 @@ _streaming = Cell(lr=LR, momentum=0, outer="growing", evaluated=ALL)
 _muon = replace(_streaming, inner="muon")
 _fixed = replace(_muon, outer="following", outer_lr=0.7, momentum=0.5)
 ADAMW, MUON, DEFAULTS = "data-parallel, AdamW", "data-parallel, Muon", "streaming, Muon: the trainer's defaults"
-E3M0, TWO_BITS, TOPK = (f"streaming, Muon, {how}" for how in (
-    "E3M0 with feedback 0.9", "2 bits with feedback 0.9", "top-k with feedback 0.95, outer SGD"))  # fmt: skip
+E3M0, TWO_BITS, RARELY, TOPK = (f"streaming, Muon, {how}" for how in (
+    "E3M0 with feedback 0.9", "2 bits with feedback 0.9", "2 bits with feedback 0.9, sync_every 270",
+    "top-k with feedback 0.95, outer SGD"))  # fmt: skip
+"""With sync_every 270, 2 bits send as much in a step as top-k does with 30."""
 LARGEST = "1.3M parameters"
 AVERAGED = f"data-parallel, Muon, mean of the last {TAIL} steps' weights"
 
@@ -70,6 +72,7 @@ ROWS: dict[str, Cell] = {
     MUON: replace(_dp, inner="muon"),
     "streaming, AdamW": _streaming,
     TWO_BITS: replace(_muon, codec="twobit", feedback=0.9),
+    RARELY: replace(_muon, codec="twobit", feedback=0.9, sync_every=270),
     TOPK: replace(_muon, codec="topk", feedback=0.95, outer="sgd", outer_lr=1.0),
     E3M0: replace(_muon, feedback=0.9),
     "streaming, Muon, 3 bits": replace(_muon, codec="threebit"),

@@ -38,6 +38,21 @@ def test_a_round_that_this_replica_did_not_send_is_applied_at_once():
     assert [(i, d.values.item()) for _, i, d in script.sent] == [(3, 11.0 - 15.0)]  # index = index held + 1
 
 
+def test_a_replica_that_was_away_catches_up_over_several_steps_and_at_once_when_it_joins():
+    def rounds(there):
+        return Script({(0, k): [(there, mean(k, -1.0, counted=False))] for k in range(1, 8)})
+
+    diloco, step = start(rounds(there=1))
+    held = []
+    for _ in range(4):
+        step()
+        held += diloco.indices
+    assert held == [2, 4, 6, 7]
+    diloco, _ = start(rounds(there=0))
+    diloco.join()
+    assert diloco.indices == [7]
+
+
 def test_a_round_that_was_not_sent_costs_the_training_thread_its_wait_and_its_hook():
     diloco, step = start(Script({(0, 1): [(1, mean(1, -10.0, counted=False))]}))
     step()
