@@ -121,11 +121,12 @@ class Snapshots:
 
     @property
     def _heavy(self) -> bool:
-        """Whether the rounds since the newest snapshot weigh enough for another one."""
+        """Whether the rounds since the newest snapshot weigh enough for another one. Headers weigh too: those of small
+        deltas, with their records, are more than the values, and what a member that comes has to read."""
         self._since = {index: weight for index, weight in self._since.items() if index > self.newest}
-        mine, read = 4 * (self.anchor + self.outer), self._delta * sum(each for each, _ in self._since.values())
-        moved = self._delta * sum(all_ for _, all_ in self._since.values())
-        return len(self._since) >= EVERY or (moved >= MOVED * mine and read >= mine > 0)
+        mine, delta = 4 * (self.anchor + self.outer) + FIELDS, self._delta + FIELDS
+        read, moved = (delta * sum(each[i] for each in self._since.values()) for i in (0, 1))
+        return len(self._since) >= EVERY or (moved >= MOVED * mine and read >= mine)
 
     def consider(self, state: State, record: str, wanted: int, first: bool, now: float, grace: float) -> None:
         """Copy a state that was just reached, if a snapshot is due, or a member waits for one of at least the index

@@ -102,9 +102,9 @@ def _race(backend: Backend) -> None:
     bodies = [f"{i}".encode() for i in range(9)]
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(attempt, bodies[:8]))
-    first = backend.attempt(Read(name, 16))
-    attempt(bodies[8])
-    second = backend.attempt(Read(name, 16))
+        read = pool.submit(backend.attempt, Read(name, 16))
+        attempt(bodies[8])
+        first, second = read.result(), backend.attempt(Read(name, 16))
     backend.attempt(Delete(name))
     if not won and first == second:
         raise Failure("9 puts raced for one name, and none was told that it won: replies were lost")
