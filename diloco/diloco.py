@@ -32,8 +32,8 @@ from diloco.sync import FragmentSync, Trained, anchors_inside, contract_of, sync
 from diloco.tuning import Overlap, Tuning
 
 CATCH_UP = 2
-"""Rounds of a fragment that are applied after one step. Who was away catches up over many steps instead of in one that
-lasts (in 53 rounds: 0.23 s); with only one it might never, if the others close a round in every step."""
+"""Rounds of a fragment that are applied after one step: a replica that was away catches up over many steps, instead of
+in one that takes long (53 rounds: 0.23 s). With 1 it might never, if the others close a round in every step."""
 
 
 class _Life(enum.Enum):
