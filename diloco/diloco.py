@@ -122,7 +122,7 @@ class DiLoCo:
     def settle_on(self, sync_every: int, fragments: Fragmenter, overlap: Overlap, codec: Codec) -> None:
         """Begin with other settings after all: on all replicas after the same step, before the first round is sent."""
         if any(self.indices) or self.in_flight or self._life is not _Life.JOINED:
-            raise DiLoCoError("fragments can be cut anew only before the first round is sent")
+            raise DiLoCoError("fragments can be cut again only before the first round is sent")
         clock = self.tuning.clock
         with self.anchors():  # what the new fragments read is the agreed start, not what was trained since
             self._cut(sync_every, fragments, overlap, codec)

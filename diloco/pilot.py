@@ -48,7 +48,7 @@ def autopilot(
     """Let the settings of a DiLoCo follow from what is measured. Call it on all replicas, before the first step.
 
     After the tenth step the replicas measure their steps and the link between them, and take the settings that the
-    planner chooses for both. Give `overlap="auto"` to DiLoCo if its overlap shall follow the link from then on.
+    planner chooses for both. Give `overlap="auto"` to DiLoCo if its overlap is to follow the link from then on.
 
     Args:
         keep: settings that stay as DiLoCo was given them: any of sync_every, fragments, overlap, codec.
@@ -107,7 +107,7 @@ class Autopilot:
 
     def _measure(self) -> Facts:
         """On all replicas after the same step. With shards or DDP inside a replica its ranks send at once, each its
-        part; with DDP each takes and writes the whole model."""
+        part; with DDP each takes and writes the complete model."""
         diloco, machine = self._diloco, speed.known()
         link = diloco.reduce.measure()  # pyright: ignore[reportAttributeAccessIssue]
         self._ranks = ranks = len(self._tell(None)) // self._replicas

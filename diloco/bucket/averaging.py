@@ -45,7 +45,7 @@ class Averaging:
         self.received = 0  # bytes
 
     def tick(self) -> Task[tuple[Encoded, ...] | None]:
-        """The whole mean, once all shares are there. Raises Gone."""
+        """The complete mean, once all shares are there. Raises Gone."""
         missing = self._missing()
         mine = self._mine(missing)
         first = [share for share in missing if share not in mine][:1]  # as long as it is not there, others are not
@@ -102,8 +102,8 @@ class Averaging:
                 before = data
 
     def audit(self) -> Task[None]:
-        """In every round about one member makes one share again. So who puts false ones is found out in some 16 rounds
-        in which it averages."""
+        """In every round about one member makes one share again. So a member that puts false ones is found out in some
+        16 rounds in which it averages."""
         if chance() * len(self.record.entries) < 1:
             share = int(chance() * len(self._slots))
             payload = yield from self._average(share)

@@ -48,7 +48,7 @@ class RoundStore:
 
     @classmethod
     def reader(cls, fragment: int, envelope: Envelope) -> "RoundStore":
-        """Of records only."""
+        """What reads records only."""
         return cls(fragment, layout_of(Float32(), 0, False), envelope, lambda name, reason: None)
 
     def in_force(self, index: int, previous: Link) -> Link:

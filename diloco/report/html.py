@@ -52,7 +52,7 @@ def write(runs: Sequence[Path], out: Path) -> None:
 
 
 def page(kind: str, values: Mapping[str, Any], data: Mapping[str, Any], **more: Any) -> str:
-    """A whole page: `values` for its template, `data` for its scripts. `more` values are of a page that lives."""
+    """A complete page: `values` for its template, `data` for its scripts. `more` values are of a page that lives."""
     text = json.dumps({"kind": kind, **data}, separators=(",", ":"), allow_nan=False)
     # The HTML parser looks for `</script` even inside a JSON string.
     return _template(kind).render(**values, **more, data=text.replace("<", "\\u003c"))

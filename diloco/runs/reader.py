@@ -137,7 +137,7 @@ def recorded(folder: Path, replicas: tuple[Replica, ...], width: int = 1) -> Rec
 
 
 def replica_folders(folder: Path) -> dict[int, Path]:
-    """The folders of the replicas, in the order of their numbers. Raises ConfigError if this is no run."""
+    """The folders of the replicas, in the order of their numbers. Raises ConfigError if this is not a run."""
     numbered = {int(tail): path for path in folder.glob("replica-*") if (tail := path.name[8:]).isdecimal()}
     if not numbered and not (folder / "config.toml").is_file():
         raise ConfigError(f"{folder} has no config.toml and no replica-0: give a folder that `diloco train` wrote")
@@ -174,7 +174,7 @@ def _so_far(config: Mapping[str, Any], replicas: tuple[Replica, ...]) -> dict[st
 
 
 def bytes_data_parallel(parameters: int, replicas: int, steps: int) -> float:
-    """What one replica would have sent with data-parallel training in bfloat16: a ring sends every value so often."""
+    """What one replica would have sent with data-parallel training in bfloat16, if a ring sums the gradients."""
     return 2 * (replicas - 1) / replicas * 2 * parameters * steps
 
 

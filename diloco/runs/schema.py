@@ -62,7 +62,7 @@ class Round:
     counted: bool
     """Whether this replica's delta is in the mean. If not, the replica carries its work on into its next delta."""
     overlap: int | None = None
-    """Of this replica when it was applied. None: written before this key existed."""
+    """The overlap of this replica when it was applied. None: written before this key existed."""
 
 
 @dataclass(frozen=True, slots=True)

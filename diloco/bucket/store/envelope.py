@@ -210,7 +210,7 @@ def _signed(run: str, name: str, header: bytes) -> bytes:
 
 
 def _check_author(roster: Roster, signer: bytes, kind: str, header: Mapping[str, Any]) -> None:
-    """Whether who has signed may say this. Raises Invalid."""
+    """Raises Invalid unless the signer may say this."""
     founder = signer == roster.founder
     if kind in FOUNDERS:
         if not founder:
