@@ -22,6 +22,7 @@ from diloco.plan.choose import Choice, Limits, Settings
 from diloco.plan.model import Model
 from diloco.plan.rate import LinkRate
 from diloco.report import units
+from diloco.runs.config import TUNED
 from diloco.terms import Terms
 
 FIRST_STEPS = 10
@@ -32,7 +33,6 @@ EARLY = 8
 """The planner is asked once in a sync period, this part of it before the send that carries the wish."""
 FEWEST = 500
 """Steps: a shorter run is planned like this one, which limits sync_every to 10."""
-SETTINGS = ("sync_every", "fragments", "overlap", "codec")
 Say = Callable[[str, Mapping[str, Any]], None]
 log = logging.getLogger("diloco")
 
@@ -59,8 +59,8 @@ def autopilot(
     Returns what will hold the choice, or None where there is nothing to choose: with a bucket, whose members change
     only their own overlap, and for a replica alone.
     """
-    if unknown := set(keep) - set(SETTINGS):
-        raise ConfigError(f"keep={sorted(unknown)}: give any of {', '.join(SETTINGS)}")
+    if unknown := set(keep) - set(TUNED):
+        raise ConfigError(f"keep={sorted(unknown)}: give any of {', '.join(TUNED)}")
     if not hasattr(diloco.reduce, "measure"):
         kind = type(diloco.reduce).__name__
         say(f"autopilot: with a {kind}, sync_every, fragments and codec stay as given; overlap={diloco.overlap}", {})

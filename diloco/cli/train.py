@@ -9,13 +9,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from diloco.cli import stopped, supervise
 from diloco.errors import ConfigError, DiLoCoError, Mismatch
-from diloco.flags import parse, stored, to_toml
+from diloco.flags import parse, spelled, stored, to_toml
+from diloco.outer import OUTERS
 from diloco.runs import folder as folders
-from diloco.runs.config import TrainConfig, Tuned, names, stored_settings
+from diloco.runs.config import TUNED, TrainConfig, names, outer_settings, stored_settings
 from diloco.world import World, alone, own_world, started_here
 
 CONFIG = TrainConfig
@@ -41,7 +42,7 @@ def _kept(words: Sequence[str], whole: list[str]) -> list[str]:
     given = {word.partition("=")[0][2:].replace("-", "_") for word in (*recipe, *words) if word.startswith("--")}
     before = whole[whole.index("--kept") + 1 :] if "--kept" in whole else []
     before = before[: next((i for i, word in enumerate(before) if word.startswith("--")), len(before))]
-    return sorted({*before, *given} & set(get_args(Tuned)))
+    return sorted({*before, *given} & set(TUNED))
 
 
 def _with_stored(words: Sequence[str]) -> list[str]:
@@ -61,7 +62,7 @@ def _with_stored(words: Sequence[str]) -> list[str]:
     if "--tokens" in given:
         _drop(before, "--steps")  # they follow from the tokens
     if ":" in given.get("--outer", ""):
-        _drop(before, "--outer-lr", "--outer-momentum")
+        _drop(before, *map(spelled, outer_settings(*OUTERS)))
     return [*before, *words]
 
 

@@ -4,9 +4,10 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
 import torch
 
-from diloco import Bucket, Collective, DiLoCo, formats, outer
+from diloco import Bucket, Collective, ConfigError, DiLoCo, formats, outer
 from diloco.advance import NextState
 from diloco.bucket.open_round import OpenRound
 from diloco.bucket.outbox import Outbox
@@ -81,6 +82,20 @@ def test_a_row_makes_an_outer_rule_of_the_flag(monkeypatch):
     assert setup.outer(resolve(TrainConfig(outer="plain:0.3,0.8"), 35_000_000, 2)[0]) == Plain(0.3, 0.8)
     derived = setup.outer(resolve(TrainConfig(outer="plain", outer_lr=0.3), 35_000_000, 2)[0])
     assert derived == Plain(0.3)
+
+
+def test_a_rule_that_says_nothing_of_its_values_has_its_own_defaults(monkeypatch):
+    @dataclass(frozen=True)
+    class Heavy:
+        lr: float = 0.4
+        momentum: float = 0.8
+
+    monkeypatch.setitem(outer.OUTERS, "heavy", Heavy)
+    config, rules = resolve(TrainConfig(outer="heavy", outer_lr=0.3), 35_000_000, 2)
+    assert (config.outer_lr, config.outer_momentum, setup.outer(config)) == (0.3, 0.8, Heavy(0.3, 0.8))
+    assert {rule.name: rule.reason for rule in rules}["outer_momentum"] == "the default of the rule"
+    with pytest.raises(ConfigError, match="sgd:LR, heavy or heavy:LR,MOMENTUM, with numbers"):
+        TrainConfig(outer="heavier")
 
 
 def test_a_class_and_a_row_make_a_codec_of_the_flag(monkeypatch):
