@@ -163,8 +163,8 @@ def _common(runs: Sequence[RecordedRun]) -> dict[str, Any]:
 
 
 def _corpus(run: RecordedRun) -> str:
-    corpus = run.summary.get("corpus")
-    if not isinstance(corpus, dict):
+    corpus = run.summary.corpus if run.summary else None
+    if corpus is None:
         return ""
     parts = [str(corpus.get("name", "")), units.size(corpus["bytes"]) if isinstance(corpus.get("bytes"), int) else ""]
     digest = str(corpus.get("sha256", ""))
