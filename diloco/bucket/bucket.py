@@ -22,7 +22,7 @@ import torch.distributed as dist
 from diloco.bucket.deltas import layout_of
 from diloco.bucket.members import check_name, register
 from diloco.bucket.protocol import FragmentProtocol
-from diloco.bucket.ranks import Asked, ranks_of
+from diloco.bucket.ranks import Asked, Other, ranks_of
 from diloco.bucket.roster import check_listed, load_lists
 from diloco.bucket.round_store import RoundStore
 from diloco.bucket.rounds import Merge
@@ -125,38 +125,37 @@ class Bucket:
         self._ranks = ranks_of(
             ddp_ranks, Asked(self._join, self._due, self._send, self._take, self._settle, self._arrived, self._waits)
         )
-        self.ddp_ranks = self._ranks.ranks
+        self.ddp_ranks = self._ranks.ranks if self._ranks else ()
         self._clock = time.monotonic
         self.session: Session | None = None
         self.run: Run | None = None
 
     def join(self, contract: Contract, states: Sequence[State], codecs: Sequence[Codec]) -> list[State | None]:
-        entered = self._ranks.join(contract, states, codecs)
+        entered = (self._ranks.join if self._ranks else self._join)(contract, states, codecs)
         self._reached = {f: (new or own).index for f, (own, new) in enumerate(zip(states, entered, strict=True))}
         return entered
 
     def due(self, fragment: int, steps: int, slot: bool) -> bool:
         self._trained.add(fragment)
-        return self._ranks.due(fragment, steps, slot)
+        return (self._ranks.due if self._ranks else self._due)(fragment, steps, slot)
 
     def send(self, fragment: int, index: int, delta: Callable[[], Delta]) -> None:
-        self._ranks.send(fragment, index, delta)
+        (self._ranks.send if self._ranks else self._send)(fragment, index, delta)
 
     def take(self, fragment: int, index: int) -> Round | Jump | Dropped | None:
-        outcome = self._ranks.take(fragment, index)
+        outcome = (self._ranks.take if self._ranks else self._take)(fragment, index)
         if isinstance(outcome, (Round, Jump)):
             self._reached[fragment] = (outcome.state if isinstance(outcome, Jump) else outcome).index
         return outcome
 
     def settle(self) -> bool:
-        return self._ranks.settle()
+        return self._ranks.settle() if self._ranks else self._settle()
 
     def _join(self, contract: Contract, states: Sequence[State], codecs: Sequence[Codec]) -> list[State | None]:
         self._end_threads()
         probe(self._root)  # Probe first: it fails at once, where a retried operation would hang.
-        self._backend = backend_of_shard(
-            str(contract.get("shard", UNSHARDED)), self._root, self.url, self._options.strict, self._encrypt
-        )
+        shard = str(contract.get("shard", UNSHARDED))
+        self._backend = backend_of_shard(shard, self._root, self.url, self._options.strict, self._encrypt)
         self._store, self._error = Store(self._backend, report=self._event), None
         self._store.run(self.introducing(contract, states, codecs), self._lock)
         self._start_threads(0, 1)  # the others must know that somebody joins while it reads a large snapshot
@@ -257,7 +256,7 @@ class Bucket:
             return self._must_wait(self._protocols[fragment])
 
     def applied(self, fragment: int, state: State) -> None:
-        if not self._ranks.first:
+        if isinstance(self._ranks, Other):
             return
         with self._lock:
             self._protocols[fragment].applied(state)
@@ -271,7 +270,8 @@ class Bucket:
 
     def leave(self) -> None:
         """Tell the others. If the store does not answer, they find out by themselves."""
-        self._ranks.leave()
+        if self._ranks:
+            self._ranks.leave()
         if self.session is None or not self._threads:
             return
         self._end_threads()

@@ -6,8 +6,8 @@ round that the core has applied, `frontier` the last one that the background has
 
 The way of a delta into the store, six changes of object:
     Bucket.send → FragmentProtocol.send → Outbox.accept                    on the training thread, returns at once
-    FragmentProtocol.tick → Outbox.deliver → Envelope.seal → Store         in the background: encoded, signed, put
-    → OpenRound.saw                                                        acknowledged: from now on it stands
+    Outbox.deliver → Layout.pack → Envelope.seal → Store → its backend     in the background: encoded, signed, put
+Then `OpenRound.saw` is told: from now on it stands.
 """
 
 import weakref

@@ -46,24 +46,8 @@ class Asked:
     waits: Callable[[int], bool]  # whether `take` would wait
 
 
-class Alone:
-    """A member of one process, or of ranks that meet others shard by shard."""
-
-    first = True
-    ranks: tuple[int, ...] = ()
-
-    def __init__(self, asked: Asked) -> None:
-        self.join, self.due, self.send = asked.join, asked.due, asked.send
-        self.take, self.settle = asked.take, asked.settle
-
-    def leave(self) -> None:
-        pass
-
-
 class _Rank:
     """What the first rank and the others have in common."""
-
-    first = True
 
     def __init__(self, place: Place, ranks: Sequence[int]) -> None:
         self._place, self.ranks = place, tuple(ranks)
@@ -230,8 +214,6 @@ class First(_Rank):
 class Other(_Rank):
     """Does what the first rank says."""
 
-    first = False
-
     def _begin(self) -> None:
         super()._begin()
         self._sizes: list[tuple[int, int]] = []
@@ -354,10 +336,11 @@ def _bytes(n: int) -> Tensor:
     return torch.empty(n, dtype=torch.uint8, device="cpu")
 
 
-def ranks_of(group: dist.ProcessGroup | None, asked: Asked) -> Alone | First | Other:
-    """This process among the ranks that train one model together."""
+def ranks_of(group: dist.ProcessGroup | None, asked: Asked) -> First | Other | None:
+    """This process among the ranks that train one model together. None: a member of one process, or of ranks that meet
+    others shard by shard."""
     place = place_in(group)
     if group is None or place.size == 1:
-        return Alone(asked)
+        return None
     ranks = dist.get_process_group_ranks(group)
     return First(place, ranks, asked) if place.index == 0 else Other(place, ranks)
