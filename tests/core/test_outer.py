@@ -110,7 +110,7 @@ def test_an_outer_rule_has_a_name_and_its_numbers_in_order():
 
 @pytest.mark.parametrize("text", ["adam:1", "nesterov:fast", "nesterov:0.7", "nesterov:", "sgd:1,2", ""])
 def test_a_wrong_name_of_an_outer_rule_says_what_is_allowed(text):
-    with pytest.raises(ConfigError, match="give nesterov, nesterov:LR,MOMENTUM, sgd or sgd:LR, with numbers as in nesterov:0.6,0.9"):
+    with pytest.raises(ConfigError, match="give nesterov, nesterov:LR,MOMENTUM, sgd or sgd:LR, with numbers"):
         outer_named(text)
 
 
