@@ -134,7 +134,7 @@ def numbers(rule: type[Any]) -> list[str]:
 def derived(rule: type[Any]) -> Derived:
     """Of every value of a rule: what the rule itself says of it, otherwise its default."""
     said: Derived = getattr(rule, "derived", {})
-    plain = {field.name: (field.default, "the default of the rule") for field in fields(rule)}
+    plain: dict[str, tuple[Any, str]] = {f.name: (f.default, "the default of the rule") for f in fields(rule)}
     return {**said, **{name: plain[name] for name in numbers(rule) if name not in said}}
 
 

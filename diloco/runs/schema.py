@@ -163,7 +163,7 @@ def to_summary(summary: Summary) -> dict[str, Any]:
 def from_summary(text: bytes) -> Summary | None:
     """The summary that a file holds; None if it is cut off, or not there. A value of another type counts as missing."""
     line = parse_object(text)
-    given = {name: line.get(key) for name, key in _keys(Summary)}
+    given: dict[str, Any] = {name: line.get(key) for name, key in _keys(Summary)}
     known = {name: value for name, value in given.items() if isinstance(value, _KINDS.get(name, int | float))}
     return Summary(**known) if line else None
 
