@@ -12,11 +12,11 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from math import inf
 from types import MappingProxyType
 from typing import Any, get_args
 
-import torch
 import torch.distributed as dist
 
 from diloco.bucket.deltas import layout_of
@@ -39,6 +39,7 @@ from diloco.codec import Codec, is_sparse
 from diloco.errors import ConfigError, DiLoCoError
 from diloco.formats import GATHER
 from diloco.reduce import Contract, Delta, Dropped, Jump, Round, State
+from diloco.reduce.thread import start_threads
 
 PATIENCE = 60.0
 """Seconds that finish() waits for the last rounds of all fragments to be closed, beyond the time in which a dead member
@@ -166,11 +167,6 @@ class Bucket:
             raise
         self._start_threads(1, len(self._protocols))
         return entered
-
-    def joining(self, contract: Contract, states: Sequence[State], codecs: Sequence[Codec]) -> Task[list[State | None]]:
-        """The part of `join` that uses the store, as a task."""
-        yield from self.introducing(contract, states, codecs)
-        return (yield from self.entering(states))
 
     def introducing(self, contract: Contract, states: Sequence[State], codecs: Sequence[Codec]) -> Task[None]:
         """Find or create the run, and become one of its members."""
@@ -348,29 +344,12 @@ class Bucket:
         wakes = [threading.Event() for _ in ticks]
         self._wakes += wakes
         pauses = [lambda: self._options.heartbeat, *(lambda p=p: p.pause for p in self._protocols)]
-        # Each thread has its own number of torch threads, but a new thread inherits the number that was set last.
-        number, ready = torch.get_num_threads(), threading.Barrier(count + 1)
-        threads = [
-            threading.Thread(target=self._attend, args=(ready, self._store, *each), name="bucket", daemon=True)
-            for each in zip(ticks, wakes, pauses[first : first + count], strict=True)
-        ]
-        self._threads += threads
-        for thread in threads:
-            thread.start()
-        ready.wait()
-        torch.set_num_threads(number)
+        attended = zip(ticks, wakes, pauses[first : first + count], strict=True)
+        self._threads += start_threads([partial(self._attend, self._store, *each) for each in attended], "bucket")
 
     def _attend(
-        self,
-        ready: threading.Barrier,
-        store: Store,
-        tick: Callable[[], Task[None]],
-        wake: threading.Event,
-        pause: Callable[[], float],
+        self, store: Store, tick: Callable[[], Task[None]], wake: threading.Event, pause: Callable[[], float]
     ) -> None:
-        torch.set_num_threads(1)  # the cores belong to training
-        torch.get_num_threads()  # Reading the value pins it for this thread.
-        ready.wait()
         try:
             while not store.closing.is_set():
                 store.run(tick(), self._lock)

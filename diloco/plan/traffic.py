@@ -116,11 +116,6 @@ def round_trips(replicas: int, reduce: Reduce = "collective", nbytes: Bytes = FO
     return around + (1 if gathers(nbytes, replicas) else 2)
 
 
-def least_rate(bits: float, sync_every: float, step_seconds: float) -> float:
-    """Bits a second below which no overlap reaches full utilisation: all bits must pass within `sync_every` steps."""
-    return bits / (sync_every * step_seconds)
-
-
 def transfer_seconds(up: float, down: float, link: Link, reduce: Reduce = "collective") -> Array:
     """Seconds on the link. Both directions run at once; through a bucket, a replica first puts and then gets."""
     sending, receiving = _seconds(up, link.up), _seconds(down, link.down)

@@ -24,8 +24,8 @@ from diloco.bucket.run import find_run
 from diloco.codec import pack, unpack
 from diloco.reduce import Delta, Dropped, Round, State, local
 from diloco.reduce.groups import Groups, Place
-from diloco.reduce.mean import exact, reference_mean
-from tests.support.fake_reduce import Script
+from diloco.reduce.mean import exact
+from tests.support.fake_reduce import Script, reference_mean
 from tests.support.members import PATIENT, until
 from tests.support.processes import run
 
