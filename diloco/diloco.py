@@ -23,7 +23,7 @@ from diloco.fragment import Fragment, Fragmenter, Strided
 from diloco.hook import Optimizers, as_list, attach, evaluate, lr_of
 from diloco.module import find_layers, frozen, trainable, trained_buffers, unwrap
 from diloco.outer import Nesterov, Outer
-from diloco.pace import Flight
+from diloco.pace import RoundTimes
 from diloco.reduce import Dropped, Jump, Reduce, Round
 from diloco.schedule import Schedule
 from diloco.stats import Stats
@@ -190,7 +190,7 @@ class DiLoCo:
                 hook, waited = time.perf_counter() - taken, taken - began
                 self.stats.add(fragment.statistics(outcome, sent, self.step_count, waited, hook, self.overlap))
                 if sent and fragment.number < len(self._fragments) and not finishing:
-                    self.tuning.landed(Flight(outcome.seconds, outcome.apart, waited))
+                    self.tuning.landed(RoundTimes(outcome.seconds, outcome.apart, waited))
                 if sent and fragment.number == 0:
                     self.tuning.heard(outcome.wishes, sent.step)
                 self.reduce.applied(fragment.number, fragment.state)
