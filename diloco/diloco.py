@@ -24,7 +24,7 @@ from diloco.fragment import Fragment, Fragmenter, Strided
 from diloco.hook import Optimizers, as_list, attach, eager, evaluate, lr_of
 from diloco.module import find_layers, frozen, trainable, trained_buffers, unwrap
 from diloco.outer import Nesterov, Outer
-from diloco.pace import Flight
+from diloco.pace import RoundTimes
 from diloco.reduce import Dropped, Jump, Reduce, Round
 from diloco.schedule import Schedule
 from diloco.stats import Stats
@@ -119,7 +119,7 @@ class DiLoCo:
     def settle_on(self, sync_every: int, fragments: Fragmenter, overlap: Overlap, codec: Codec) -> None:
         """Begin with other settings after all: on all replicas after the same step, before the first round is sent."""
         if any(self.indices) or self.in_flight or self._life is not _Life.JOINED:
-            raise DiLoCoError("fragments can be cut anew only before the first round is sent")
+            raise DiLoCoError("fragments can be cut again only before the first round is sent")
         clock = self.tuning.clock
         with self.anchors():  # what the new fragments read is the agreed start, not what was trained since
             self._cut(sync_every, fragments, overlap, codec)
@@ -188,7 +188,7 @@ class DiLoCo:
                 hook, waited = time.perf_counter() - taken, taken - began
                 self.stats.add(fragment.statistics(outcome, sent, self.step_count, waited, hook, self.overlap))
                 if sent and fragment.number < len(self._fragments) and not finishing:
-                    self.tuning.landed(Flight(outcome.seconds, outcome.apart, waited))
+                    self.tuning.landed(RoundTimes(outcome.seconds, outcome.apart, waited))
                 if sent and fragment.number == 0:
                     self.tuning.heard(outcome.wishes, sent.step)
                 self.reduce.applied(fragment.number, fragment.state)

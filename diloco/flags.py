@@ -34,6 +34,8 @@ class Meaning:
     """Whether runs that differ in it are compared as different settings."""
     choices: tuple[str, ...]
     positional: bool
+    needs: str
+    """The flag without which this one would be ignored. Empty: none."""
 
 
 def flag(
@@ -47,9 +49,11 @@ def flag(
     result: bool = True,
     choices: Iterable[str] = (),
     positional: bool = False,
+    needs: str = "",
 ) -> Any:
     """A field of a config; see `Meaning`."""
-    known = Meaning(text, group, why, scope, methods, result and scope != "start", tuple(choices), positional)
+    text = f"With {spelled(needs)}: {text}" if needs else text
+    known = Meaning(text, group, why, scope, methods, result and scope != "start", tuple(choices), positional, needs)
     return field(default=default, metadata={"flag": known})
 
 

@@ -74,7 +74,7 @@ class Muon(torch.optim.Muon):
         return loss
 
     def _update(self, p: Tensor, gradient: Tensor, group: dict[str, Any]) -> Tensor:
-        """The momentum of a whole matrix, on every rank that holds a shard of it."""
+        """The momentum of the complete matrix, on every rank that holds a shard of it."""
         state, momentum = self.state[p], group["momentum"]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(gradient, memory_format=torch.preserve_format)

@@ -73,7 +73,7 @@ def check_trained(model: nn.Module, known: Sequence[Tensor], optimizers: Sequenc
         raise ConfigError(f"{_listed(new)} trained, but not there when DiLoCo was made, so never synced: make DiLoCo "
                           "after the last change to the model, such as adapters and new layers, unfreezing, "
                           "conversion, load_state_dict(assign=True). In the middle of a run call finish() first, then "
-                          "make optimizer and DiLoCo anew")  # fmt: skip
+                          "make a new optimizer and a new DiLoCo")  # fmt: skip
     held = {id(p): p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
     missing = [name for name, p in trained.items() if id(p) not in held] if optimizers else []
     if missing and len(missing) == len(trained):
@@ -167,8 +167,8 @@ def claim(model: nn.Module, reduce: object, diloco: object) -> None:
     for mine in (held := [*_parts(model), reduce]):
         if mine in _attached and _attached[mine]() not in (None, diloco):
             raise ConfigError("this reduce= serves another DiLoCo: make one for each" if mine is reduce else "this "
-                              "model has a DiLoCo already: finish() that one first, or make model and optimizer "
-                              "anew")  # fmt: skip
+                              "model has a DiLoCo already: finish() that one first, or make a new model and a "
+                              "new optimizer")  # fmt: skip
     for mine in held:
         _attached[mine] = ref(diloco)
 

@@ -6,9 +6,9 @@ same bits. Only denormals depend on a setting of the thread, which replicas comp
 them to zero (`torch.set_flush_denormal`, or a library built with -ffast-math).
 """
 
-from contextlib import suppress
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from diloco.errors import ConfigError
 
@@ -54,6 +54,8 @@ def denormals() -> str:
 GROWTH = 10
 """Rounds after which momentum begins to grow. With 5, runs of 100 rounds ended 0.2 % higher (one seed)."""
 LARGEST = 0.9
+Derived = Mapping[str, tuple[float | str, str]]
+"""By name: what a value becomes that is not given, and why. A text says how it changes in the course of the run."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,10 @@ class Nesterov:
     lr: float | None = None
     momentum: float | None = None
     follow: bool = True
+    derived: ClassVar[Derived] = {
+        "momentum": (f"0 to {LARGEST:g}", "grows with the rounds: a long memory is late in a short run"),
+        "lr": ("1 to 0.4", "falls as the momentum grows, from plain averaging to the paper's"),
+    }
 
     def __post_init__(self) -> None:
         _check(1.0 if self.lr is None else self.lr, self.momentum or 0.0)
@@ -103,6 +109,7 @@ class SGD:
     """Plain SGD: θ ← θ − η·Δ. With lr 1 the anchors become the mean of the replicas."""
 
     lr: float = 1.0
+    derived: ClassVar[Derived] = {"lr": (1.0, "the anchors become the mean of the replicas")}
 
     def __post_init__(self) -> None:
         _check(self.lr, 0.0)
@@ -115,12 +122,30 @@ class SGD:
             theta.sub_(d * self.lr)
 
 
-OUTERS: dict[str, type[Nesterov] | type[SGD]] = {"nesterov": Nesterov, "sgd": SGD}
+OUTERS: dict[str, type[Any]] = {"nesterov": Nesterov, "sgd": SGD}
+"""The rules that a flag can name: dataclasses whose values all have defaults."""
 
 
 def numbers(rule: type[Any]) -> list[str]:
     """The values of a rule that a flag gives as numbers, in order."""
     return [field.name for field in fields(rule) if field.name != "follow"]
+
+
+def derived(rule: type[Any]) -> Derived:
+    """Of every value of a rule: what the rule itself says of it, otherwise its default."""
+    said: Derived = getattr(rule, "derived", {})
+    plain: dict[str, tuple[Any, str]] = {f.name: (f.default, "the default of the rule") for f in fields(rule)}
+    return {**said, **{name: plain[name] for name in numbers(rule) if name not in said}}
+
+
+def forms() -> str:
+    """What a flag may give.
+
+    >>> forms()
+    'nesterov, nesterov:LR,MOMENTUM, sgd or sgd:LR'
+    """
+    texts = [text for name, rule in OUTERS.items() for text in (name, f"{name}:{','.join(numbers(rule)).upper()}")]
+    return f"{', '.join(texts[:-1])} or {texts[-1]}"
 
 
 def outer_named(text: str) -> Outer:
@@ -130,14 +155,14 @@ def outer_named(text: str) -> Outer:
     (Nesterov(lr=0.6, momentum=0.9, follow=True), SGD(lr=1.0))
     """
     name, colon, rest = text.partition(":")
-    rule, words = OUTERS.get(name), rest.split(",")
-    with suppress(ValueError):  # not a number, or not one that the rule takes
-        if rule is not None and len(words) == (len(numbers(rule)) if colon else 1):
-            return rule(*map(float, words)) if colon else rule()  # pyright: ignore[reportArgumentType]
-    raise ConfigError(
-        f"outer={text!r}: give nesterov, nesterov:LR,MOMENTUM, sgd or sgd:LR, with a positive LR and a MOMENTUM from 0 "
-        "up to, not including, 1, as in nesterov:0.6,0.9"
-    )
+    rule = OUTERS.get(name)
+    try:
+        values = [float(word) for word in rest.split(",")] if colon else []
+    except ValueError:
+        values = []
+    if rule is None or (colon and len(values) != len(numbers(rule))):
+        raise ConfigError(f"outer={text!r}: give {forms()}, with numbers as in nesterov:0.6,0.9")
+    return rule(*values)
 
 
 def _check(lr: float, momentum: float) -> None:

@@ -21,7 +21,7 @@ STEPS = 15
 
 
 @dataclass(frozen=True)
-class Flight:
+class RoundTimes:
     """What is known of a round that was applied, in seconds."""
 
     seconds: float  # from send to result
@@ -46,23 +46,23 @@ class Pace:
         self.most = max(min(SAFE_OVERLAP, sync_every - 1), 0)
         self.overlap = min(max(overlap, 1), self.most)  # with 0 every round would be waited for
         self._least_apart: deque[float] = deque(maxlen=4 * fragments)
-        self._flights: deque[tuple[float, bool]] = deque(maxlen=2 * fragments)  # (steps that it took, waited for)
+        self._rounds: deque[tuple[float, bool]] = deque(maxlen=2 * fragments)  # (steps that it took, waited for)
 
-    def after(self, flight: Flight, step_seconds: float) -> int:
+    def after(self, times: RoundTimes, step_seconds: float) -> int:
         """A round was applied. Returns the overlap from now on."""
         if step_seconds <= 0:
             return self.overlap
         # A replica that comes first waits for the others whatever its overlap is, and that must not raise it. The least
         # of these waits is what the link itself takes.
-        self._least_apart.append(flight.apart)
-        own = flight.seconds - (flight.apart - min(self._least_apart))
-        self._flights.append((own / step_seconds, flight.waited > WAITED * step_seconds))
-        late = [steps for steps, waited in self._flights if waited]
+        self._least_apart.append(times.apart)
+        own = times.seconds - (times.apart - min(self._least_apart))
+        self._rounds.append((own / step_seconds, times.waited > WAITED * step_seconds))
+        late = [steps for steps, waited in self._rounds if waited]
         rise = self._enough(sorted(late)[-2], RISE) if len(late) > 1 else self.overlap
         if rise > self.overlap:
             self._take(rise)
-        elif len(self._flights) == self._flights.maxlen:
-            second = sorted(steps for steps, _ in self._flights)[-2]
+        elif len(self._rounds) == self._rounds.maxlen:
+            second = sorted(steps for steps, _ in self._rounds)[-2]
             if (fall := self._enough(second, FALL)) < self.overlap:
                 self._take(fall)
         return self.overlap
@@ -73,7 +73,7 @@ class Pace:
 
     def _take(self, overlap: int) -> None:
         self.overlap = overlap
-        self._flights.clear()
+        self._rounds.clear()
 
 
 class StepClock:

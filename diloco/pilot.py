@@ -22,6 +22,7 @@ from diloco.plan.choose import Choice, Limits, Settings
 from diloco.plan.model import Model
 from diloco.plan.rate import LinkRate
 from diloco.report import units
+from diloco.runs.config import TUNED
 from diloco.terms import Terms
 
 FIRST_STEPS = 10
@@ -32,7 +33,6 @@ EARLY = 8
 """The planner is asked once in a sync period, this part of it before the send that carries the wish."""
 FEWEST = 500
 """Steps: a shorter run is planned like this one, which limits sync_every to 10."""
-SETTINGS = ("sync_every", "fragments", "overlap", "codec")
 Say = Callable[[str, Mapping[str, Any]], None]
 log = logging.getLogger("diloco")
 
@@ -48,7 +48,7 @@ def autopilot(
     """Let the settings of a DiLoCo follow from what is measured. Call it on all replicas, before the first step.
 
     After the tenth step the replicas measure their steps and the link between them, and take the settings that the
-    planner chooses for both. Give `overlap="auto"` to DiLoCo if its overlap shall follow the link from then on.
+    planner chooses for both. Give `overlap="auto"` to DiLoCo if its overlap is to follow the link from then on.
 
     Args:
         keep: settings that stay as DiLoCo was given them: any of sync_every, fragments, overlap, codec.
@@ -59,8 +59,8 @@ def autopilot(
     Returns what will hold the choice, or None where there is nothing to choose: with a bucket, whose members change
     only their own overlap, and for a replica alone.
     """
-    if unknown := set(keep) - set(SETTINGS):
-        raise ConfigError(f"keep={sorted(unknown)}: give any of {', '.join(SETTINGS)}")
+    if unknown := set(keep) - set(TUNED):
+        raise ConfigError(f"keep={sorted(unknown)}: give any of {', '.join(TUNED)}")
     if not hasattr(diloco.reduce, "measure"):
         kind = type(diloco.reduce).__name__
         say(f"autopilot: with a {kind}, sync_every, fragments and codec stay as given; overlap={diloco.overlap}", {})
@@ -107,7 +107,7 @@ class Autopilot:
 
     def _measure(self) -> Facts:
         """On all replicas after the same step. With shards or DDP inside a replica its ranks send at once, each its
-        part; with DDP each takes and writes the whole model."""
+        part; with DDP each takes and writes the complete model."""
         diloco, machine = self._diloco, speed.known()
         link = diloco.reduce.measure()  # pyright: ignore[reportAttributeAccessIssue]
         self._ranks = ranks = len(self._tell(None)) // self._replicas

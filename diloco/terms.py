@@ -58,7 +58,7 @@ NAMES = tuple(FORMATS)
 
 
 def to_numbers(wish: Terms | None) -> tuple[int, int]:
-    """(sync_every, codec) for a header; sync_every 0 is no wish, codec -1 has no name."""
+    """(sync_every, codec) for a header; sync_every 0 is not a wish, codec -1 has no name."""
     return (0, -1) if wish is None else (wish.sync_every, NAMES.index(wish.codec) if wish.codec else -1)
 
 

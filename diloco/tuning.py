@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from diloco.codec import Codec, codec_named, feedback_of, name_of
-from diloco.pace import Flight, Pace, StepClock
+from diloco.pace import Pace, RoundTimes, StepClock
 from diloco.schedule import Schedule, check_overlap
 from diloco.sync import FragmentSync
 from diloco.terms import Change, Terms, agree
@@ -51,10 +51,10 @@ class Tuning:
         """The first overlap, if it is this replica's to choose."""
         self._pace = self._new_pace(overlap)
 
-    def landed(self, flight: Flight) -> None:
+    def landed(self, times: RoundTimes) -> None:
         """A round was applied: choose the overlap of the next ones."""
         if self.auto:
-            self._pace.after(flight, self.clock.seconds)
+            self._pace.after(times, self.clock.seconds)
 
     def said(self, fragment: int) -> Terms | None:
         """The wish that goes with a round. With a fixed overlap, sync_every stays above it."""

@@ -12,7 +12,7 @@ from diloco.bucket.round_store import AT_ONCE
 from diloco.bucket.rounds import Contribution, Record, pieces_name, share_name
 from diloco.bucket.session import Session
 from diloco.bucket.shares import Average, encoded_share, largest, read_share, seal_share, turns_to_average
-from diloco.bucket.store.envelope import HEADER, PREFIX, Answer, Invalid
+from diloco.bucket.store.envelope import HEADER, PREFIX, Answer, Invalid, read_twice
 from diloco.bucket.store.lists import signer_in
 from diloco.bucket.store.operations import Create, Pause, Read, Task, Work, together
 from diloco.reduce.mean import Encoded
@@ -45,7 +45,7 @@ class Averaging:
         self.received = 0  # bytes
 
     def tick(self) -> Task[tuple[Encoded, ...] | None]:
-        """The whole mean, once all shares are there. Raises Gone."""
+        """The complete mean, once all shares are there. Raises Gone."""
         missing = self._missing()
         mine = self._mine(missing)
         first = [share for share in missing if share not in mine][:1]  # as long as it is not there, others are not
@@ -79,31 +79,29 @@ class Averaging:
                     self._found[share] = found
 
     def _share(self, share: int) -> Task[Encoded | None]:
-        """The valid share in the lowest slot, which is the one that counts, or None. One that is judged to be invalid
-        must be so for all members. So look twice: a reply may have been cut off on its way."""
-        layout, record, before = self._layout, self.record, None
+        """The valid share in the lowest slot, which is the one that counts, or None."""
+        layout, record = self._layout, self.record
         size = layout.mean_codec.nbytes(layout.count(share))
+
+        def opened(data: Answer) -> Task[Encoded]:
+            most = largest(record, self._heads, share, self._session.merge)
+            found = yield Work(partial(self._envelope.open, name, "share", data, size))
+            self._makers[share] = signer_in(self._envelope, record.previous.keys, found.signer)
+            encoded = yield Work(partial(read_share, found, record, share, layout, most))
+            self.received += found.nbytes
+            return encoded
+
         while True:
             name = share_name(record.fragment, record.index, share, self._slots[share])
-            data: Answer | None = yield Read(name, PREFIX.size + HEADER + size, patient=True)
-            if data is None:
-                return None
-            try:
-                most = largest(record, self._heads, share, self._session.merge)
-                found = yield Work(partial(self._envelope.open, name, "share", data, size))
-                self._makers[share] = signer_in(self._envelope, record.previous.keys, found.signer)
-                encoded = yield Work(partial(read_share, found, record, share, layout, most))
-                self.received += found.nbytes
-                return encoded
-            except Invalid as reason:
-                if data == before:
-                    self._session.reject(name, reason)
-                    self._slots[share] += 1
-                before = data
+            read = Read(name, PREFIX.size + HEADER + size, patient=True)
+            found = yield from read_twice(read, opened, self._session.reject)
+            if not isinstance(found, Invalid):
+                return found
+            self._slots[share] += 1
 
     def audit(self) -> Task[None]:
-        """In every round about one member makes one share again. So who puts false ones is found out in some 16 rounds
-        in which it averages."""
+        """In every round about one member makes one share again. So a member that puts false ones is found out in some
+        16 rounds in which it averages."""
         if chance() * len(self.record.entries) < 1:
             share = int(chance() * len(self._slots))
             payload = yield from self._average(share)
@@ -144,26 +142,20 @@ class Averaging:
             self._compare(share, payload)
 
     def _piece(self, delta: Contribution, share: int) -> Task[Tensor | None]:
-        """A piece of a delta; None if it is not what its head says. It is looked at twice, as everything that decides
-        for all. Raises Gone."""
+        """A piece of a delta; None if it is not what its head says. Raises Gone."""
         part, at = places(delta.pieces)[share]
-        place, before = (self.record.fragment, self.record.index), None
+        place = self.record.fragment, self.record.index
         name, size = pieces_name(*place, delta.member, delta.digest, part), delta.pieces[share].size
         own = self._own(delta.digest)
         if own is not None and own.payloads is not None:
             return own.payloads[share]
-        while True:
-            data: Answer | None = yield Read(name, 0, first=size, at=at)
-            if data is None:
-                raise Gone
-            try:
-                piece = yield Work(
-                    lambda data=data: read_piece(self._envelope, self._layout, place, delta, share, data)
-                )
-                self.received += len(data) if isinstance(data, bytes) else 0
-                return piece
-            except Invalid as reason:
-                if data == before:
-                    self._session.reject(name, reason)
-                    return None
-                before = data
+
+        def opened(data: Answer) -> Task[Tensor]:
+            piece = yield Work(lambda: read_piece(self._envelope, self._layout, place, delta, share, data))
+            self.received += len(data) if isinstance(data, bytes) else 0
+            return piece
+
+        found = yield from read_twice(Read(name, 0, first=size, at=at), opened, self._session.reject)
+        if found is None:
+            raise Gone
+        return None if isinstance(found, Invalid) else found

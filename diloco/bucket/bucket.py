@@ -12,17 +12,17 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from math import inf
 from types import MappingProxyType
 from typing import Any, get_args
 
-import torch
 import torch.distributed as dist
 
 from diloco.bucket.deltas import layout_of
 from diloco.bucket.members import check_name, register
 from diloco.bucket.protocol import FragmentProtocol
-from diloco.bucket.ranks import Asked, ranks_of
+from diloco.bucket.ranks import Asked, Other, ranks_of
 from diloco.bucket.roster import check_listed, load_lists
 from diloco.bucket.round_store import RoundStore
 from diloco.bucket.rounds import Merge
@@ -39,6 +39,7 @@ from diloco.codec import Codec, is_sparse
 from diloco.errors import ConfigError, DiLoCoError
 from diloco.formats import GATHER
 from diloco.reduce import Contract, Delta, Dropped, Jump, Round, State
+from diloco.reduce.thread import start_threads
 
 PATIENCE = 60.0
 """Seconds that finish() waits for the last rounds of all fragments to be closed, beyond the time in which a dead member
@@ -125,38 +126,37 @@ class Bucket:
         self._ranks = ranks_of(
             ddp_ranks, Asked(self._join, self._due, self._send, self._take, self._settle, self._arrived, self._waits)
         )
-        self.ddp_ranks = self._ranks.ranks
+        self.ddp_ranks = self._ranks.ranks if self._ranks else ()
         self._clock = time.monotonic
         self.session: Session | None = None
         self.run: Run | None = None
 
     def join(self, contract: Contract, states: Sequence[State], codecs: Sequence[Codec]) -> list[State | None]:
-        entered = self._ranks.join(contract, states, codecs)
+        entered = (self._ranks.join if self._ranks else self._join)(contract, states, codecs)
         self._reached = {f: (new or own).index for f, (own, new) in enumerate(zip(states, entered, strict=True))}
         return entered
 
     def due(self, fragment: int, steps: int, slot: bool) -> bool:
         self._trained.add(fragment)
-        return self._ranks.due(fragment, steps, slot)
+        return (self._ranks.due if self._ranks else self._due)(fragment, steps, slot)
 
     def send(self, fragment: int, index: int, delta: Callable[[], Delta]) -> None:
-        self._ranks.send(fragment, index, delta)
+        (self._ranks.send if self._ranks else self._send)(fragment, index, delta)
 
     def take(self, fragment: int, index: int) -> Round | Jump | Dropped | None:
-        outcome = self._ranks.take(fragment, index)
+        outcome = (self._ranks.take if self._ranks else self._take)(fragment, index)
         if isinstance(outcome, (Round, Jump)):
             self._reached[fragment] = (outcome.state if isinstance(outcome, Jump) else outcome).index
         return outcome
 
     def settle(self) -> bool:
-        return self._ranks.settle()
+        return self._ranks.settle() if self._ranks else self._settle()
 
     def _join(self, contract: Contract, states: Sequence[State], codecs: Sequence[Codec]) -> list[State | None]:
         self._end_threads()
         probe(self._root)  # Probe first: it fails at once, where a retried operation would hang.
-        self._backend = backend_of_shard(
-            str(contract.get("shard", UNSHARDED)), self._root, self.url, self._options.strict, self._encrypt
-        )
+        shard = str(contract.get("shard", UNSHARDED))
+        self._backend = backend_of_shard(shard, self._root, self.url, self._options.strict, self._encrypt)
         self._store, self._error = Store(self._backend, report=self._event), None
         self._store.run(self.introducing(contract, states, codecs), self._lock)
         self._start_threads(0, 1)  # the others must know that somebody joins while it reads a large snapshot
@@ -167,11 +167,6 @@ class Bucket:
             raise
         self._start_threads(1, len(self._protocols))
         return entered
-
-    def joining(self, contract: Contract, states: Sequence[State], codecs: Sequence[Codec]) -> Task[list[State | None]]:
-        """The part of `join` that uses the store, as a task."""
-        yield from self.introducing(contract, states, codecs)
-        return (yield from self.entering(states))
 
     def introducing(self, contract: Contract, states: Sequence[State], codecs: Sequence[Codec]) -> Task[None]:
         """Find or create the run, and become one of its members."""
@@ -257,7 +252,7 @@ class Bucket:
             return self._must_wait(self._protocols[fragment])
 
     def applied(self, fragment: int, state: State) -> None:
-        if not self._ranks.first:
+        if isinstance(self._ranks, Other):
             return
         with self._lock:
             self._protocols[fragment].applied(state)
@@ -271,7 +266,8 @@ class Bucket:
 
     def leave(self) -> None:
         """Tell the others. If the store does not answer, they find out by themselves."""
-        self._ranks.leave()
+        if self._ranks:
+            self._ranks.leave()
         if self.session is None or not self._threads:
             return
         self._end_threads()
@@ -348,29 +344,12 @@ class Bucket:
         wakes = [threading.Event() for _ in ticks]
         self._wakes += wakes
         pauses = [lambda: self._options.heartbeat, *(lambda p=p: p.pause for p in self._protocols)]
-        # Each thread has its own number of torch threads, but a new thread inherits the number that was set last.
-        number, ready = torch.get_num_threads(), threading.Barrier(count + 1)
-        threads = [
-            threading.Thread(target=self._attend, args=(ready, self._store, *each), name="bucket", daemon=True)
-            for each in zip(ticks, wakes, pauses[first : first + count], strict=True)
-        ]
-        self._threads += threads
-        for thread in threads:
-            thread.start()
-        ready.wait()
-        torch.set_num_threads(number)
+        attended = zip(ticks, wakes, pauses[first : first + count], strict=True)
+        self._threads += start_threads([partial(self._attend, self._store, *each) for each in attended], "bucket")
 
     def _attend(
-        self,
-        ready: threading.Barrier,
-        store: Store,
-        tick: Callable[[], Task[None]],
-        wake: threading.Event,
-        pause: Callable[[], float],
+        self, store: Store, tick: Callable[[], Task[None]], wake: threading.Event, pause: Callable[[], float]
     ) -> None:
-        torch.set_num_threads(1)  # the cores belong to training
-        torch.get_num_threads()  # Reading the value pins it for this thread.
-        ready.wait()
         try:
             while not store.closing.is_set():
                 store.run(tick(), self._lock)

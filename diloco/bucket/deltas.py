@@ -30,11 +30,11 @@ from diloco.reduce.mean import codec_of_mean
 SHARES, LEAST = 16, 16 << 10
 """Shares of a fragment, and the fewest bytes of one. A member reads every averaged share, and of each share that it
 averages itself a piece of every delta. So with more shares a round has more requests, whatever the number of members;
-with fewer, those who average have to read more at a time: members ÷ shares times the fragment."""
+with fewer, members that average have to read more at a time: members ÷ shares times the fragment."""
 UNIT = 4096
 """Values: pieces are multiples of it, which is one of the blocks of every codec."""
 DIGITS = 32
-"""Hexadecimal digits of the digest of a piece: only who has put a delta could look for a collision with it."""
+"""Hexadecimal digits of the digest of a piece: only the member that has put it could look for a collision."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Layout:
 
     @property
     def nbytes(self) -> int:
-        """Of an encoded delta."""
+        """Bytes of an encoded delta."""
         return sum(self.codec.nbytes(self.count(k)) for k in range(len(self.cuts))) if self.n else 0
 
     def pack(self, values: Tensor) -> tuple[tuple[Tensor, ...], bool]:

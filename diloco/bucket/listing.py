@@ -25,11 +25,11 @@ class Listing:
         self._names: dict[tuple[int, int], dict[str, int]] = {}
         self._used: set[int] = set()  # by which fragments
         self._behind: dict[tuple[int, int], dict[str, int]] = {}  # of fragments that are further behind: what is closed
-        self._closed: set[tuple[int, int]] = set()  # was said to be closed; who asks again found that it is not
+        self._closed: set[tuple[int, int]] = set()  # was said to be closed; a fragment that asks again found it open
         self._at = -inf  # when it was asked for
 
     def names(self, fragment: int, index: int, age: float | None = None) -> Task[dict[str, int]]:
-        """`age`: what was listed up to so many seconds ago will do, even if it was used before."""
+        """`age`: what was listed up to this many seconds ago will do, even if it was used before."""
         self._newest, self._asked[fragment] = max(self._newest, index), index
         known = self._known(fragment, index)
         if (fragment, index) not in self._closed and _is_closed(known):

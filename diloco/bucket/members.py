@@ -146,8 +146,9 @@ class Members:
         return self._alive[2]
 
     def away(self, names: Iterable[str], now: float) -> set[str]:
-        """Who of these is known not to live. Who was not looked for yet may live: where members are many, it takes a
-        while to see everybody, and if each counted only on those that it has seen, all would do the work of all."""
+        """Which of these are known not to live. One that was not looked for yet may live: where members are many, it
+        takes a while to see everybody, and if each counted only on those that it has seen, all would do the work of
+        all."""
         living = self.alive(now)
         return {name for name in names if name not in living and (self.all_seen or name in self._seen)}
 

@@ -115,7 +115,7 @@ class OpenRound:
 
     def _closable(self, present: set[str]) -> bool:
         session, index = self._session, self._index
-        if len(present) < session.options.quorum:  # who waits for a call asks this all the time
+        if len(present) < session.options.quorum:  # a member that waits for a call asks this all the time
             return False
         waited = session.clock() - (self.first_seen or session.clock())
         return may_close(present, session.awaited(index), waited, session.grace(index), session.options.quorum)

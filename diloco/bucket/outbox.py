@@ -94,7 +94,7 @@ class Outbox:
         self, is_open: Callable[[int], bool], snapshot: Callable[[], str] | None
     ) -> Task[Delivered | Undelivered]:
         """Encode the waiting delta and put it. `is_open`: whether the round with this index still is. `snapshot`: gives
-        the digest of that of the state it is against, if it shall name it."""
+        the digest of that of the state it is against, if it has to name it."""
         waiting = self._waiting
         assert waiting is not None
         delta: Delta = yield Work(waiting.delta)

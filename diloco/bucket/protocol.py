@@ -6,8 +6,8 @@ round that the core has applied, `frontier` the last one that the background has
 
 The way of a delta into the store, six changes of object:
     Bucket.send → FragmentProtocol.send → Outbox.accept                    on the training thread, returns at once
-    FragmentProtocol.tick → Outbox.deliver → Envelope.seal → Store         in the background: encoded, signed, put
-    → OpenRound.saw                                                        acknowledged: from now on it stands
+    Outbox.deliver → Layout.pack → Envelope.seal → Store → its backend     in the background: encoded, signed, put
+Then `OpenRound.saw` is told: from now on it stands.
 """
 
 import weakref
@@ -256,8 +256,8 @@ class FragmentProtocol:
         return (yield from self._average(record))
 
     def _off_the_run(self) -> Task[bool]:
-        """Some record of the next round follows another one than that known here. If a round is closed otherwise than
-        it was read here, a reply was wrong: go back to a snapshot of the run."""
+        """Some record of the next round follows another one than that known here. If a round is closed differently
+        from what was read here, a reply was wrong: go back to a snapshot of the run."""
         self._round.checked = True
         for index, link in sorted(self._links.items()):
             previous = self._links.get(index - 1)
@@ -268,8 +268,8 @@ class FragmentProtocol:
                 self._branches += 1
                 self.session.event("diverged", fragment=self.number, index=index)
                 if self._branches > 1:
-                    raise Diverged(f"fragment {self.number}: round {index} was read otherwise than the others read it, "
-                                   "for the second time: check what lies between this machine and the store (a proxy "
+                    raise Diverged(f"fragment {self.number}: round {index} was read differently from the others, for "
+                                   "the second time: check what lies between this machine and the store (a proxy "
                                    "or a cache)")  # fmt: skip
                 self._ready.clear()
                 self._mode = _Jumping(0, before=index)
@@ -316,7 +316,7 @@ class FragmentProtocol:
         return followed
 
     def _true(self, record: Record, deltas: Mapping[str, Contribution]) -> bool:
-        """Whether its deltas are what it says, and of those who may take part."""
+        """Whether its deltas are what it says, and of members that may take part."""
         listed = admitted(self.session.envelope, record.previous.keys, deltas.values())
         return len(listed) == len(deltas) and truthful(record, deltas, self.session.max_work)
 
@@ -384,8 +384,8 @@ class FragmentProtocol:
         """Jump to the newest snapshot; if there is none yet, ask the others for one."""
         loaded = yield from self.snapshots.load(jumping.least, jumping.before)
         if loaded is None and jumping.before is not None:
-            raise Diverged(f"fragment {self.number}: round {jumping.before} was read otherwise than the others read "
-                           "it, and no snapshot of before is left: start this member again")  # fmt: skip
+            raise Diverged(f"fragment {self.number}: round {jumping.before} was read differently from the "
+                           "others, and no snapshot of before is left: start this member again")  # fmt: skip
         if loaded is None:
             self.session.want(self.number, jumping.least)
             if not jumping.must and self._mode is jumping:

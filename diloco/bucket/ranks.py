@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from diloco import errors
-from diloco.bucket.line import Line
+from diloco.bucket.rank_channel import RankChannel
 from diloco.codec import Codec, Float32
 from diloco.errors import DiLoCoError, Mismatch, PeerLost
 from diloco.reduce import Contract, Delta, Dropped, Jump, Round, State, words
@@ -46,28 +46,12 @@ class Asked:
     waits: Callable[[int], bool]  # whether `take` would wait
 
 
-class Alone:
-    """A member of one process, or of ranks that meet others shard by shard."""
-
-    first = True
-    ranks: tuple[int, ...] = ()
-
-    def __init__(self, asked: Asked) -> None:
-        self.join, self.due, self.send = asked.join, asked.due, asked.send
-        self.take, self.settle = asked.take, asked.settle
-
-    def leave(self) -> None:
-        pass
-
-
 class _Rank:
     """What the first rank and the others have in common."""
 
-    first = True
-
     def __init__(self, place: Place, ranks: Sequence[int]) -> None:
         self._place, self.ranks = place, tuple(ranks)
-        self._line: Line | None = None
+        self._channel: RankChannel | None = None
         self._begin()
 
     def _begin(self) -> None:
@@ -80,17 +64,17 @@ class _Rank:
         self._trained: set[int] = set()  # fragments with rounds of their own, unlike buffers, which DDP lets differ
 
     @property
-    def line(self) -> Line:
-        assert self._line is not None, "join() comes first"
-        return self._line
+    def channel(self) -> RankChannel:
+        assert self._channel is not None, "join() comes first"
+        return self._channel
 
     def _meet(self, contract: Contract, states: Sequence[State]) -> list[bool]:
         """Compare with the other ranks. Returns which fragments' states the others take from the first."""
-        if self._line is None:
-            self._line = self._safely(lambda: Line(self._place))
+        if self._channel is None:
+            self._channel = self._safely(lambda: RankChannel(self._place))
         self._begin()
         held = [(state.index, state.fingerprint()) for state in states]
-        said = self._safely(lambda: self.line.gather([contract, held]))
+        said = self._safely(lambda: self.channel.gather([contract, held]))
         names = [f"rank {rank} of this member" for rank in self.ranks]
         for name, (other, _) in zip(names[1:], said[1:], strict=True):
             compare([said[0][0], other], (names[0], name))
@@ -109,9 +93,9 @@ class _Rank:
                            "still be saved.".replace("another replica", "another rank")) from None  # fmt: skip
 
     def leave(self) -> None:
-        line, self._line = self._line, None
-        if line is not None:
-            line.close()
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            channel.close()
 
 
 class First(_Rank):
@@ -133,7 +117,7 @@ class First(_Rank):
         entered = self._ask(lambda: self._asked.join(contract, states, codecs))
         given = [state or (states[f] if differ[f] else None) for f, state in enumerate(entered)]
         self._tell({"at": "join", "states": [state and state.index for state in given]})
-        self._safely(lambda: self.line.start([t for state in given if state for t in (state.anchor, state.outer)]))
+        self._safely(lambda: self.channel.start([t for state in given if state for t in (state.anchor, state.outer)]))
         return entered
 
     def due(self, fragment: int, steps: int, slot: bool) -> bool:
@@ -159,7 +143,7 @@ class First(_Rank):
                    "offers": {f: said for f, (said, _) in tensors.items()}}  # fmt: skip
         self._tell({"at": "step"} | {key: value for key, value in message.items() if value})
         for f, outcome in new.items():
-            self._offered[f] = outcome, self._safely(lambda f=f: self.line.start(tensors[f][1]))
+            self._offered[f] = outcome, self._safely(lambda f=f: self.channel.start(tensors[f][1]))
 
     def send(self, fragment: int, index: int, delta: Callable[[], Delta]) -> None:
         self._sent[fragment] += 1
@@ -188,7 +172,7 @@ class First(_Rank):
         outcome = self._ask(lambda: self._asked.take(fragment, index))
         said, tensors = (None, []) if outcome is None else self._pack(fragment, outcome)
         self._tell({"at": "round", "outcome": said})
-        self._safely(lambda: self.line.start(tensors))
+        self._safely(lambda: self.channel.start(tensors))
         return outcome
 
     def _pack(self, fragment: int, outcome: Outcome) -> tuple[dict[str, Any], list[Tensor]]:
@@ -220,17 +204,15 @@ class First(_Rank):
             return question()
         except BaseException as error:
             with suppress(Broken):
-                self.line.tell({"error": [type(error).__name__, str(error)]})
+                self.channel.tell({"error": [type(error).__name__, str(error)]})
             raise
 
     def _tell(self, message: dict[str, Any]) -> None:
-        self._safely(lambda: self.line.tell(message))
+        self._safely(lambda: self.channel.tell(message))
 
 
 class Other(_Rank):
     """Does what the first rank says."""
-
-    first = False
 
     def _begin(self) -> None:
         super()._begin()
@@ -282,20 +264,20 @@ class Other(_Rank):
     def _expect(self, fragment: int, said: dict[str, Any]) -> Future[Outcome]:
         """Start to get what the first rank offers. It is unpacked beside training."""
         if "reset" in said:
-            return self.line.later(lambda: Dropped(said["reset"], said["spoiled"]))
+            return self.channel.later(lambda: Dropped(said["reset"], said["spoiled"]))
         if "parts" not in said:
             tensors = [torch.empty(n, dtype=torch.float32, device="cpu") for n in self._sizes[fragment]]
         else:
             tensors = [_bytes(n) for *_, sizes in said["parts"] for n in sizes]
             if said["own"]:
                 tensors.append(torch.empty(self._sizes[fragment][0], dtype=torch.float32, device="cpu"))
-        works = self._safely(lambda: self.line.start(tensors))
-        return self.line.later(self._unpack, fragment, said, tensors, works, self._deltas.get(fragment))
+        works = self._safely(lambda: self.channel.start(tensors))
+        return self.channel.later(self._unpack, fragment, said, tensors, works, self._deltas.get(fragment))
 
     def _unpack(
         self, fragment: int, said: dict[str, Any], tensors: list[Tensor], works: list[Any], sent: tuple[Any, ...] | None
     ) -> Outcome:
-        self.line.wait(works)
+        self.channel.wait(works)
         if "parts" not in said:
             anchor, outer = tensors
             return Jump(State(said["index"], anchor, outer))
@@ -336,7 +318,7 @@ class Other(_Rank):
         return outcome.state
 
     def _hear(self, at: str) -> dict[str, Any]:
-        said = self._safely(self.line.hear)
+        said = self._safely(self.channel.hear)
         if "error" in said:
             _raise(*said["error"])
         if said["at"] != at:
@@ -354,10 +336,11 @@ def _bytes(n: int) -> Tensor:
     return torch.empty(n, dtype=torch.uint8, device="cpu")
 
 
-def ranks_of(group: dist.ProcessGroup | None, asked: Asked) -> Alone | First | Other:
-    """This process among the ranks that train one model together."""
+def ranks_of(group: dist.ProcessGroup | None, asked: Asked) -> First | Other | None:
+    """This process among the ranks that train one model together. None: a member of one process, or of ranks that meet
+    others shard by shard."""
     place = place_in(group)
     if group is None or place.size == 1:
-        return Alone(asked)
+        return None
     ranks = dist.get_process_group_ranks(group)
     return First(place, ranks, asked) if place.index == 0 else Other(place, ranks)

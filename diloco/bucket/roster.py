@@ -7,7 +7,7 @@ is before the record or the record before the change, for all members, permanent
 closed under, and follows the one before it in that too.
 
     run.json                        the first list, version 0, and the founder's public key
-    keys/<version>.<digest>         a later list, for who comes after its change
+    keys/<version>.<digest>         a later list, for members that come after its change
     keys/<version>.<digest>.from    the rounds in which it took effect
     rounds/<i>/<f>/closed.<k>       a change: the same list in the place of a record
 """
@@ -24,8 +24,8 @@ from diloco.bucket.store.operations import Create, List, Read, Task, create, tog
 from diloco.errors import ConfigError, DiLoCoError
 
 AHEAD = 3
-"""Rounds into which a change is put at once: who closes rounds meanwhile would have to close as many before the first
-of them is there."""
+"""Rounds into which a change is put at once: a member that closes rounds meanwhile would have to close as many before
+the first of them is there."""
 TRIES = 100
 _FROM = re.compile(r"keys/([0-9]{8}\.[0-9a-f]{64})\.from")
 

@@ -25,7 +25,7 @@ from diloco.bucket.rounds import (
 )
 from diloco.bucket.shares import read_heads, seal_heads
 from diloco.bucket.store.ahead import ReadAhead
-from diloco.bucket.store.envelope import HEADER, PART, PREFIX, Answer, Envelope, Invalid, get, put
+from diloco.bucket.store.envelope import HEADER, PART, PREFIX, Answer, Envelope, Invalid, get, put, read_twice
 from diloco.bucket.store.keys import Listed, version_of
 from diloco.bucket.store.lists import check_round, load_named, open_list, signer_in
 from diloco.bucket.store.operations import All, List, Read, Size, Task, Work, create, together
@@ -48,7 +48,7 @@ class RoundStore:
 
     @classmethod
     def reader(cls, fragment: int, envelope: Envelope) -> "RoundStore":
-        """Of records only."""
+        """What reads records only."""
         return cls(fragment, layout_of(Float32(), 0, False), envelope, lambda name, reason: None)
 
     def in_force(self, index: int, previous: Link) -> Link:
@@ -109,31 +109,23 @@ class RoundStore:
             slot += found is not None
 
     def _read_slot(self, index: int, slot: int, previous: Link | None) -> Task[Record | Listed | Invalid | None]:
-        """The content of a slot. A record judged invalid must be invalid for all members, forever. So look twice: a
-        reply may have been cut off on its way."""
+        """The content of a slot: a record, or a change of the list of members."""
         name = record_name(self._fragment, index, slot)
         if name in self._changes:
             return self._changes[name]
-        before: Answer | None = None
-        while True:
-            data = yield Read(name, RECORD, patient=True)
-            if data is None:
-                return None
+
+        def opened(data: Answer) -> Task[Record | Listed]:
             if self._envelope.roster is not None:
                 if (listed := self._change(name, data)) is not None:
                     return listed
                 yield from load_named(self._envelope, name, data)
-            try:
-                found = self._envelope.open(name, "record", data, None)
-                record = read_record(found, self._fragment, index, previous)
-                yield from check_round(self._envelope, (self._fragment, index), record.previous.keys, record.by,
-                                       found.signer, [e.member for e in record.entries])  # fmt: skip
-                return record
-            except Invalid as reason:
-                if data == before:
-                    self._reject(name, reason)
-                    return reason
-                before = data
+            found = self._envelope.open(name, "record", data, None)
+            record = read_record(found, self._fragment, index, previous)
+            yield from check_round(self._envelope, (self._fragment, index), record.previous.keys, record.by,
+                                   found.signer, [e.member for e in record.entries])  # fmt: skip
+            return record
+
+        return (yield from read_twice(Read(name, RECORD, patient=True), opened, self._reject))
 
     def _change(self, name: str, data: Answer) -> Listed | None:
         """The list in the place of a record, if it is one of the founder's."""
@@ -245,24 +237,18 @@ class RoundStore:
         return sealed.digest
 
     def listed(self, record: Record) -> Task[Mapping[str, Contribution] | Invalid | None]:
-        """The heads of all deltas of a record, by digest; None if they are gone. What is invalid must be so for all
-        members, so it is looked at twice."""
+        """The heads of all deltas of a record, by digest; None if they are gone."""
         return (yield from self._ahead.serve(self._listed(record)))
 
     def _listed(self, record: Record) -> Task[Mapping[str, Contribution] | Invalid | None]:
-        name, before = heads_name(self._fragment, record.index, record.heads), None
-        while True:
-            data = yield Read(name, PREFIX.size + HEADER + PART, patient=True)
-            if data is None:
-                return None
-            try:
-                found = self._envelope.open(name, "heads", data, None)
-                return (yield Work(lambda found=found: read_heads(found, self._envelope, record, self.layout)))
-            except Invalid as reason:
-                if data == before:
-                    self._reject(name, reason)
-                    return reason
-                before = data
+        name = heads_name(self._fragment, record.index, record.heads)
+
+        def opened(data: Answer) -> Task[Mapping[str, Contribution]]:
+            found = self._envelope.open(name, "heads", data, None)
+            return (yield Work(lambda: read_heads(found, self._envelope, record, self.layout)))
+
+        read = Read(name, PREFIX.size + HEADER + PART, patient=True)
+        return (yield from read_twice(read, opened, self._reject))
 
 
 def _in_turn(tasks: list[Task[T]]) -> Task[list[T]]:

@@ -51,7 +51,7 @@ def delta_name(fragment: int, index: int, member: str, digest: str = DIGEST) -> 
 
 
 def member_of(name: str) -> str | None:
-    """The member that a delta belongs to, by the whole name of the object."""
+    """The member that a delta belongs to, by the full name of the object."""
     match = _NAME.fullmatch(name)
     return match[4] if match else None
 

@@ -78,7 +78,7 @@ def read_heads(found: Opened, envelope: Envelope, record: Record, layout: Layout
 def mean_in_parts(
     record: Record, deltas: Mapping[str, Contribution], layout: Layout, merge: Merge
 ) -> tuple[Encoded, ...]:
-    """The mean of whole deltas, piece by piece: what every member computes where none averages for the others."""
+    """The mean of complete deltas, piece by piece: what every member computes where none averages for the others."""
     parts = []
     for k, cut in enumerate(layout.cuts):
         payloads = {digest: (delta.payloads or ())[k] for digest, delta in deltas.items()}

@@ -19,7 +19,7 @@ MOVED = 20
 """A snapshot is put when the members have moved this many times its bytes since the last one, and a member that comes
 would have to read more than its bytes: so snapshots are at most a twentieth of the traffic."""
 NAMED = 16
-"""After every so many rounds, the deltas of the next one name the snapshot of the state that they are against, by a
+"""After one in this many rounds, the deltas of the next one name the snapshot of the state that they are against, by a
 digest of all its values. This takes 5 ns a value. Snapshots are put there, unless somebody waits for one."""
 KEEP = 3600.0
 """Seconds for which a member that is reading something superfluous may go on reading it."""
@@ -115,7 +115,8 @@ class Snapshots:
         self._collected = 0
 
     def followed(self, record: Record) -> None:
-        """Who follows a round later reads all its deltas, or its averaged shares; in it the members moved this."""
+        """A member that follows a round later reads all its deltas, or its averaged shares; in it the members moved
+        this."""
         members = len(record.entries)
         self._since[record.index] = (1, 3 * members) if record.heads else (members, members**2)
 
@@ -141,7 +142,7 @@ class Snapshots:
             self._waiting = State(state.index, state.anchor.clone(), state.outer.clone()), record
 
     def naming(self, state: State, record: str) -> Callable[[], str] | None:
-        """What gives the digest of the snapshot of a state, if deltas against it shall name it."""
+        """What gives the digest of the snapshot of a state, if deltas against it have to name it."""
         return partial(snapshot_digest, self.envelope, self.fragment, state, record) if is_named(state.index) else None
 
     def tick(self, frontier: int, now: float, busy: bool) -> Task[None]:

@@ -67,12 +67,12 @@ class Timing:
         self._uploads.setdefault(fragment, deque(maxlen=8)).append(seconds)
 
     def averaged(self, fragment: int, seconds: float) -> None:
-        """All shares of a round were there so long after its record."""
+        """All shares of a round were there this long after its record."""
         self._averages.setdefault(fragment, deque(maxlen=8)).append(seconds)
 
     def late(self, fragment: int, load: float) -> float:
-        """Seconds after which an averaged share is made by the next member. `load`: how many times the fragment each
-        of those who average has to read."""
+        """Seconds after which an averaged share is made by the next member. `load`: how many times the fragment a
+        member that averages has to read."""
         lately = self._averages.get(fragment)
         usual = 3 * statistics.median(lately) if lately else 2 * self.upload_seconds * (1 + load)
         return LATE + 2 * self.poll + usual

@@ -13,6 +13,7 @@ from diloco.errors import ConfigError
 from diloco.flags import convert, flag, parse, value_type
 from diloco.runs import folder as folders
 from diloco.runs.config import METHODS, TrainConfig, distinguishes, reads, stored_settings
+from diloco.runs.reader import read, read_summary
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +47,6 @@ def main(config: CompareConfig) -> int:
     from rich.console import Console  # not before all was checked: a mistake is answered at once
 
     from diloco.report import html, terminal, units
-    from diloco.runs.reader import read
 
     print(f"{len(cells)} runs in {home}", file=sys.stderr)
     runs: list[Path] = []
@@ -77,8 +77,8 @@ def main(config: CompareConfig) -> int:
 
 
 def _finished(folder: Path) -> bool:
-    summary = folder / "summary.json"
-    return summary.exists() and not json.loads(summary.read_text())["stopped"]
+    summary = read_summary(folder)
+    return summary is not None and not summary.stopped
 
 
 def _check_same(cell: TrainConfig, folder: Path) -> None:

@@ -37,7 +37,7 @@ APART = 1.0
 class DoctorConfig:
     """Check this machine; under torchrun also the link between replicas, and their clocks."""
 
-    bucket: str | None = flag(None, "Also check a folder or s3://, gs://, az://… in which members shall meet.")
+    bucket: str | None = flag(None, "Also check a folder or s3://, gs://, az://… in which members are to meet.")
     megabytes: float = flag(8.0, "Size of the message, or object, that measures the bandwidth.")
     json: bool = flag(False, "Print the findings as JSON.")
 

@@ -45,7 +45,7 @@ class FleetConfig:
         "needs --link.", why="not counted")
     link: str | None = _members(None, "Rate of the link over which it fetches them, such as 1gbit.")
     days: float = _output(30.0, "Days to simulate beside the closed form.")
-    seed: int = _output(0, "Of the simulation.")
+    seed: int = _output(0, "Seed of the simulation.")
     plot: Path | None = _output(None, "Draw goodput over the number of chips, to a .html, .svg or .png file.")
     json: bool = _output(False, "Print everything as JSON.")
     # fmt: on

@@ -20,8 +20,8 @@ WORDS = {"new": 1, "list": 1, "add": 3, "strike": 2}
 
 @dataclass(frozen=True, kw_only=True)
 class KeysConfig:
-    """Make a key of your own, and see or change who is listed in a run. Who begins a run with a key of its own is its
-    founder, and the only one who can add members and strike them off, while the run goes on."""
+    """Make a key of your own, and see or change who is listed in a run. The member that begins a run with a key of its
+    own is its founder, the only one that can add members and strike them off, while the run goes on."""
 
     what: What = flag(REQUIRED, "new FILE makes a key and prints its public half. list BUCKET shows who is listed. add "
                       "BUCKET NAME PUBLIC lists a member, or gives it another key. strike BUCKET NAME takes one off.",

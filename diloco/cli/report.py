@@ -13,6 +13,7 @@ from diloco.flags import flag
 from diloco.report import html, terminal
 from diloco.runs import folder as folders
 from diloco.runs.reader import read
+from diloco.runs.schema import to_summary
 
 RUNS = Path("runs")
 
@@ -44,7 +45,8 @@ def main(config: ReportConfig) -> int:
     out = config.out or _beside(given, folders_of_runs)
     html.write(folders_of_runs, out)
     if config.json:
-        print(json.dumps([{"run": str(run.folder), **run.summary} for run in runs]))
+        found = [(run, to_summary(run.summary) if run.summary else {}) for run in runs]
+        print(json.dumps([{"run": str(run.folder), **summary} for run, summary in found]))
     else:
         Console().print(terminal.table(runs[0], out) if len(runs) == 1 else terminal.comparison(runs))
         if len(runs) > 1:

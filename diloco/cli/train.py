@@ -9,13 +9,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from diloco.cli import stopped, supervise
 from diloco.errors import ConfigError, DiLoCoError, Mismatch
-from diloco.flags import parse, stored, to_toml
+from diloco.flags import parse, spelled, stored, to_toml
+from diloco.outer import OUTERS
 from diloco.runs import folder as folders
-from diloco.runs.config import TrainConfig, Tuned, names, stored_settings
+from diloco.runs.config import TUNED, TrainConfig, names, outer_settings, stored_settings
+from diloco.runs.schema import Summary, to_summary
 from diloco.world import World, alone, own_world, started_here
 
 CONFIG = TrainConfig
@@ -41,7 +43,7 @@ def _kept(words: Sequence[str], whole: list[str]) -> list[str]:
     given = {word.partition("=")[0][2:].replace("-", "_") for word in (*recipe, *words) if word.startswith("--")}
     before = whole[whole.index("--kept") + 1 :] if "--kept" in whole else []
     before = before[: next((i for i, word in enumerate(before) if word.startswith("--")), len(before))]
-    return sorted({*before, *given} & set(get_args(Tuned)))
+    return sorted({*before, *given} & set(TUNED))
 
 
 def _with_stored(words: Sequence[str]) -> list[str]:
@@ -61,7 +63,7 @@ def _with_stored(words: Sequence[str]) -> list[str]:
     if "--tokens" in given:
         _drop(before, "--steps")  # they follow from the tokens
     if ":" in given.get("--outer", ""):
-        _drop(before, "--outer-lr", "--outer-momentum")
+        _drop(before, *map(spelled, outer_settings(*OUTERS)))
     return [*before, *words]
 
 
@@ -175,7 +177,7 @@ def _be_rank(config: TrainConfig, world: World) -> int:
         dist.barrier()  # until all have written their last line
         if world.rank == 0:
             write_summary(folder, summary)
-            if leads and summary["stopped"] and not config.json:
+            if leads and summary.stopped and not config.json:
                 print(f"diloco: {stopped.sentence(folder)}", file=sys.stderr)
             elif leads:
                 show_run(folder, config.json)
@@ -244,11 +246,11 @@ def _be_member(config: TrainConfig) -> int:
         if world.rank > 0:
             return 0
         write_summary(folder, summary)
-        if summary["stopped"] and not config.json:
-            print(f"stopped at step {summary['steps']}, which is saved; the same command returns", file=sys.stderr)
+        if summary.stopped and not config.json:
+            print(f"stopped at step {summary.steps}, which is saved; the same command returns", file=sys.stderr)
         else:
             show_run(folder, config.json)
-    return 130 if summary["stopped"] else 0
+    return 130 if summary.stopped else 0
 
 
 @contextlib.contextmanager
@@ -297,15 +299,15 @@ def _backend() -> str:
     return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
 
 
-def write_summary(folder: Path, summary: dict[str, Any]) -> None:
+def write_summary(folder: Path, summary: Summary) -> None:
     from diloco.plan import check
     from diloco.report import html
 
     path = folder / "summary.json"
-    path.write_text(json.dumps(summary, indent=1))
+    path.write_text(json.dumps(to_summary(summary), indent=1))
     with contextlib.suppress(ConfigError):  # data-parallel, or other replicas' files are on other machines
-        summary["predicted_utilization"] = check.compare(folder).predicted
-        path.write_text(json.dumps(summary, indent=1))
+        summary = replace(summary, predicted_utilization=check.compare(folder).predicted)
+        path.write_text(json.dumps(to_summary(summary), indent=1))
     html.write([folder], folder / "report.html")
 
 

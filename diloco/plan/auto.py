@@ -32,9 +32,9 @@ class Facts:
     """Bits of payload a second, each way, while all replicas send."""
     round_trip: float
     codec_ns: Mapping[str, float]
-    """Of the communication thread, for a value of a round, by codec."""
+    """Nanoseconds of the communication thread for a value of a round, by codec."""
     hook_ns: float
-    """Of the training thread."""
+    """Nanoseconds of the training thread for a value of a round."""
 
     def group(self, codec: str, replicas: int) -> Group:
         return Group(self.step_seconds, replicas, self.round_trip, self.codec_ns[codec], self.hook_ns,
@@ -46,7 +46,7 @@ class Facts:
 
 
 def worst(measured: Sequence[Mapping[str, Any]]) -> Facts:
-    """Of all replicas: the slowest sets the pace."""
+    """What to plan for, by what all replicas have measured: the slowest sets the pace."""
     facts = [Facts(**each) for each in measured]
     return Facts(
         step_seconds=max(f.step_seconds for f in facts),

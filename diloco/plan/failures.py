@@ -29,11 +29,11 @@ class Fleet:
     """Chips that stop together."""
     detect: float = 0.0
     restart: float = 0.0
-    """Of a rigid group: until it computes again, with all its chips and from its checkpoint."""
+    """Time until a rigid group computes again, with all its chips and from its checkpoint."""
     rejoin: float = 0.0
-    """Of a rigid member of several: to fetch the others' state, besides `restart`."""
+    """Time in which a rigid member of several fetches the others' state, besides `restart`."""
     resize: float = 0.0
-    """Of an elastic group: until it computes again with fewer or more chips."""
+    """Time until an elastic group computes again with fewer or more chips."""
     repair: float = 0.0
     """Mean time until a slice is back."""
     save_every: float = 0.0

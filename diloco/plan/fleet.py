@@ -14,7 +14,7 @@ from diloco.report.units import YEAR, amount, duration, percent
 
 INPUTS = ("chips", "mtbf", "slice", "detect", "restart", "rejoin", "resize", "repair", "save_every", "spares", "grace")
 COUNTS = ("chips", "slice", "spares")
-"""Those that are no times."""
+"""Inputs that are not times."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Row:
     spares: float
     """Share of the slices that stand by."""
     stalls: float
-    """Of one member, in a day."""
+    """Stalls of one member in a day."""
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,12 @@ from diloco.plan.auto import Facts
 from diloco.plan.traffic import CODECS, round_bytes
 
 ROUNDS, SHARE = 3, 0.25
-"""Rounds whose median is what the link gives at the moment: at least so many, and this share of a sync period. Small
+"""Rounds whose median is what the link gives at the moment: at least this many, and this share of a sync period. Small
 rounds differ by a factor of two."""
 SHORT = 0.1
-"""Of a step: in a round shorter than this, threads and polls take a large part."""
+"""Share of a step: in a round shorter than this, threads and polls take a large part."""
 QUEUED = 0.25
-"""Of a round's time on the link: a round that was queued for longer came to a link that is never idle."""
+"""Share of a round's time on the link: a round that was queued for longer came to a link that is never idle."""
 
 
 class LinkRate:

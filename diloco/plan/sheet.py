@@ -17,7 +17,7 @@ class Sheet:
     left: int = 1
     """How many columns, from the first one on, are words."""
     spare: tuple[int, ...] = ()
-    """Of each column when it may be left out, see `Column`. Empty: none is."""
+    """When each column may be left out, see `Column`. Empty: none is."""
 
     def __str__(self) -> str:
         from rich.console import Console

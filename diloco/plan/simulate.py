@@ -141,7 +141,7 @@ class _State:
     lost: float
     """Seconds that the round of a value takes from training while it is under way."""
     hook: Callable[[float], float]
-    """Seconds that training stands still for a round of so many values before it begins."""
+    """Seconds that training stands still for a round of this many values before it begins."""
     need: dict[int, list[tuple[int, Array]]] = field(default_factory=dict)
     """By step: (layer, when its message is there)."""
 

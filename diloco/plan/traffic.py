@@ -25,8 +25,8 @@ FILLED = 0.94
 WIRE = TCP / FILLED
 """What a link carries, or could have carried, for each byte of payload."""
 ROUND_SECONDS = 1e-3
-"""Of the training thread in a round, whatever its size: about what 40 rounds in 30 steps of 50 ms cost. 0.7 ms of it
-were in the hook; where the rest goes was not measured."""
+"""Seconds of the training thread in a round, whatever its size: about what 40 rounds in 30 steps of 50 ms cost. 0.7 ms
+of it were in the hook; where the rest goes was not measured."""
 BUCKET_TRIPS, SHARED_TRIPS = 3.0, 6.0
 """Put the delta, read the closing record, get the deltas; or, if each member averages a share: put the delta, the
 closer reads what others have put, read the record, get the pieces, put the share, get all shares."""
@@ -95,7 +95,7 @@ def round_bytes(n: float, nbytes: Bytes, replicas: int, reduce: Reduce = "collec
 
 
 def _mean(nbytes: Bytes) -> Bytes:
-    """Of an averaged share, which is encoded again."""
+    """Bytes of an averaged share, which is encoded again."""
     mean = nbytes.mean if isinstance(nbytes, Format) else None
     return CODECS[mean] if mean else nbytes
 
@@ -114,11 +114,6 @@ def round_trips(replicas: int, reduce: Reduce = "collective", nbytes: Bytes = FO
     if reduce == "ring":
         return 2 * around
     return around + (1 if gathers(nbytes, replicas) else 2)
-
-
-def least_rate(bits: float, sync_every: float, step_seconds: float) -> float:
-    """Bits a second below which no overlap reaches full utilisation: all bits must pass within `sync_every` steps."""
-    return bits / (sync_every * step_seconds)
 
 
 def transfer_seconds(up: float, down: float, link: Link, reduce: Reduce = "collective") -> Array:

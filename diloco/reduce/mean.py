@@ -110,16 +110,10 @@ def pieces(codec: Codec, n: int, longest: int, streams: int) -> list[tuple[slice
     return [(slice(*ends[k : k + 2]), slice(*marks[k : k + 2])) for k in range(len(ends) - 1)]
 
 
-def reference_mean(codec: Codec, mean_codec: Codec, deltas: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """What the replicas of a collective agree on, bit for bit."""
-    encoded = [encode_cuts(codec, delta, len(deltas)) for delta in deltas]
-    return decode(mean_of_encoded(codec, mean_codec, encoded, weights, len(deltas[0])))
-
-
 def mean_of_encoded(
     codec: Codec, mean_codec: Codec, encoded: Sequence[Sequence[Tensor]], weights: Sequence[float], n: int
 ) -> list[Encoded]:
-    """The same, from the payloads of each replica."""
+    """What the replicas of a collective agree on, bit for bit, from the payloads of each."""
     replicas, factors = len(encoded), shares(weights)
     if gathers(codec, replicas):
         return [Encoded(0, n, codec, [payloads[0] for payloads in encoded], factors)]

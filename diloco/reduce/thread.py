@@ -4,7 +4,7 @@ import atexit
 import os
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, ParamSpec, TypeVar
 
@@ -21,6 +21,25 @@ def usual_threads() -> int:
     return min(4, max((os.cpu_count() or 1) // 2, 1)) if torch.accelerator.is_available() else 1
 
 
+def start_threads(targets: Sequence[Callable[[], None]], name: str) -> list[threading.Thread]:
+    """Start a daemon thread for each target, with one core: the others belong to training. torch keeps the number of
+    threads for each thread, but a new thread inherits what was set last."""
+    number, ready = torch.get_num_threads(), threading.Barrier(len(targets) + 1)
+
+    def begin(target: Callable[[], None]) -> None:
+        torch.set_num_threads(1)
+        torch.get_num_threads()  # reading the value pins it for this thread
+        ready.wait()
+        target()
+
+    threads = [threading.Thread(target=begin, args=(target,), name=name, daemon=True) for target in targets]
+    for thread in threads:
+        thread.start()
+    ready.wait()
+    torch.set_num_threads(number)
+    return threads
+
+
 class CommThread:
     """Args: threads: that encode and decode; everything else is done by one."""
 
@@ -29,13 +48,8 @@ class CommThread:
         self._jobs: queue.SimpleQueue[tuple[Callable[..., Any], tuple[Any, ...], Future[Any]] | None]
         self._jobs = queue.SimpleQueue()
         self._exit, self._exiting = threading.Lock(), False
-        # torch keeps the number of threads for each thread, but new threads inherit what was set last.
-        threads, ready = torch.get_num_threads(), threading.Event()
-        self._thread = threading.Thread(target=self._serve, args=(ready,), name="diloco", daemon=True)
-        self._thread.start()
+        (self._thread,) = start_threads([self._serve], "diloco")
         atexit.register(self._at_exit)
-        ready.wait()
-        torch.set_num_threads(threads)
 
     def submit(self, job: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         assert not kwargs
@@ -63,11 +77,8 @@ class CommThread:
         with self._exit:
             self._exiting = True
 
-    def _serve(self, ready: threading.Event) -> None:
-        torch.set_num_threads(1)  # one core; the others belong to training
-        torch.get_num_threads()  # reading the value pins it for this thread
+    def _serve(self) -> None:
         kernels.use_threads(self._threads)
-        ready.set()
         while (queued := self._jobs.get()) is not None:
             job, args, future = queued
             try:

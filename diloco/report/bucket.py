@@ -59,7 +59,7 @@ class Sight:
 
     title: str
     share: float
-    """Of the rounds that are done; 0 if the run does not say how many it has."""
+    """Share of the rounds that are done; 0 if the run does not say how many it has."""
     progress: str
     members: tuple[MemberRow, ...]
     rounds: tuple[tuple[str, str, str, str], ...]
@@ -182,7 +182,7 @@ class Watch:
 
 
 def _rounds_planned(note: Mapping[str, Any]) -> int:
-    """Rounds of each fragment in the whole run; 0 if its settings do not say."""
+    """Rounds of each fragment in all of the run; 0 if its settings do not say."""
     steps, sync_every = note.get("steps"), note.get("sync_every")
     if not isinstance(steps, int) or not isinstance(sync_every, int) or steps < 1 or sync_every < 1:
         return 0

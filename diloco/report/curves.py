@@ -11,6 +11,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from diloco.report import units
+from diloco.runs.config import TUNED
 from diloco.runs.reader import RecordedRun, Replica
 from diloco.runs.replica import block
 from diloco.runs.schema import Event, Round, Step
@@ -28,7 +29,6 @@ PER_STEP = {
 
 MARKED = ("save", "resume", "stop", "autopilot", "retune")
 """Events that the timeline shows."""
-TUNED = ("sync_every", "fragments", "overlap", "codec")
 
 Curve = tuple[str, str, Callable[[int], float | None]]
 """Label, kind (each has its own style on the page), and value at a step."""

@@ -52,7 +52,7 @@ def write(runs: Sequence[Path], out: Path) -> None:
 
 
 def page(kind: str, values: Mapping[str, Any], data: Mapping[str, Any], **more: Any) -> str:
-    """A whole page: `values` for its template, `data` for its scripts. `more` values are of a page that lives."""
+    """A complete page: `values` for its template, `data` for its scripts. `more` values are of a page that lives."""
     text = json.dumps({"kind": kind, **data}, separators=(",", ":"), allow_nan=False)
     # The HTML parser looks for `</script` even inside a JSON string.
     return _template(kind).render(**values, **more, data=text.replace("<", "\\u003c"))
@@ -163,8 +163,8 @@ def _common(runs: Sequence[RecordedRun]) -> dict[str, Any]:
 
 
 def _corpus(run: RecordedRun) -> str:
-    corpus = run.summary.get("corpus")
-    if not isinstance(corpus, dict):
+    corpus = run.summary.corpus if run.summary else None
+    if corpus is None:
         return ""
     parts = [str(corpus.get("name", "")), units.size(corpus["bytes"]) if isinstance(corpus.get("bytes"), int) else ""]
     digest = str(corpus.get("sha256", ""))

@@ -22,8 +22,8 @@ from diloco.report import units
 from diloco.report.fitted import Column, Fitted
 from diloco.runs.follow import Tail
 from diloco.runs.phase import read_phase
-from diloco.runs.reader import bytes_data_parallel, read_config
-from diloco.runs.schema import Evaluation, Event, Round, Step
+from diloco.runs.reader import read_config
+from diloco.runs.schema import Evaluation, Event, Round, Step, bytes_data_parallel
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _HISTORY = 512

@@ -152,9 +152,9 @@ def _waited(run: RecordedRun) -> str:
 
 def _lowest(run: RecordedRun) -> str:
     """Utilisation is training / (training + exposed); beside it the planner's for the same steps and rounds."""
-    planned = run.summary.get("predicted_utilization")
+    planned = run.summary.predicted_utilization if run.summary else None
     return (
         "of the time in training"
         + (", lowest replica" if len(run.replicas) > 1 else "")
-        + (f"; planned {units.percent(planned, digits=1)}" if isinstance(planned, float) else "")
+        + (f"; planned {units.percent(planned, digits=1)}" if planned is not None else "")
     )

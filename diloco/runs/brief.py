@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from diloco.runs import folder as folders
-from diloco.runs.reader import read_config
-from diloco.runs.schema import Step, from_line, parse_object
+from diloco.runs.reader import read_config, read_summary
+from diloco.runs.schema import Step, from_line
 
 TAIL = 1 << 14
 """Bytes at the end of a file in which its last step is looked for."""
@@ -29,20 +29,20 @@ class Brief:
 
 
 def brief(folder: Path) -> Brief:
-    config = read_config(folder)
-    summary = parse_object(_tail(folder / "summary.json", whole=True))
+    config, summary = read_config(folder), read_summary(folder)
     last = _last_step(folder / "replica-0" / "metrics.jsonl")
     running = folders.in_use(folder)
-    ended = "ended" if not summary else "stopped" if summary.get("stopped") else "finished"
+    ended = "ended" if summary is None else "stopped" if summary.stopped else "finished"
+    loss = summary.loss if summary else None
     written = [path for path in (folder / "config.toml", *folder.glob("replica-0/*.jsonl")) if path.exists()]
     return Brief(
         folder=folder,
         state="running" if running else ended,
         method=str(config.get("method", "–")),
         model=str(config.get("model", "–")),
-        step=last.step if last else int(summary.get("steps", 0)),
+        step=last.step if last else summary.steps if summary else 0,
         steps=config.get("steps"),
-        loss=summary.get("eval/loss", last.loss if last else None),
+        loss=last.loss if loss is None and last else loss,
         age=time.time() - max((path.stat().st_mtime for path in written), default=time.time()),
     )
 
@@ -54,10 +54,10 @@ def _last_step(path: Path) -> Step | None:
     return None
 
 
-def _tail(path: Path, whole: bool = False) -> bytes:
+def _tail(path: Path) -> bytes:
     if not path.is_file():
         return b""
     with path.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
-        file.seek(0 if whole else max(0, size - TAIL))
+        file.seek(max(0, size - TAIL))
         return file.read()

@@ -13,17 +13,20 @@ from diloco.errors import ConfigError
 from diloco.flags import Meaning, Scope, flag, meaning, spelled, stored
 from diloco.formats import FORMATS, Sparse, format_named
 from diloco.fragment import fragmenter
-from diloco.outer import OUTERS, numbers, outer_named
+from diloco.outer import OUTERS, forms, numbers, outer_named
 from diloco.schedule import check_overlap
 
 Method = Literal["streaming", "diloco", "dp", "local"]
 Sink = Literal["tensorboard", "wandb", "trackio"]
 Tuned = Literal["sync_every", "fragments", "overlap", "codec"]
+TUNED: tuple[Tuned, ...] = get_args(Tuned)
+"""The settings that the autopilot chooses."""
 METHODS: tuple[str, ...] = get_args(Method)
 STREAMING, SYNCED = ("streaming",), ("streaming", "diloco")
 _model, _optimisation, _sync, _members, _output = (
     partial(flag, group=group) for group in ("model and data", "optimisation", "sync", "members", "output")
 )
+_bucket = partial(_members, methods=SYNCED, needs="bucket")  # its texts go on behind "With --bucket:"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,12 +90,10 @@ class TrainConfig:
     feedback: float | None = _sync(None,
         "Error feedback: share of what the codec lost of a delta that goes into the next one. 0 is off, 1 is all.",
         why="by the codec: 0.9 for twobit, 0.95 for topk, 0 for others", methods=SYNCED)
-    outer: str = _sync("nesterov",
-        "Outer rule: nesterov, sgd, or with values as in nesterov:0.6,0.9 (lr, momentum) and sgd:1 (lr).",
-        why="as in the paper", methods=SYNCED)
+    outer: str = _sync("nesterov", f"Outer rule: {forms()}.", why="as in the paper", methods=SYNCED)
     outer_lr: float | None = _sync(None, "Learning rate of the outer rule.",
         why="from 1 to 0.4 as the momentum grows; 1 for sgd", methods=SYNCED)
-    outer_momentum: float | None = _sync(None, "Momentum of the outer Nesterov rule.",
+    outer_momentum: float | None = _sync(None, "Momentum of the outer rule.",
         why="grows with the rounds, from 0 to 0.9", methods=SYNCED)
     outer_follow: bool = _sync(True, "Let outer momentum fall with the inner learning rate.",
         why="otherwise it runs on when that ends", methods=SYNCED)
@@ -116,28 +117,24 @@ class TrainConfig:
         "Meet the other members in a folder or in s3://, gs://, az://…: this process is one member. The same "
         "command begins the run and joins it.", why="the replicas talk to each other directly", scope="member",
         methods=SYNCED)
-    member: str | None = _members(None, "With --bucket: the name of this member, which it keeps when it returns.",
-        why="the machine's name", scope="member", methods=SYNCED)
-    join_only: bool = _members(False, "With --bucket: join a run, never begin one.", scope="start", methods=SYNCED)
-    pace: Literal["decoupled", "strict"] = _members("decoupled",
-        "With --bucket: decoupled never waits for other members; strict waits for all of them in every round.",
-        scope="member", methods=SYNCED)
-    quorum: int = _members(1, "With --bucket: the fewest members in a round.", scope="member", methods=SYNCED)
-    grace: float | None = _members(None, "With --bucket: seconds that a round waits for members that are expected.",
-        why="by their step time", scope="member", methods=SYNCED)
-    merge: Literal["mean", "closest"] = _members("mean",
-        "With --bucket: mean averages all members by their work; closest leaves out the quarter that is farthest from "
-        "the median, so that one of four may lie.", why="all members are trusted", methods=SYNCED)
-    key_file: Path | None = _members(None,
-        "With --bucket: a file whose content signs all objects: a secret that all members share, or this member's own "
-        "key, from `diloco keys new FILE`. What is not signed so is ignored.",
-        why="objects are not signed", scope="member", methods=SYNCED)
-    founder: str | None = _members(None,
-        "With --bucket: the public key of the run's founder. A run of another founder is refused.",
-        why="the founder that the run names is believed", scope="member", methods=SYNCED)
-    encrypt: Path | None = _members(None,
-        "With --bucket: a file whose content encrypts all objects. All members need the same.",
-        why="objects are not encrypted", scope="member", methods=SYNCED)
+    member: str | None = _bucket(None, "the name of this member, which it keeps when it returns.",
+        why="the machine's name", scope="member")
+    join_only: bool = _bucket(False, "join a run, never begin one.", scope="start")
+    pace: Literal["decoupled", "strict"] = _bucket("decoupled",
+        "decoupled never waits for other members; strict waits for all of them in every round.", scope="member")
+    quorum: int = _bucket(1, "the fewest members in a round.", scope="member")
+    grace: float | None = _bucket(None, "seconds that a round waits for members that are expected.",
+        why="by their step time", scope="member")
+    merge: Literal["mean", "closest"] = _bucket("mean",
+        "mean averages all members by their work; closest leaves out the quarter that is farthest from the median, so "
+        "that one of four may lie.", why="all members are trusted")
+    key_file: Path | None = _bucket(None,
+        "a file whose content signs all objects: a secret that all members share, or this member's own key, from "
+        "`diloco keys new FILE`. What is not signed so is ignored.", why="objects are not signed", scope="member")
+    founder: str | None = _bucket(None, "the public key of the run's founder. A run of another founder is refused.",
+        why="the founder that the run names is believed", scope="member")
+    encrypt: Path | None = _bucket(None, "a file whose content encrypts all objects. All members need the same.",
+        why="objects are not encrypted", scope="member")
     eval_every: int = _output(100, "Steps between two evaluations on held-out text.", scope="member")
     eval_tokens: int = _output(16_384, "Held-out tokens in an evaluation.", scope="member")
     save_every: int = _output(500, "Steps between two checkpoints. There is always one at the end.", scope="member",
@@ -192,7 +189,7 @@ class TrainConfig:
 
     def _check_bucket(self) -> None:
         for each in fields(self):
-            ignored = meaning(each).text.startswith("With --bucket:") and getattr(self, each.name) != each.default
+            ignored = meaning(each).needs == "bucket" and getattr(self, each.name) != each.default
             if self.bucket is None and ignored:
                 raise ConfigError(f"{spelled(each.name)} without --bucket: it would be ignored; give --bucket, or "
                                   "leave it out")  # fmt: skip
@@ -213,13 +210,13 @@ def stored_settings(folder: Path) -> list[str]:
     return words if spelled("inner") in words else [spelled("inner"), "adamw", spelled("no_outer_follow"), *words]
 
 
-def outer_settings(rule: str) -> tuple[str, ...]:
-    """The settings that hold the values of an outer rule.
+def outer_settings(*rules: str) -> tuple[str, ...]:
+    """The settings that hold the values of these outer rules.
 
     >>> outer_settings("nesterov")
     ('outer_lr', 'outer_momentum')
     """
-    return tuple(f"outer_{name}" for name in numbers(OUTERS[rule]))
+    return tuple(dict.fromkeys(f"outer_{name}" for rule in rules for name in numbers(OUTERS[rule])))
 
 
 def outer_rule(config: TrainConfig) -> dict[str, Any]:
@@ -228,13 +225,9 @@ def outer_rule(config: TrainConfig) -> dict[str, Any]:
     >>> outer_rule(TrainConfig(outer="nesterov:0.6,0.9"))
     {'outer': 'nesterov', 'outer_lr': 0.6, 'outer_momentum': 0.9}
     """
-    rule, colon, text = config.outer.partition(":")
-    values = list(vars(outer_named(config.outer)).values()) if colon else []
-    names = outer_settings(rule) if rule in OUTERS else ()
-    if not names or (colon and len(text.split(",")) != len(names)):
-        allowed = (f"{name} or {name}:{','.join(numbers(known)).upper()}" for name, known in OUTERS.items())
-        raise ConfigError(f"outer={config.outer!r}: give {' or '.join(allowed)}, as in nesterov:0.6,0.9")
-    for name in ("outer_lr", "outer_momentum"):
+    rule, colon, _ = config.outer.partition(":")
+    made, names = outer_named(config.outer), outer_settings(rule)
+    for name in outer_settings(*OUTERS):
         if colon and getattr(config, name) is not None:
             raise ConfigError(
                 f"outer={config.outer!r} and {name}={getattr(config, name)}: give the values in one place, "
@@ -242,7 +235,8 @@ def outer_rule(config: TrainConfig) -> dict[str, Any]:
             )
         if name not in names and getattr(config, name) is not None:
             raise ConfigError(f"outer={rule} with {name}={getattr(config, name)}: {rule} does not read {name}")
-    return {"outer": rule, **dict(zip(names, values, strict=False))}
+    values = {name: getattr(made, name.removeprefix("outer_")) for name in names}
+    return {"outer": rule, **(values if colon else {})}
 
 
 def _at_least(least: int, name: str, value: int | None) -> None:

@@ -13,7 +13,18 @@ from typing import Any, Literal
 
 from diloco.errors import ConfigError
 from diloco.runs.replica import Growing, Replica
-from diloco.runs.schema import Evaluation, Figures, Record, Round, figures, from_line, parse_object
+from diloco.runs.schema import (
+    Evaluation,
+    Figures,
+    Record,
+    Round,
+    Summary,
+    bytes_data_parallel,
+    figures,
+    from_line,
+    from_summary,
+    parse_object,
+)
 
 State = Literal["finished", "stopped", "unfinished"]
 _ENDS = ("start", "resume", "stop", "finish")
@@ -25,7 +36,7 @@ class RecordedRun:
 
     folder: Path
     config: Mapping[str, Any]
-    summary: Mapping[str, Any]
+    summary: Summary | None
     figures: Figures
     """The summary's; while there is none, those of the last lines written."""
     replicas: tuple[Replica, ...]
@@ -38,7 +49,8 @@ class RecordedRun:
 
     @property
     def method(self) -> str:
-        return str(self.summary.get("method") or self.config.get("method") or "streaming")
+        said = self.summary.method if self.summary else None
+        return str(said or self.config.get("method") or "streaming")
 
     @property
     def seed(self) -> int:
@@ -50,14 +62,13 @@ class RecordedRun:
 
     @property
     def samples(self) -> list[str]:
-        samples = self.summary.get("samples")
-        return [str(text) for text in samples] if isinstance(samples, list) else []
+        return [str(text) for text in self.summary.samples] if self.summary else []
 
     @property
     def state(self) -> State:
         """`unfinished` is going on or has died: the folder alone does not tell which."""
         if self.summary:
-            return "stopped" if self.summary.get("stopped") else "finished"
+            return "stopped" if self.summary.stopped else "finished"
         ends = [replica.events[-1].event for replica in self.replicas if replica.events]
         return "stopped" if "stop" in ends else "unfinished"
 
@@ -132,12 +143,12 @@ def recorded(folder: Path, replicas: tuple[Replica, ...], width: int = 1) -> Rec
     ends = [event.event for event in replicas[0].events if event.event in _ENDS] if replicas else []
     # While a run that was stopped goes on, its summary is that of the stop.
     old = bool(ends) and ends[-1] in ("start", "resume")
-    config, summary = read_config(folder), {} if old else parse_object(_bytes(folder / "summary.json"))
+    config, summary = read_config(folder), None if old else read_summary(folder)
     return RecordedRun(folder, config, summary, figures(summary, _so_far(config, replicas)), replicas, width)
 
 
 def replica_folders(folder: Path) -> dict[int, Path]:
-    """The folders of the replicas, in the order of their numbers. Raises ConfigError if this is no run."""
+    """The folders of the replicas, in the order of their numbers. Raises ConfigError if this is not a run."""
     numbered = {int(tail): path for path in folder.glob("replica-*") if (tail := path.name[8:]).isdecimal()}
     if not numbered and not (folder / "config.toml").is_file():
         raise ConfigError(f"{folder} has no config.toml and no replica-0: give a folder that `diloco train` wrote")
@@ -150,6 +161,11 @@ def read_config(folder: Path) -> dict[str, Any]:
         return tomllib.loads(_bytes(folder / "config.toml").decode(errors="replace"))
     except tomllib.TOMLDecodeError:
         return {}
+
+
+def read_summary(folder: Path) -> Summary | None:
+    """The summary of a run; None while it is not written, or only half."""
+    return from_summary(_bytes(folder / "summary.json"))
 
 
 def _so_far(config: Mapping[str, Any], replicas: tuple[Replica, ...]) -> dict[str, Any]:
@@ -167,15 +183,10 @@ def _so_far(config: Mapping[str, Any], replicas: tuple[Replica, ...]) -> dict[st
     if begun and isinstance(begun[-1]["parameters"], int):
         count, many = begun[-1]["parameters"], config.get("replicas") or len(replicas)
         found["parameters"] = count
-        found["bytes_data_parallel"] = round(bytes_data_parallel(count, many, found["steps"]))
+        found["bytes_data_parallel"] = bytes_data_parallel(count, many, found["steps"])
     if evaluations := _evaluations(replicas):
         found |= {name: getattr(evaluations[-1], name) for name in ("loss", "bits_per_byte", "replica_loss")}
     return found
-
-
-def bytes_data_parallel(parameters: int, replicas: int, steps: int) -> float:
-    """What one replica would have sent with data-parallel training in bfloat16: a ring sends every value so often."""
-    return 2 * (replicas - 1) / replicas * 2 * parameters * steps
 
 
 def _evaluations(replicas: tuple[Replica, ...]) -> tuple[Evaluation, ...]:

@@ -1,13 +1,13 @@
 """What a run directory holds, and under which keys it is written and read. No torch.
 
 A replica writes steps and evaluations to metrics.jsonl, rounds and events to events.jsonl, one JSON object a line.
-The run writes its figures to summary.json. A field has its own name as its key, unless its type is annotated with
+The run writes its summary to summary.json. A field has its own name as its key, unless its type is annotated with
 another.
 """
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, TypeAlias, get_type_hints
 
@@ -62,7 +62,7 @@ class Round:
     counted: bool
     """Whether this replica's delta is in the mean. If not, the replica carries its work on into its next delta."""
     overlap: int | None = None
-    """Of this replica when it was applied. None: written before this key existed."""
+    """The overlap of this replica when it was applied. None: written before this key existed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """The numbers of summary.json. Bytes and seconds of communication are those of one replica."""
+    """The numbers of a run. Bytes and seconds of communication are those of one replica."""
 
     steps: int = 0
     tokens: int = 0
@@ -98,6 +98,21 @@ class Figures:
     largest_burst: int | None = None
     seconds_hidden: float | None = None
     seconds_exposed: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Summary(Figures):
+    """What summary.json holds, once a run is finished or was stopped."""
+
+    method: str | None = None
+    replicas: int | None = None
+    stopped: bool = False
+    corpus: Mapping[str, Any] | None = None
+    """Its name, its sha256 and its bytes."""
+    samples: Sequence[str] = ()
+    """Texts that the model wrote."""
+    predicted_utilization: float | None = None
+    """What the planner says of the run as it was. None: it cannot say."""
 
 
 Record: TypeAlias = Step | Evaluation | Round | Event
@@ -139,10 +154,31 @@ def parse_object(text: bytes) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def figures(summary: Mapping[str, Any], so_far: Mapping[str, Any]) -> Figures:
+def to_summary(summary: Summary) -> dict[str, Any]:
+    """The JSON object that summary.json holds. What is not known has no key."""
+    found = {key: getattr(summary, name) for name, key in _keys(Summary)}
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def from_summary(text: bytes) -> Summary | None:
+    """The summary that a file holds; None if it is cut off, or not there. A value of another type counts as missing."""
+    line = parse_object(text)
+    given: dict[str, Any] = {name: line.get(key) for name, key in _keys(Summary)}
+    known = {name: value for name, value in given.items() if isinstance(value, _KINDS.get(name, int | float))}
+    return Summary(**known) if line else None
+
+
+def figures(summary: Summary | None, so_far: Mapping[str, Any]) -> Figures:
     """The figures of a summary; where it has none, those in `so_far`, by the names of the fields."""
-    given = {name: summary.get(key) for name, key in _keys(Figures)}
-    return Figures(**{**so_far, **{name: value for name, value in given.items() if isinstance(value, int | float)}})
+    said = {each.name: getattr(summary, each.name) for each in fields(Figures) if summary is not None}
+    empty = Figures()
+    return Figures(**{**so_far, **{name: value for name, value in said.items() if value != getattr(empty, name)}})
+
+
+def bytes_data_parallel(parameters: int, replicas: int, steps: int, width: int = 2) -> int:
+    """What one replica would have sent with data-parallel training, if a ring sums the gradients. `width`: bytes of a
+    value; 2 is bfloat16."""
+    return round(2 * (replicas - 1) / replicas * width * parameters * steps)
 
 
 def _made(kind: Callable[..., Record], line: Mapping[str, Any], **more: Any) -> Record | None:
@@ -175,6 +211,8 @@ def _keys(kind: type) -> list[tuple[str, str]]:
     return [(f.name, getattr(types[f.name], "__metadata__", (f.name,))[0]) for f in fields(kind)]
 
 
+_KINDS: dict[str, Any] = {"method": str, "stopped": bool, "corpus": dict, "samples": list}
+"""The types of what is not a number in a summary."""
 _FIELDS: dict[Any, list[tuple[str, str, Callable[[Any], Any]]]] = {
     kind: _field_table(kind) for kind in (Step, Evaluation, Round, Event)
 }

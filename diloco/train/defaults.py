@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 
 from diloco import laws
 from diloco.formats import FORMATS
-from diloco.outer import LARGEST
-from diloco.runs.config import TrainConfig, outer_rule, outer_settings
+from diloco.outer import OUTERS, derived
+from diloco.runs.config import SYNCED, TrainConfig, outer_rule
 
 LARGEST_LR = 8e-3
 """The law gives more only below 35M parameters, where it was not fitted. At 0.09M and 0.34M the best of a grid of
@@ -30,6 +30,8 @@ class Rule:
     name: str
     value: float | str
     reason: str
+    varies: bool = False
+    """Whether the value changes in the course of the run, so that it is not one of the config."""
 
 
 def resolve(
@@ -67,21 +69,15 @@ def resolve(
          f"scaling law 22256·N^-0.88·M^0.29{f', stopped at {LARGEST_LR:g}' if law > LARGEST_LR else ''}")  # fmt: skip
     take("warmup", min(max(steps // 10, 1), 1000), "a tenth of the steps, at most 1000")
     take("weight_decay", float(f"{1 / steps:.3g}"), "1 ÷ steps, as in the scaling laws")
-    if config.method in ("streaming", "diloco"):
-        read = outer_settings(config.outer)
-        rules += [rule for rule in _outer(config) if rule.name in read and getattr(config, rule.name) is None]
+    if config.method in SYNCED:
+        rules += [rule for rule in _outer(config.outer) if getattr(config, rule.name) is None]
     wanted = FORMATS[config.codec].feedback if config.method == "streaming" else 0.0
     if wanted:
         take("feedback", wanted, f"{config.codec} loses much of a delta: it goes into the next one")
     elif config.feedback is None:
         config = replace(config, feedback=0.0)
-    filled = {rule.name: type_of(rule) for rule in rules if rule.name not in DESCRIBED and not _varies(rule)}
+    filled = {rule.name: type_of(rule) for rule in rules if rule.name not in DESCRIBED and not rule.varies}
     return replace(config, replicas=replicas, tokens=None, **filled), rules
-
-
-def _varies(rule: Rule) -> bool:
-    """Whether the value changes in the course of the run, so that it is not one of the config."""
-    return rule.name in ("outer_lr", "outer_momentum") and isinstance(rule.value, str)
 
 
 def _batch(config: TrainConfig, parameters: int, replicas: int, multiple: int) -> tuple[int, str]:
@@ -91,13 +87,9 @@ def _batch(config: TrainConfig, parameters: int, replicas: int, multiple: int) -
     return laws.batch_of(parameters, replicas, config.context, multiple), why
 
 
-def _outer(config: TrainConfig) -> tuple[Rule, ...]:
-    if config.outer == "sgd":
-        return (Rule("outer_lr", 1.0, "the anchors become the mean of the replicas"),)
-    return (
-        Rule("outer_momentum", f"0 to {LARGEST:g}", "grows with the rounds: a long memory is late in a short run"),
-        Rule("outer_lr", "1 to 0.4", "falls as the momentum grows, from plain averaging to the paper's"),
-    )
+def _outer(name: str) -> list[Rule]:
+    values = derived(OUTERS[name]).items()
+    return [Rule(f"outer_{each}", value, why, varies=isinstance(value, str)) for each, (value, why) in values]
 
 
 def type_of(rule: Rule) -> float | str:

@@ -10,12 +10,12 @@ from diloco.diloco import DiLoCo
 from diloco.flags import to_toml
 from diloco.pilot import autopilot
 from diloco.runs import folder as folders
-from diloco.runs.config import TrainConfig
+from diloco.runs.config import TUNED, TrainConfig
 from diloco.runs.schema import Event
 from diloco.runs.writer import Writer
 from diloco.world import World
 
-STORED = ("sync_every", "fragments", "codec")
+STORED = tuple(name for name in TUNED if name != "overlap")
 """Settings without which a checkpoint cannot be loaded, so config.toml gets them as chosen. The overlap stays auto."""
 log = logging.getLogger("diloco")
 

@@ -1,7 +1,6 @@
 """What can be known of a run before its processes start: mistakes are refused in under a second. No torch."""
 
 import importlib.util
-import json
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -10,6 +9,7 @@ from pathlib import Path
 from diloco.errors import ConfigError
 from diloco.presets import shape_named
 from diloco.runs.config import TrainConfig
+from diloco.runs.reader import read_summary
 from diloco.runs.sinks import MODULES, missing
 from diloco.train.data import documents
 from diloco.train.data.documents import Sources
@@ -139,8 +139,7 @@ def check_resume(config: TrainConfig, folder: Path, before: TrainConfig) -> None
         if was != now:
             raise ConfigError(f"{folder} was run with {name} {was}, not {now}: its checkpoints do not fit; leave "
                               f"--{name} out, or start under another --name")  # fmt: skip
-    summary = folder / "summary.json"
-    done = json.loads(summary.read_text()) if summary.exists() else {}
-    if done and not done["stopped"] and config.steps is not None and config.steps <= done["steps"]:
-        raise ConfigError(f"{folder} is finished, at step {done['steps']}: give more --steps to train on, as in "
-                          f"--resume --name {folder.name} --steps {2 * done['steps']}")  # fmt: skip
+    done = read_summary(folder)
+    if done and not done.stopped and config.steps is not None and config.steps <= done.steps:
+        raise ConfigError(f"{folder} is finished, at step {done.steps}: give more --steps to train on, as in "
+                          f"--resume --name {folder.name} --steps {2 * done.steps}")  # fmt: skip

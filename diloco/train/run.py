@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from diloco.runs.config import TrainConfig
-from diloco.runs.schema import Evaluation, Event, Step
+from diloco.runs.schema import Evaluation, Event, Step, Summary, bytes_data_parallel
 from diloco.train.model import bits_per_byte, held_out_loss, sample
 from diloco.train.setup import Prepared, prepare, set_lr
 from diloco.train.stop import Stop
@@ -70,7 +70,7 @@ class Readings:
             self._write(self.last)
 
 
-def train(config: TrainConfig, world: World, folder: Path) -> dict[str, Any]:
+def train(config: TrainConfig, world: World, folder: Path) -> Summary:
     """Train this process's part of the run and return its summary. The default process group must exist."""
     run = prepare(config, world, folder)
     with run.writer.closed_on_error(), _left_on_error(run):
@@ -169,7 +169,7 @@ def save(run: Prepared, step: int) -> None:
     run.phase.say("training")
 
 
-def finish(run: Prepared, step: int, stopped: bool) -> dict[str, Any]:
+def finish(run: Prepared, step: int, stopped: bool) -> Summary:
     """Agree a last time, unless the run was stopped; save, evaluate, and sum up."""
     run.phase.say("evaluating")
     replica_loss = _held_out_loss(run)
@@ -198,30 +198,30 @@ def finish(run: Prepared, step: int, stopped: bool) -> dict[str, Any]:
 
 def _summary(
     run: Prepared, step: int, stopped: bool, seconds: float, evaluation: Evaluation, samples: list[str]
-) -> dict[str, Any]:
+) -> Summary:
     config, corpus, stats = run.config, run.corpus, run.stats
     assert config.replicas is not None
     sent = _traffic(run, step)["bytes_sent"]
-    return {
-        "method": config.method,
-        "replicas": run.world.replicas,
-        "parameters": run.parameters,
-        "steps": step,
-        "stopped": stopped,
-        "tokens": step * run.tokens_per_step * run.world.replicas,
-        "seconds": seconds,
-        "eval/loss": evaluation.loss,
-        "eval/bits_per_byte": evaluation.bits_per_byte,
-        "eval/replica_loss": evaluation.replica_loss,
-        "unigram_loss": corpus.unigram_loss(),
-        "bytes_sent": sent,
-        "bytes_data_parallel": round(_sends_per_value(config.replicas) * 2 * run.parameters * step),
-        "largest_burst": run.world.shards * stats.largest_round if run.diloco else round(sent / max(step, 1)),
-        "seconds_hidden": stats.seconds_hidden,
-        "seconds_exposed": stats.seconds_exposed,
-        "corpus": {"name": corpus.name, "sha256": corpus.sha256, "bytes": corpus.nbytes},
-        "samples": samples,
-    }
+    return Summary(
+        method=config.method,
+        replicas=run.world.replicas,
+        parameters=run.parameters,
+        steps=step,
+        stopped=stopped,
+        tokens=step * run.tokens_per_step * run.world.replicas,
+        seconds=seconds,
+        loss=evaluation.loss,
+        bits_per_byte=evaluation.bits_per_byte,
+        replica_loss=evaluation.replica_loss,
+        unigram_loss=corpus.unigram_loss(),
+        bytes_sent=sent,
+        bytes_data_parallel=bytes_data_parallel(run.parameters, config.replicas, step),
+        largest_burst=run.world.shards * stats.largest_round if run.diloco else round(sent / max(step, 1)),
+        seconds_hidden=stats.seconds_hidden,
+        seconds_exposed=stats.seconds_exposed,
+        corpus={"name": corpus.name, "sha256": corpus.sha256, "bytes": corpus.nbytes},
+        samples=samples,
+    )
 
 
 def _held_out_loss(run: Prepared) -> float:
@@ -240,17 +240,12 @@ def _write_rounds(run: Prepared, known: int) -> int:
     return run.stats.rounds
 
 
-def _sends_per_value(replicas: int) -> float:
-    """How often a ring all-reduce sends every value, each way."""
-    return 2 * (replicas - 1) / replicas
-
-
 def _traffic(run: Prepared, step: int) -> dict[str, Any]:
     """Sums so far of all ranks of this replica, each of which sends its shard. Data-parallel training is computed, not
     counted: fp32 gradients, hidden or exposed in backward."""
     stats, in_flight, ranks = run.stats, run.diloco.in_flight if run.diloco else 0, run.world.shards
     sent, received = ranks * stats.bytes_sent, ranks * stats.bytes_received
     if run.config.method == "dp":
-        sent = received = round(_sends_per_value(run.world.replicas) * 4 * run.parameters * step)
+        sent = received = bytes_data_parallel(run.parameters, run.world.replicas, step, width=4)
     return {"bytes_sent": sent, "bytes_received": received, "seconds_hidden": stats.seconds_hidden,
             "seconds_exposed": stats.seconds_exposed, "in_flight": in_flight}  # fmt: skip

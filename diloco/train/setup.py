@@ -321,6 +321,7 @@ def attach(
 
 def outer(config: TrainConfig) -> Outer:
     rule = OUTERS[config.outer]
-    numbers = {name.removeprefix("outer_"): getattr(config, name) for name in outer_settings(config.outer)}
+    given = {name.removeprefix("outer_"): getattr(config, name) for name in outer_settings(config.outer)}
+    numbers = {name: value for name, value in given.items() if value is not None}
     follow = {"follow": config.outer_follow} if any(field.name == "follow" for field in fields(rule)) else {}
     return rule(**numbers, **follow)

@@ -20,6 +20,7 @@ from diloco.bucket.store.store import CONNECTIONS
 from diloco.codec import E3M0
 from diloco.reduce import Delta, Jump, Round, State
 from diloco.schedule import Schedule
+from tests.support.players import joining
 
 LATENCY = 0.05
 ENTRY, PAGE = 280, 1000
@@ -153,7 +154,7 @@ class World:
             for job in range(1 + self.plan.fragments):
                 self._tick(member, job)
 
-        self._drive(member, member.joining(member.contract(), member.states, codecs), joined)
+        self._drive(member, joining(member, member.contract(), member.states, codecs), joined)
 
     def trains(self, member: Member, when: float) -> None:
         def step() -> None:

@@ -39,7 +39,7 @@ def plant(root, index):
     (root / "members" / "z" / "000000").mkdir(parents=True)
 
 
-def test_what_is_no_file_in_a_folder_stops_nobody(tmp_path):
+def test_what_is_not_a_file_in_a_folder_stops_nobody(tmp_path):
     plant(tmp_path, 2)
     a = Member(tmp_path, "a")
     until(lambda: min(a.held) > 3, a)
@@ -54,7 +54,7 @@ def test_what_is_no_file_in_a_folder_stops_nobody(tmp_path):
     assert {record_name(0, 2, 0), record_name(0, 2, 1)} | deltas | others <= set(named)
 
 
-def test_a_folder_reads_what_is_no_file_as_an_empty_object_and_lists_it(tmp_path):
+def test_a_folder_reads_what_is_not_a_file_as_an_empty_object_and_lists_it(tmp_path):
     store = Folder(tmp_path)
     (tmp_path / "x" / "folder").mkdir(parents=True)
     (tmp_path / "x" / "link").symlink_to("/etc/passwd")

@@ -213,7 +213,7 @@ def test_a_good_record_is_read_as_it_was_written():
     ],
     ids=lambda changes: repr(changes)[:40],
 )
-def test_a_bad_record_is_no_record(changes):
+def test_a_bad_record_is_not_a_record(changes):
     with pytest.raises(Invalid):
         record(**changes)
 

@@ -43,7 +43,7 @@ def begin(folder, **note):
     ],
     ids=repr,
 )
-def test_a_setting_that_is_no_value_of_its_flag_is_not_taken(note, tmp_path):
+def test_a_setting_that_is_not_a_value_of_its_flag_is_not_taken(note, tmp_path):
     begin(tmp_path, **note)
     with pytest.raises(ConfigError, match="do not join a run that you do not trust"):
         as_the_run(TrainConfig(bucket=str(tmp_path)))

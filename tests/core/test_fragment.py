@@ -91,7 +91,7 @@ def test_strided_is_the_papers_pattern():
     assert {p.name for p in fragments[1]} == {f"layers.{i}.{w}" for i in (1, 3, 5) for w in ("weight", "bias")}
 
 
-def test_what_is_no_layer_goes_apart_and_no_larger_than_the_largest_layer_fragment():
+def test_what_is_not_a_layer_goes_apart_and_no_larger_than_the_largest_layer_fragment():
     model = Tiny(width=8, layers=6)  # embedding and head: 400 values each; a fragment of three layers: 216
     shape = {n: tuple(p.shape) for n, p in model.named_parameters()}
     fragments = fragments_of(model, Strided(3))

@@ -108,9 +108,15 @@ def test_an_outer_rule_has_a_name_and_its_numbers_in_order():
     assert outer_named("sgd") == SGD()
 
 
-@pytest.mark.parametrize("text", ["adam:1", "nesterov:fast", "nesterov:0.7", "nesterov:", "sgd:1,2", "sgd:-1", ""])
+@pytest.mark.parametrize("text", ["adam:1", "nesterov:fast", "nesterov:0.7", "nesterov:", "sgd:1,2", ""])
 def test_a_wrong_name_of_an_outer_rule_says_what_is_allowed(text):
-    with pytest.raises(ConfigError, match="nesterov:LR,MOMENTUM, sgd or sgd:LR, with a positive LR"):
+    with pytest.raises(ConfigError, match="give nesterov, nesterov:LR,MOMENTUM, sgd or sgd:LR, with numbers"):
+        outer_named(text)
+
+
+@pytest.mark.parametrize(("text", "message"), [("sgd:-1", "outer lr=-1.0"), ("nesterov:1,1", "outer momentum=1.0")])
+def test_a_value_that_the_rule_does_not_take_is_refused_by_the_rule(text, message):
+    with pytest.raises(ConfigError, match=f"{message}: give a"):
         outer_named(text)
 
 

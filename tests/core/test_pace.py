@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from diloco import ConfigError, DiLoCo
-from diloco.pace import Flight, Pace, StepClock
+from diloco.pace import Pace, RoundTimes, StepClock
 from tests.support.fake_reduce import Script, mean, start
 
 STEP = 0.25
@@ -19,7 +19,7 @@ def play(pace, seconds, rounds, apart=0.0, step=STEP):
     chosen = []
     for _ in range(rounds):
         waited = max(seconds - pace.overlap * step, 0.0)
-        chosen.append(pace.after(Flight(seconds, apart, waited), step))
+        chosen.append(pace.after(RoundTimes(seconds, apart, waited), step))
     return chosen
 
 
@@ -63,7 +63,7 @@ def test_waiting_for_a_replica_that_is_late_once_does_not_count_and_the_way_ther
     pace = Pace(1, fragments=2, sync_every=30)
     play(pace, 0.6 * STEP, 4, apart=0.1 * STEP)
     for _ in range(6):
-        pace.after(Flight(8 * STEP, 7.5 * STEP, 7 * STEP), STEP)  # the others come seven steps late
+        pace.after(RoundTimes(8 * STEP, 7.5 * STEP, 7 * STEP), STEP)  # the others come seven steps late
     assert pace.overlap == 1
     assert play(Pace(1, fragments=2, sync_every=30), 1.5 * STEP, 4, apart=0.8 * STEP)[-1] == 2  # a long way
 
@@ -71,7 +71,7 @@ def test_waiting_for_a_replica_that_is_late_once_does_not_count_and_the_way_ther
 def test_it_stays_below_sync_every_and_without_a_known_step_time_as_it_is():
     assert play(Pace(1, fragments=1, sync_every=3), 9 * STEP, 9)[-1] == 2
     assert Pace(4, fragments=1, sync_every=2).overlap == 1
-    assert Pace(1, fragments=1, sync_every=30).after(Flight(9, 0, 9), 0.0) == 1
+    assert Pace(1, fragments=1, sync_every=30).after(RoundTimes(9, 0, 9), 0.0) == 1
 
 
 def test_the_clock_gives_the_usual_step_without_what_is_done_in_between():

@@ -70,6 +70,6 @@ def test_a_part_that_is_in_another_diloco_is_refused():
         (nn.Linear(2, 2).parameters(), "model is a generator"),
     ],
 )
-def test_a_list_that_is_no_model_is_refused(given, message):
+def test_a_list_that_is_not_a_model_is_refused(given, message):
     with pytest.raises(ConfigError, match=message):
         DiLoCo(given)

@@ -394,6 +394,6 @@ def test_the_rate_is_that_of_a_usual_round_of_the_replica_that_waited_for_nobody
     assert compare(folder).rate == pytest.approx(16e6)
 
 
-def test_a_folder_that_is_no_run_is_refused(tmp_path):
+def test_a_folder_that_is_not_a_run_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="diloco train"):
         compare(tmp_path)

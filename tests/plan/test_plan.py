@@ -18,7 +18,7 @@ from diloco.plan import simulate as simulation
 from diloco.plan.failures import Fleet, outcome
 from diloco.plan.model import count_values, model_of_layers, model_of_preset
 from diloco.plan.simulate import Group, Method, required_rates, simulate, utilization
-from diloco.plan.traffic import CODECS, Link, break_even, least_rate, round_bytes, round_trips
+from diloco.plan.traffic import CODECS, Link, break_even, round_bytes, round_trips
 from diloco.presets import PRESETS
 from diloco.reduce import mean
 from studies.paper import tables as paper
@@ -210,6 +210,11 @@ def test_closed_form_of_streaming_in_turn(seconds, values, rate, data):
     each = method.streaming(fragments, 1, sync_every, overlap, paper.bits4, by_fragment=True)
     expected = closed_streaming(seconds, [4 * n / rate for n in values], sync_every, overlap)
     assert utilization(each, Group(seconds), Link.same(rate))[0] == pytest.approx(expected, rel=1e-9)
+
+
+def least_rate(bits, sync_every, step_seconds):
+    """Bits a second below which no overlap reaches full utilisation: all bits must pass within `sync_every` steps."""
+    return bits / (sync_every * step_seconds)
 
 
 def near(each, seconds, factor):

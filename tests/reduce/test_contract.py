@@ -1,23 +1,31 @@
 """What every reducer promises (`diloco.reduce.Reduce`), written once: two replicas do the same with each of them.
 
 A play is what one replica does: `play(reduce, number, folder)`. It runs as threads that take turns (local), as real
-processes (collective), as two members of a folder (bucket), and with the fake whose peers are written down (fake).
+processes (collective, and the reducer of docs/extending.md: gather), as two members of a folder (bucket), the second of
+them also with two ranks inside (ranks), and with the fake whose peers are written down (fake).
 """
 
 import gc
+import os
+import re
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from diloco import E3M0, Collective, Mismatch
 from diloco.bucket import Bucket
+from diloco.bucket.ranks import First, Other
 from diloco.bucket.run import find_run
 from diloco.codec import pack, unpack
 from diloco.reduce import Delta, Dropped, Round, State, local
-from diloco.reduce.mean import exact, reference_mean
-from tests.support.fake_reduce import Script
+from diloco.reduce.groups import Groups, Place
+from diloco.reduce.mean import exact
+from tests.support.fake_reduce import Script, reference_mean
 from tests.support.members import PATIENT, until
 from tests.support.processes import run
 
@@ -27,6 +35,9 @@ WEIGHTS = [1.0, 3.0]
 LR_SUMS = [0.1, 0.3]
 LR_SUM = 0.25 * 0.1 + 0.75 * 0.3
 CONTRACT = {"sync_every": 10}
+PAGE = Path(__file__).parents[2] / "docs/extending.md"
+# The quorum makes each round wait for both members, however late one of them is.
+MEMBER = {"quorum": 2, "heartbeat": 0.2, "poll": 0.02}
 
 
 def _local(play, folder, with_rounds):
@@ -41,15 +52,53 @@ def _in_process(rank, play, folder):
     return play(Collective(timeout=PATIENT), rank, folder)
 
 
+def _gather(play, folder, with_rounds):
+    return run(2, _on_the_page, play, folder, seconds=PATIENT)
+
+
+def _on_the_page(rank, play, folder):
+    code = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)[2]
+    exec(compile(code.partition("\ndiloco = ")[0], "extending.md", "exec"), names := {})
+    return play(names["Gather"](), rank, folder)
+
+
 def _bucket(play, folder, with_rounds):
-    # The quorum makes each round wait for both, however late one of them is.
     url = str(folder / "run")
-    members = [Bucket(url, name, quorum=2, heartbeat=0.2, poll=0.02) for name in "ab"]
-    with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(play, members[0], 0, folder)
+    return _meet_in(url, play, folder, [Bucket(url, name, **MEMBER) for name in "ab"])
+
+
+def _meet_in(url, play, folder, processes):
+    """What each process returns: that of the first member, which begins the run, and those of the second."""
+    with ThreadPoolExecutor(len(processes)) as pool:
+        first = pool.submit(play, processes[0], 0, folder)
         until(lambda: find_run(url) is not None or first.done())
-        second = pool.submit(play, members[1], 1, folder)
-        return [first.result(PATIENT), second.result(PATIENT)]
+        rest = [pool.submit(play, each, 1, folder) for each in processes[1:]]
+        return [each.result(PATIENT) for each in (first, *rest)]
+
+
+class _Once:
+    """In place of how often groups of a name were opened: here, two ranks are threads of one process."""
+
+    def __getitem__(self, name):
+        return 1
+
+    def __setitem__(self, name, count):
+        pass
+
+
+def _ranks(play, folder, with_rounds):
+    """A member of one process, and one whose two ranks are threads."""
+    url, store = str(folder / "run"), dist.HashStore()
+
+    def among(place, asked):
+        if place is None:
+            return None
+        return First(place, (0, 1), asked) if place.index == 0 else Other(place, (0, 1))
+
+    with (patch("diloco.bucket.bucket.ranks_of", among), patch.object(Groups, "_opened", _Once()),
+          patch.dict(os.environ, GLOO_SOCKET_IFNAME="lo")):  # fmt: skip
+        ranks = [Bucket(url, "b", ddp_ranks=Place(k, 2, store, "b"), **MEMBER) for k in range(2)]
+        return _meet_in(url, play, folder, [Bucket(url, "a", **MEMBER), *ranks])
 
 
 def _fake(play, folder, with_rounds):
@@ -58,12 +107,20 @@ def _fake(play, folder, with_rounds):
     return [play(first, 0, folder), play(second, 1, folder)]
 
 
-every = pytest.mark.parametrize("kind", [_local, _collective, _bucket, _fake], ids=lambda kind: kind.__name__[1:])
+SHIPPED = [_local, _collective, _bucket, _ranks, _fake]
+MEMBERS = [_bucket, _ranks]
+
+
+def over(kinds):
+    return pytest.mark.parametrize("kind", kinds, ids=lambda kind: kind.__name__[1:])
+
+
+every = over([*SHIPPED, _gather])
 
 
 def meet(kind, play, folder, with_rounds=True):
-    """What each of two replicas returns from the play. Replica 0 is the first that joins, where that matters.
-    `with_rounds`: the peers of the fake send."""
+    """What each of two replicas returns from the play, and of the second each rank. Replica 0 is the first that joins,
+    where that matters. `with_rounds`: the peers of the fake send."""
     return kind(play, folder, with_rounds)
 
 
@@ -93,6 +150,11 @@ def join(reduce, contract=CONTRACT):
     return reduce.join(contract, states(), [CODEC] * len(SIZES))
 
 
+def ranks_in(reduce):
+    """Ranks of a member: each counts its own tokens, and all do one step later what the first one found out."""
+    return len(reduce.ddp_ranks) if isinstance(reduce, Bucket) else 0
+
+
 def send(reduce, fragment, number, index=1, calls=None):
     """Start round `index`, whose delta is against the state of the round before."""
 
@@ -100,17 +162,29 @@ def send(reduce, fragment, number, index=1, calls=None):
         if calls is not None:
             calls.append(fragment)
         against = states(index - 1)[fragment].fingerprint()
-        own = values(fragment, number), WEIGHTS[number], True, against
+        own = values(fragment, number), WEIGHTS[number] / (ranks_in(reduce) or 1), True, against
         return Delta(*own, lr_sum=LR_SUMS[number], feedback=fragment == 0)
 
     reduce.send(fragment, index, delta)
 
 
 def take(reduce, fragment, index=1):
-    """The outcome of a round that was sent. A bucket does not wait for it, so ask again."""
+    """The outcome of a round that was sent. A bucket does not wait for it, so ask again, after another step."""
     found = []
-    until(lambda: found.append(reduce.take(fragment, index)) or found[-1] is not None)
+
+    def there():
+        found.append(reduce.take(fragment, index))
+        for f in range(len(SIZES)) if found[-1] is None and ranks_in(reduce) else ():
+            reduce.due(f, 1, False)
+        return found[-1] is not None
+
+    until(there)
     return found[-1]
+
+
+def due(reduce, steps, slot):
+    said = reduce.due(0, steps, slot)
+    return reduce.due(0, steps + 1, False) if ranks_in(reduce) else said
 
 
 def _join_apart(reduce, number, folder):
@@ -124,12 +198,13 @@ def _join_apart(reduce, number, folder):
 
 @every
 def test_join_gives_none_for_a_state_that_all_hold_and_the_first_replicas_where_they_differ(kind, tmp_path):
-    first, second = meet(kind, _join_apart, tmp_path)
+    first, *seconds = meet(kind, _join_apart, tmp_path)
     assert first == [None, None]
-    assert second[0] is None
-    assert second[1].index == 0
-    assert torch.equal(second[1].anchor, torch.zeros(SIZES[1]))
-    assert torch.equal(second[1].outer, torch.full((SIZES[1],), 0.5))
+    for same, other in seconds:
+        assert same is None
+        assert other.index == 0
+        assert torch.equal(other.anchor, torch.zeros(SIZES[1]))
+        assert torch.equal(other.outer, torch.full((SIZES[1],), 0.5))
 
 
 def _disagree(reduce, number, folder):
@@ -145,22 +220,23 @@ def _disagree(reduce, number, folder):
 @every
 def test_a_contract_that_differs_raises_a_mismatch_that_says_where(kind, tmp_path):
     """On both sides, where both wait for each other to join; otherwise on the one that comes later."""
-    first, second = meet(kind, _disagree, tmp_path)
-    assert "sync_every is" in second
-    assert "10" in second and "11" in second
-    assert first == (None if kind in (_bucket, _fake) else second)
+    first, *seconds = meet(kind, _disagree, tmp_path)
+    for second in seconds:
+        assert "sync_every is" in second
+        assert "10" in second and "11" in second
+    assert first == (None if kind in (*MEMBERS, _fake) else seconds[0])
 
 
 def _due(reduce, number, folder):
     join(reduce)
-    before = reduce.due(0, 1, False), reduce.due(0, 2, True)
+    before = due(reduce, 1, False), due(reduce, 2, True)
     (folder / f"asked by {number}").touch()
     if isinstance(reduce, Bucket):  # what one sends calls the other, slot or not
         until((folder / f"asked by {1 - number}").exists)
     send(reduce, 0, number)
     take(reduce, 0)
     reduce.applied(0, states(1)[0])
-    after = reduce.due(0, 1, False), reduce.due(0, CONTRACT["sync_every"], False)
+    after = due(reduce, 1, False), due(reduce, CONTRACT["sync_every"], False)
     reduce.leave()
     return before, after
 
@@ -170,7 +246,7 @@ def test_due_says_yes_in_the_slot_of_the_first_round_and_not_outside_it(kind, tm
     """After the first round a bucket differs: members are not in step, so each counts its own steps since it sent."""
     for before, after in meet(kind, _due, tmp_path):
         assert before == (False, True)
-        assert after == (False, kind is _bucket)
+        assert after == (False, kind in MEMBERS)
 
 
 def _first_sends_before_second(reduce, number, folder):
@@ -189,7 +265,7 @@ def _first_sends_before_second(reduce, number, folder):
 
 @every
 def test_send_returns_before_the_others_have_sent_and_each_delta_is_asked_for_once(kind, tmp_path):
-    assert meet(kind, _first_sends_before_second, tmp_path) == [[0, 1]] * 2
+    assert all(calls == [0, 1] for calls in meet(kind, _first_sends_before_second, tmp_path))
 
 
 def _round(reduce, number, folder):
@@ -208,7 +284,7 @@ def _round(reduce, number, folder):
 @every
 def test_take_gives_none_for_what_was_not_sent_and_one_round_with_the_same_mean_on_all(kind, tmp_path):
     results = meet(kind, _round, tmp_path)
-    for number, (unsent, told, again) in enumerate(results):
+    for number, (unsent, told, again) in zip((0, 1, 1), results, strict=False):
         assert unsent == again == [None, None]
         for f, (index, mean, weights, counted, faults, own) in enumerate(told):
             assert torch.equal(mean, results[0][1][f][1])
@@ -216,7 +292,7 @@ def test_take_gives_none_for_what_was_not_sent_and_one_round_with_the_same_mean_
             assert (index, counted, dict(faults)) == (1, True, {})
             # Only the proportion is promised: the record of a bucket names shares, the others name the work itself.
             assert [weight / sum(weights) for weight in weights] == [0.25, 0.75]
-            if f == 0:
+            if f == 0 and kind is not _gather:  # which does not tell it, says the page
                 assert torch.equal(own, unpack(CODEC, pack(CODEC, values(f, number)), SIZES[f]))
             else:
                 assert own is None  # not asked for
@@ -260,11 +336,12 @@ def _settle_with_a_round_of_one(reduce, number, folder):
     return outcome
 
 
-@every
+@over(SHIPPED)
 def test_a_round_that_not_all_have_sent_is_dropped_after_settle(kind, tmp_path, monkeypatch):
     """A bucket cannot know who will never send: it drops the round once its patience is over, here at once."""
     monkeypatch.setattr("diloco.bucket.bucket.PATIENCE", -PATIENT)
-    assert meet(kind, _settle_with_a_round_of_one, tmp_path, with_rounds=False) == [Dropped(), None]
+    dropped, *rest = meet(kind, _settle_with_a_round_of_one, tmp_path, with_rounds=False)
+    assert dropped == Dropped() and rest in ([None], [None, None])
 
 
 def _last_round(reduce, number, folder):
@@ -278,9 +355,8 @@ def _last_round(reduce, number, folder):
 
 @every
 def test_after_settle_a_last_round_is_waited_for(kind, tmp_path):
-    one, two = meet(kind, _last_round, tmp_path)
-    assert torch.equal(one, two)
-    assert torch.equal(one, reference_mean(CODEC, CODEC, [values(0, m) for m in (0, 1)], WEIGHTS))
+    for mean in meet(kind, _last_round, tmp_path):
+        assert torch.equal(mean, reference_mean(CODEC, CODEC, [values(0, m) for m in (0, 1)], WEIGHTS))
 
 
 def _leave_twice(reduce, number, folder):
@@ -292,4 +368,4 @@ def _leave_twice(reduce, number, folder):
 
 @every
 def test_leave_may_be_called_twice(kind, tmp_path):
-    assert meet(kind, _leave_twice, tmp_path) == [True, True]
+    assert all(meet(kind, _leave_twice, tmp_path))

@@ -13,7 +13,8 @@ from diloco import E3M0, BFloat16, Collective, Diverged, Float8, Float32, Int8, 
 from diloco.codec import CHUNK, pack, unpack
 from diloco.reduce import Delta, Dropped, State, local
 from diloco.reduce.header import NBYTES, Header, Kind, check_round, settling
-from diloco.reduce.mean import PIECE, PIECES, codec_of_mean, gathers, mean, parts, pieces, reference_mean, shares
+from diloco.reduce.mean import PIECE, PIECES, codec_of_mean, gathers, mean, parts, pieces, shares
+from tests.support.fake_reduce import reference_mean
 from tests.support.processes import message_of, run
 
 CODECS = [Float32(), BFloat16(), Int8(), Float8(), E3M0(), ThreeBit(), TwoBit(), TopK()]

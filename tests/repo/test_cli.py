@@ -72,6 +72,7 @@ def test_the_help_says_what_a_default_is_and_why():
     for said in ("Default: by scaling law.", "Default: strided:3 (as in the paper).", "Default: 600.", "Default: off.",
                  "--[no-]outer-follow", "Default: on (otherwise",
                  "e3m0, float8, int8, bfloat16, float32, threebit, twobit or topk.", "--pace decoupled|strict",
+                 "Outer rule: nesterov, nesterov:LR,MOMENTUM, sgd or sgd:LR.",
                  "Weight decay, applied to matrices only."):  # fmt: skip
         assert said in text
     assert text.index("model and data:") < text.index("optimisation:") < text.index("sync:") < text.index("members:")
@@ -151,6 +152,17 @@ def test_a_method_reads_its_own_settings_only():
     assert reads("dp", "of_a_later_version") and distinguishes("of_a_later_version")
     same = {"name", "out", "seed", "method", "resume", "track", "device", "keep", "save_every", "timeout", "json"}
     assert {name for name in known if not distinguishes(name)} == same | {"join_only", "dashboard", "dry_run"}
+
+
+def test_what_only_a_bucket_reads_says_so_and_is_refused_without_one():
+    given = {"member": "x", "join_only": True, "pace": "strict", "quorum": 2, "grace": 1.0, "merge": "closest",
+             "key_file": Path("key"), "founder": "ed25519:1", "encrypt": Path("secret")}  # fmt: skip
+    needing = {field.name: meaning(field).text for field in fields(TrainConfig) if meaning(field).needs == "bucket"}
+    assert needing.keys() == given.keys()
+    for name, value in given.items():
+        assert needing[name].startswith("With --bucket: ")
+        with pytest.raises(ConfigError, match=f"{spelled(name)} without --bucket: it would be ignored"):
+            TrainConfig(**{name: value})
 
 
 def test_the_outer_rule_is_chosen_by_a_flag():

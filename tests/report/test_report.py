@@ -111,7 +111,7 @@ def test_steps_done_again_after_a_resume_count_once_and_as_done_last(copied: Pat
     assert replica.rounds == tuple(round for round in rounds if round.step <= 200)
 
 
-def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
+def test_what_is_not_a_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no config\.toml.*give a folder that `diloco train` wrote"):
         read(tmp_path)
     with pytest.raises(ConfigError, match="no run"):

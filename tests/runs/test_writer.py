@@ -13,7 +13,19 @@ from hypothesis import strategies as st
 from diloco.errors import ConfigError
 from diloco.runs import writer as writers
 from diloco.runs.reader import read
-from diloco.runs.schema import Evaluation, Event, Round, Step, from_line, to_line
+from diloco.runs.schema import (
+    Evaluation,
+    Event,
+    Figures,
+    Round,
+    Step,
+    Summary,
+    figures,
+    from_line,
+    from_summary,
+    to_line,
+    to_summary,
+)
 from diloco.runs.sinks import open_sinks
 from diloco.runs.writer import Writer
 from diloco.stats import RoundStats
@@ -110,6 +122,38 @@ def test_every_record_is_read_as_it_was_written(record):
     for name, value in expected.items():
         found = getattr(back, name)
         assert found == value or (math.isnan(value) and math.isnan(found)), name
+
+
+SUMMARY = Summary(
+    steps=40, tokens=5120, seconds=9.5, parameters=700, loss=2.5, bits_per_byte=3.5, replica_loss=2.75,
+    unigram_loss=3.25, bytes_sent=1000, bytes_data_parallel=56_000, largest_burst=250, seconds_hidden=1.5,
+    seconds_exposed=0.25, method="streaming", replicas=2, stopped=True, corpus={"name": "text", "bytes": 9},
+    samples=["def f"],
+)  # fmt: skip
+
+
+def test_a_summary_has_the_keys_of_earlier_runs_and_is_read_as_it_was_written():
+    written = to_summary(SUMMARY)
+    assert written == {
+        "method": "streaming", "replicas": 2, "parameters": 700, "steps": 40, "stopped": True, "tokens": 5120,
+        "seconds": 9.5, "eval/loss": 2.5, "eval/bits_per_byte": 3.5, "eval/replica_loss": 2.75, "unigram_loss": 3.25,
+        "bytes_sent": 1000, "bytes_data_parallel": 56_000, "largest_burst": 250, "seconds_hidden": 1.5,
+        "seconds_exposed": 0.25, "corpus": {"name": "text", "bytes": 9}, "samples": ["def f"],
+    }  # fmt: skip
+    for summary in (SUMMARY, replace(SUMMARY, predicted_utilization=0.75, stopped=False)):
+        assert from_summary(json.dumps(to_summary(summary)).encode()) == summary
+
+
+def test_of_a_summary_a_value_of_another_type_is_missing_and_half_of_it_is_none():
+    odd = {"steps": "forty", "eval/loss": None, "stopped": "yes", "corpus": "text", "samples": "def f", "tokens": 7}
+    assert from_summary(json.dumps(odd).encode()) == Summary(tokens=7)
+    assert from_summary(b"") is from_summary(b'{"steps": 4') is from_summary(b"[]") is None
+
+
+def test_what_a_summary_does_not_say_is_what_was_counted_so_far():
+    so_far = {"steps": 30, "tokens": 5, "loss": 3.0}
+    assert figures(None, so_far) == Figures(30, 5, loss=3.0)
+    assert figures(Summary(tokens=7, seconds=1.0), so_far) == Figures(30, 7, 1.0, loss=3.0)
 
 
 @pytest.mark.parametrize(("sent", "counted"), [(10, True), (None, False)])

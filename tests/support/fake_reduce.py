@@ -8,7 +8,7 @@ from torch import nn
 from diloco import SGD, Balanced, DiLoCo, Float32
 from diloco.reduce import Dropped, Round, State
 from diloco.reduce.contract import compare, sources
-from diloco.reduce.mean import exact
+from diloco.reduce.mean import decode, encode_cuts, exact, mean_of_encoded
 
 
 class Script:
@@ -67,6 +67,12 @@ class Script:
 
     def leave(self):
         self.left += 1
+
+
+def reference_mean(codec, mean_codec, deltas, weights):
+    """What the replicas of a collective agree on, bit for bit."""
+    encoded = [encode_cuts(codec, delta, len(deltas)) for delta in deltas]
+    return decode(mean_of_encoded(codec, mean_codec, encoded, weights, len(deltas[0])))
 
 
 def mean(index, value, counted, weight=1.0):

@@ -161,6 +161,12 @@ class Driven(Bucket):
         self.world.holds(fragment, state.index, state.fingerprint())
 
 
+def joining(reduce, contract, states, codecs):
+    """The part of a bucket's `join` that uses the store, as a task."""
+    yield from reduce.introducing(contract, states, codecs)
+    return (yield from reduce.entering(states))
+
+
 class Player:
     def __init__(self, world, name, checkpoint=None, start=0.0, rate=1.0, model=None, settings=SETTINGS, **options):
         self.world, self.name, self.rate = world, name, rate
@@ -175,8 +181,8 @@ class Player:
             self.model.load_state_dict(checkpoint["model"])
             self.diloco.load_state_dict(copy.deepcopy(checkpoint["diloco"]))
         parts = self.diloco._all_fragments()
-        joining = self.reduce.joining(self.diloco._contract(), [p.state for p in parts], [p.codec for p in parts])
-        self.tasks: dict[int, Any] = {-1: joining}  # job: generator
+        how = self.diloco._contract(), [p.state for p in parts], [p.codec for p in parts]
+        self.tasks: dict[int, Any] = {-1: joining(self.reduce, *how)}  # job: generator
         self.wanted: dict[int, Any] = {}  # job: what it waits for
         self.joined = False
 

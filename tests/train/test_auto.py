@@ -2,12 +2,14 @@
 
 import json
 import tomllib
+from dataclasses import fields
 
 import pytest
 
 from diloco.cli.train import complete
 from diloco.flags import parse
-from diloco.runs.config import TrainConfig
+from diloco.plan.choose import Settings
+from diloco.runs.config import TUNED, TrainConfig
 from diloco.runs.reader import read
 from tests.support.commands import run, run_here
 
@@ -43,6 +45,10 @@ def test_auto_measures_chooses_says_why_and_the_run_goes_on_and_is_resumed(place
     assert code == 0, err
     assert len(events(folder, "autopilot")) == 1  # the settings were chosen once
     assert read(folder).replicas[0].steps[-1].step == 25
+
+
+def test_the_autopilot_chooses_what_the_planner_chooses():
+    assert tuple(field.name for field in fields(Settings)) == TUNED
 
 
 def test_what_is_given_is_kept_here_in_a_recipe_and_from_before(tmp_path):

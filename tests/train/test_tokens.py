@@ -76,7 +76,7 @@ def test_an_end_is_added_to_a_tokenizer_that_has_none(tmp_path):
     assert (load_tokenizer(str(tmp_path)).vocabulary, load_tokenizer(str(tmp_path)).end) == (3, 2)
 
 
-def test_a_file_that_is_no_tokenizer_is_refused(tmp_path):
+def test_a_file_that_is_not_a_tokenizer_is_refused(tmp_path):
     pytest.importorskip("tokenizers")
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"is not a valid tokenizer\.json"):

@@ -14,14 +14,14 @@ OBJECTS, BYTES = 64, 1 << 20
 
 class ReadAhead:
     """Answers of the store, for later. Only of objects that never change: so it does not matter when they were read.
-    Each answer is given once: who finds it invalid and looks again looks into the store."""
+    Each answer is given once: a reader that finds it invalid and looks again looks into the store."""
 
     def __init__(self) -> None:
         self._answers: dict[str, bytes] = {}
 
     def read(self, sizes: Mapping[str, int]) -> Task[None]:
-        """Of objects with these sizes the first small ones, as many as are allowed. Nothing, if the first of them is
-        still at hand. Forgets what was not asked for."""
+        """Read the first small ones of the objects with these sizes, as many as are allowed; none, if the first of them
+        is still at hand. Forgets what was not asked for."""
         names = _first(sizes)
         if not names or names[0] in self._answers:
             return

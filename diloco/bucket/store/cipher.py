@@ -55,7 +55,7 @@ class Cipher:
         self._secret = secret
 
     def seal(self, name: str, data: bytes) -> bytes:
-        """A whole object."""
+        """The complete object, encrypted."""
         aead, view = self._aead(name), memoryview(data)
         out = [ENCRYPTED]
         for number, at in enumerate(range(0, max(len(data), 1), CHUNK)):

@@ -14,7 +14,7 @@ import json
 import struct
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from diloco.bucket.store.keys import Key, KeyPair, Roster, verify
 from diloco.bucket.store.operations import (
@@ -30,6 +30,7 @@ from diloco.bucket.store.operations import (
     Work,
 )
 
+T = TypeVar("T")
 PROTOCOL = 4
 MAGIC = b"DLCO"
 ENCRYPTED = b"DLCE"
@@ -210,7 +211,7 @@ def _signed(run: str, name: str, header: bytes) -> bytes:
 
 
 def _check_author(roster: Roster, signer: bytes, kind: str, header: Mapping[str, Any]) -> None:
-    """Whether who has signed may say this. Raises Invalid."""
+    """Raises Invalid unless the signer may say this."""
     founder = signer == roster.founder
     if kind in FOUNDERS:
         if not founder:
@@ -258,6 +259,25 @@ def get(envelope: Envelope, name: str, kind: str, size: int | None) -> Task[Open
         return None
     payload = yield Work(lambda: _joined(parts, sums, found.header["size"]))
     return Opened(name, found.digest, found.header, payload, found.nbytes + len(payload), found.signer)
+
+
+def read_twice(
+    read: Read, opened: Callable[[Answer], Task[T]], reject: Callable[[str, Invalid], None]
+) -> Task[T | Invalid | None]:
+    """What `opened` makes of an object that decides for all; None if it is not there. One that is judged to be invalid
+    must be so for all members, forever. So it is read again: a reply may have been cut off on its way."""
+    before: Answer | None = None
+    while True:
+        data: Answer | None = yield read
+        if data is None:
+            return None
+        try:
+            return (yield from opened(data))
+        except Invalid as reason:
+            if data == before:
+                reject(read.name, reason)
+                return reason
+            before = data
 
 
 def _joined(parts: list[Answer], sums: list[Any], size: int) -> bytes:

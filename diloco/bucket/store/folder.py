@@ -102,7 +102,7 @@ def _size(path: Path) -> int | None:
 
 
 def _below(folder: Path, prefix: str, after: str) -> Iterator[tuple[str, int]]:
-    """All that lies below a folder, with directories, without following links. Names that are no UTF-8 are escaped."""
+    """All that lies below a folder, with directories, without following links. Names that are not UTF-8 are escaped."""
     try:
         entries = list(os.scandir(folder))
     except (FileNotFoundError, NotADirectoryError):

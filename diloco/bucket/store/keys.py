@@ -89,7 +89,7 @@ def new_pair(path: Path) -> KeyPair:
 
 
 def read_key(path: Path | None, founder: str | None = None) -> Key:
-    """The key in a file: a pair that `diloco keys new` made, or else a secret that all members share."""
+    """The key in a file: a pair that `diloco keys new` made, or a secret that all members share."""
     expected = None if founder is None else public_key(founder)
     if path is None:
         return None if expected is None else KeyPair(None, expected)
@@ -151,7 +151,7 @@ class Listed:
 
 
 def read_list(payload: bytes) -> Listed:
-    """Raises ValueError, or what else comes of JSON that is no list."""
+    """Raises ValueError, or what else comes of JSON that is not a list."""
     value = json.loads(payload)
     version, members = value["version"], value["members"]
     if isinstance(version, bool) or not isinstance(version, int) or not 0 <= version < 10**8:

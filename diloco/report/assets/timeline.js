@@ -118,7 +118,7 @@ const drawTimeline = () => {
     if (wanted === buttons) return;
     buttons = wanted;
     bar.replaceChildren();
-    all = add("whole run", "0", () => full);
+    all = add("all", "0", () => full);
     windows.forEach((w, k) => add(k ? `${["", "second", "third"][k]} slowest` : "slowest sync period",
       `steps ${w.first_step} to ${w.last_step}, exposed ${seconds(w.exposed_seconds)} on all replicas`, () => [w.start, w.end]));
     if (replicas.length > 4) {

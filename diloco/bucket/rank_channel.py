@@ -1,4 +1,4 @@
-"""The line from the first rank of a member to its others: messages in their order, and tensors beside them."""
+"""The channel from the first rank of a member to its others: messages in their order, and tensors beside them."""
 
 import atexit
 import json
@@ -21,7 +21,7 @@ OPENING, LAST = 600.0, 5.0
 """Seconds to wait for the other ranks to join, and for them to take the last messages."""
 
 
-class Line:
+class RankChannel:
     def __init__(self, place: Place) -> None:
         self._groups = Groups(replace(place, name=f"ranks of a member {place.name}"), OPENING)
         self._groups.open(1, Place(), Place())
