@@ -13,7 +13,18 @@ from diloco.bucket.store import folder as folders
 from diloco.bucket.store import store as store_module
 from diloco.bucket.store.backend import Failure, Refused, open_store, probe
 from diloco.bucket.store.folder import STAGING, Folder
-from diloco.bucket.store.operations import All, Create, Forbidden, List, Oversized, Read, Size, Undeciphered, Write
+from diloco.bucket.store.operations import (
+    All,
+    Create,
+    Delete,
+    Forbidden,
+    List,
+    Oversized,
+    Read,
+    Size,
+    Undeciphered,
+    Write,
+)
 from diloco.bucket.store.store import Store
 from tests.support.members import Member, until
 from tests.support.players import Player, World
@@ -64,9 +75,21 @@ def test_a_folder_reads_what_is_no_file_as_an_empty_object_and_lists_it(tmp_path
     for name in ("folder", "link", "pipe"):
         assert store.attempt(Read(f"x/{name}", 10)) == b"" and store.attempt(Size(f"x/{name}")) == 0
         assert store.attempt(Create(f"x/{name}", b"new")) is False
+    store.attempt(Delete("x/folder"))  # as the collector does, with whatever has the name of an object
+    assert (tmp_path / "x" / "folder").is_dir()
     assert store.attempt(Read("x/good", 4)) == Oversized(5) and store.attempt(Read("x/good", 0, first=2)) == b"12"
     assert store.attempt(Read("x/good", 0, first=9, at=3)) == b"45" and store.attempt(Read("x/good", 0, 9, at=9)) == b""
     assert store.attempt(Read("x/none", 9)) is None and store.attempt(List("y/")) == {}
+
+
+def test_a_file_that_may_not_be_deleted_stays_and_nobody_tries_again(tmp_path, monkeypatch):
+    (tmp_path / "x").write_bytes(b"1")
+
+    def refuse(*_, **__):  # in a directory of another user; some systems say so of directories too
+        raise PermissionError
+
+    monkeypatch.setattr(folders.Path, "unlink", refuse)
+    assert open_store(str(tmp_path)).attempt(Delete("x")) is None
 
 
 def test_a_file_of_another_user_is_forbidden(tmp_path, monkeypatch):
