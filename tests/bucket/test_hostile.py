@@ -92,6 +92,22 @@ def test_a_file_that_may_not_be_deleted_stays_and_nobody_tries_again(tmp_path, m
     assert open_store(str(tmp_path)).attempt(Delete("x")) is None
 
 
+def test_a_directory_of_another_user_is_listed_without_what_lies_in_it(tmp_path, monkeypatch):
+    store, scandir = open_store(str(tmp_path)), os.scandir
+    for name in ("x/closed/in", "x/open/in", "x/z"):
+        store.attempt(Create(name, b"1"))
+
+    def refuse(path):  # as mode 000 does, for everybody but root
+        if str(path).endswith("closed"):
+            raise PermissionError
+        return scandir(path)
+
+    monkeypatch.setattr(folders.os, "scandir", refuse)
+    assert store.attempt(List("x/")) == {"x/closed": 0, "x/open": 0, "x/open/in": 1, "x/z": 1}
+    with pytest.raises(Refused):  # nobody can take part without what was asked for
+        store.attempt(List("x/closed/"))
+
+
 def test_a_file_of_another_user_is_forbidden(tmp_path, monkeypatch):
     (tmp_path / "x").write_bytes(b"1")
 

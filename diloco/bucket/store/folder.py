@@ -120,4 +120,5 @@ def _below(folder: Path, prefix: str, after: str) -> Iterator[tuple[str, int]]:
         if name > after:
             yield name, size
         if entry.is_dir(follow_symlinks=False):
-            yield from _below(folder / entry.name, f"{name}/", after)
+            with suppress(PermissionError):  # of another user: what lies in it concerns nobody
+                yield from _below(folder / entry.name, f"{name}/", after)
