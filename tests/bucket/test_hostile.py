@@ -276,6 +276,9 @@ def test_one_refused_object_is_left_alone_while_the_store_does_the_rest(no_pause
     before = backend.now
     assert store.perform(Read("x", 9, patient=True)) == Forbidden()
     assert backend.now - before > store_module.REFUSED  # a final answer is asked for longer
+    before = backend.now
+    assert store.perform(Size("x")) == 0 and store.perform(Delete("x")) is None
+    assert backend.now - before < 2 * 2 * store_module.REFUSALS + 1
     assert told == []  # and nobody says that the store does not answer
 
 
