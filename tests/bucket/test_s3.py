@@ -12,7 +12,7 @@ import pytest
 from diloco import ConfigError, DiLoCoError
 from diloco.bucket import find_run
 from diloco.bucket.protocol import AHEAD
-from diloco.bucket.store.backend import open_store, probe
+from diloco.bucket.store.backend import Refused, open_store, probe
 from diloco.bucket.store.operations import Create, List, Read, Write
 from tests.support.members import PATIENT, Member, agree, until
 from tests.support.s3 import ENVIRONMENT, Proxy, Server, free_port
@@ -73,6 +73,13 @@ def test_two_members_train_to_the_same_bits(proxy):
 def test_a_bucket_that_is_not_there_is_said_at_once(proxy):
     with pytest.raises(ConfigError, match="no such bucket"):
         probe(open_store("s3://missing/x"))
+
+
+@pytest.mark.parametrize("operation", [Read("x", 9), Read("x", 0, first=9), List("x/")], ids=repr)
+def test_a_bucket_that_is_gone_for_a_while_is_not_an_empty_one(proxy, operation):
+    """Who read nothing there would believe that records are gone."""
+    with pytest.raises(Refused, match="no such bucket"):
+        open_store("s3://missing/x").attempt(operation)
 
 
 def listens(port):

@@ -143,7 +143,7 @@ class Obstore:
         try:
             return self._attempt(operation)
         except FileNotFoundError as error:
-            if isinstance(operation, (Create, Write)):
+            if isinstance(operation, (Create, Write)) or "NoSuchBucket" in str(error):
                 raise Refused(f"{self._url}: there is no such bucket ({_first_line(error)})") from None
             return {} if isinstance(operation, List) else None
         except (exceptions.AlreadyExistsError, exceptions.PreconditionError):
