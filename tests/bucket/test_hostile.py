@@ -282,6 +282,27 @@ def test_one_refused_object_is_left_alone_while_the_store_does_the_rest(no_pause
     assert told == []  # and nobody says that the store does not answer
 
 
+def test_a_folder_that_is_never_listed_is_said_once_while_the_store_does_the_rest(no_pauses):
+    told, answers, tries = [], {}, []
+
+    class Unlisted(Refusing):
+        def attempt(self, operation):
+            self.now += 1.0
+            if not isinstance(operation, List):
+                return b"there"
+            tries.append(operation)
+            if len(tries) % 50:
+                store.perform(Read("y", 9))
+                raise Failure("it cannot be listed")
+            return answers
+
+    backend = Unlisted()
+    store = store_of(backend, told)
+    store.perform(Read("y", 9))
+    assert store.perform(List("rounds/")) is answers and told == ["store does not list"]
+    assert store.perform(List("rounds/")) is answers and told == ["store does not list"] * 2
+
+
 def test_a_member_outlives_a_moment_of_refusals(tmp_path):
     backend = Refusing(open_store(str(tmp_path)))
     a = Member(tmp_path, "a", backend=backend)

@@ -15,6 +15,7 @@ from diloco.bucket.store.operations import (
     Create,
     Delete,
     Forbidden,
+    List,
     Operation,
     Pause,
     Read,
@@ -65,6 +66,7 @@ class Store:
         self._down = threading.Event()
         self._succeeded: float | None = None  # when an operation last did
         self._refused: float | None = None  # since when all that is asked is
+        self._unlisted: set[str] = set()  # prefixes of which it was said
         self._news = threading.Condition()  # the store answers again, or is closed
         self._transfers = TransferLimit(TIMEOUT)
 
@@ -100,12 +102,23 @@ class Store:
                 refusals += isinstance(failure, Refused)
                 if isinstance(failure, Refused) and self._forbidden(operation, failure, refusals, began):
                     return _GIVEN_UP[type(operation)]
+                self._say_unlisted(operation, failure, began)
                 self._wait_to_repeat(failure, pause)
                 pause = min(2 * pause, LONGEST_PAUSE)
                 continue
             self._note_success()
+            self._unlisted.discard(getattr(operation, "prefix", ""))
             self._count(operation, answer)
             return answer
+
+    def _say_unlisted(self, operation: Operation, failure: Failure, began: float) -> None:
+        """Without a listing nothing goes on, so it is said, although the store does other things for us."""
+        if not isinstance(operation, List) or operation.prefix in self._unlisted or self._succeeded is None:
+            return
+        if self._succeeded > began and self._clock() - began > SILENT:
+            self._unlisted.add(operation.prefix)
+            log.warning("the store does not list %s (%s); trying again", operation.prefix, failure)
+            self._report("store does not list", object=operation.prefix, reason=str(failure))
 
     def _note_success(self) -> None:
         self._succeeded, self._refused = self._clock(), None
