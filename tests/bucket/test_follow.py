@@ -10,7 +10,7 @@ from torch import nn
 from diloco import SGD, Diverged
 from diloco.bucket import snapshots as snapshot
 from diloco.bucket.protocol import BEHIND
-from diloco.bucket.rounds import record_name
+from diloco.bucket.rounds import folder, record_name
 from diloco.bucket.store.operations import List, Read, Size, Work
 from diloco.reduce import Dropped, Jump, Round
 from tests.support.players import SETTINGS, Player, World, complete
@@ -182,6 +182,27 @@ def test_where_deltas_are_gone_the_snapshot_of_the_next_round_will_do():
         b.step()
     assert jumps(b) == [1]
     assert [e["index"] for e in b.reduce.events() if e["event"] == "gone"] == [1]
+
+
+def test_what_is_gone_is_looked_for_again_and_said_once(caplog):
+    """A delta is away for a while, and nobody lives who could put a snapshot."""
+    world, a, _ = behind(3)
+    name = next(name for name in world.objects if name.startswith(folder(0, 2)) and "/d-" in name)
+    away = world.objects.pop(name)
+    b = Player(world, "c")
+    for _ in range(6):
+        b.turn()
+        b.step()
+        world.now += a.reduce._options.ttl
+    assert b.held[0] == 1 and not b.reduce._protocols[0].caught_up
+    assert [e["index"] for e in b.reduce.events() if e["event"] == "gone"] == [2]
+    assert ["an object of round 2 is gone" in record.getMessage() for record in caplog.records] == [True]
+    world.objects[name] = away
+    for _ in range(3):
+        b.turn()
+        b.step()
+        world.now += a.reduce._options.ttl
+    assert b.held[0] >= 3 and b.reduce._protocols[0].caught_up and not jumps(b)
 
 
 @pytest.mark.parametrize(
