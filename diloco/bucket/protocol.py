@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from math import inf
 
 from diloco.bucket.averaging import Averaging, Gone
+from diloco.bucket.chain import Chain
 from diloco.bucket.deltas import Layout
 from diloco.bucket.open_round import OpenRound
 from diloco.bucket.outbox import Delivered, Outbox, Undelivered
@@ -68,7 +69,7 @@ class FragmentProtocol:
         self.fingerprint = 0  # of the state held
         self._state: Callable[[], State | None] = lambda: None  # the one held, as long as the core has it
         self.previous = Link()  # what the next record has to follow
-        self._links: dict[int, Link] = {}  # the last ones, by index
+        self._chain = Chain(rounds)  # of the last records
         self.caught_up = False  # the round after the frontier was seen to be open
         self.answer_call = False  # in strict pace: members would wait for each other crosswise
         self._given_up = False  # the last round
@@ -252,24 +253,22 @@ class FragmentProtocol:
 
     def _off_the_run(self) -> Task[bool]:
         """Some record of the next round follows another one than that known here. If a round is closed otherwise than
-        it was read here, a reply was wrong: go back to a snapshot of the run."""
+        it was read here, a reply was wrong: go back to a snapshot of before. If it is one that was not read here, the
+        snapshot was wrong: take another one."""
         self._round.checked = True
-        for index, link in sorted(self._links.items()):
-            previous = self._links.get(index - 1)
-            if previous is None:
-                continue
-            record, _, _ = yield from self.round_store.record(index, previous)
-            if record is not None and record.link != link:
-                self._branches += 1
-                self.session.event("diverged", fragment=self.number, index=index)
-                if self._branches > 1:
-                    raise Diverged(f"fragment {self.number}: round {index} was read otherwise than the others read it, "
-                                   "for the second time: check what lies between this machine and the store (a proxy "
-                                   "or a cache)")  # fmt: skip
-                self._ready.clear()
-                self._mode = _Jumping(0, before=index)
-                return True
-        return False
+        index = yield from self._chain.differs_at()
+        if index is None:
+            return False
+        self.session.event("diverged", fragment=self.number, index=index)
+        forged = index <= self._chain.began
+        self._branches += not forged
+        if not self.snapshots.distrust() if forged else self._branches > 1:
+            raise Diverged(f"fragment {self.number}: round {index} was read otherwise than the others read it, for the "
+                           "second time: check what lies between this machine and the store (a proxy or a "
+                           "cache)")  # fmt: skip
+        self._ready.clear()
+        self._mode = _Jumping(0, before=None if forged else index)
+        return True
 
     def _average(self, record: Record) -> Task[bool]:
         """Read the deltas that the record names, and compute their mean; or its shares, if members average them."""
@@ -353,8 +352,7 @@ class FragmentProtocol:
     def _advance(self, frontier: int, link: Link, members: Sequence[str] = ()) -> None:
         self.frontier, self.previous = frontier, link
         self._round = OpenRound(self.number, frontier + 1, self.session, self.round_store, members)
-        self._links = {index: each for index, each in self._links.items() if index > frontier - 2 * BEHIND}
-        self._links[frontier] = link
+        self._chain.add(frontier, link)
 
     @property
     def _reached(self) -> int:
@@ -394,6 +392,6 @@ class FragmentProtocol:
         self._ready.clear()
         self._ready.append(Jump(state))
         self._mode = _Following()
-        self._links.clear()
+        self._chain.begin()
         self._advance(state.index, link)
         self.session.event("jump", fragment=self.number, index=state.index)

@@ -191,6 +191,7 @@ def test_a_good_record_is_read_as_it_was_written():
         {"usual": -1.0},
         {"heads": "x"},
         {"heads": None},
+        {"keys": "garbage"},
         {"fingerprint": -1},
         {"fingerprint": True},
         {"entries": []},
