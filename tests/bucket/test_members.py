@@ -1,5 +1,6 @@
 """Who takes part: what a member says about itself, whom a round waits for, and how long a member waits."""
 
+from collections import Counter
 from dataclasses import asdict
 
 import pytest
@@ -158,6 +159,32 @@ def test_garbage_in_a_later_life_hides_nobody_and_takes_no_number():
     entry(world, "b", 2)
     mine = complete(world, register(Envelope("r"), "b", 1.0))
     assert mine.incarnation == 4 and "members/b/000002" not in world.objects and "members/b/000003" in world.objects
+
+
+@pytest.mark.parametrize("first", [4, 900_000], ids=["at once", "much later"])
+def test_forty_garbage_lives_hide_nobody_and_its_next_life_comes_behind_its_last(first):
+    """More than are read at a time. Once the true one is found it is read at every look, also while garbage is tried
+    again."""
+    world, roll = World(), Roll()
+    entry(world, "b", 3)
+    garbage = {f"members/b/{first + k:06d}" for k in range(40)}
+    world.objects |= dict.fromkeys(garbage, b"garbage")
+    looks = [look(world, roll) for _ in range(400)]
+    assert all(names == ["b"] for names, _ in looks[40:])
+    tries = Counter(path for _, reads in looks for path in reads if path in garbage)
+    assert set(tries) == garbage and 3 < max(tries.values()) < 8
+    assert [m.incarnation for m in complete(world, read_members(Envelope("r"), lambda *_: None))] == [3]
+    assert complete(world, register(Envelope("r"), "b", 1.0)).incarnation == (44 if first == 4 else 4)
+
+
+def test_an_entry_that_its_owner_has_written_over_is_found_again():
+    world, roll = World(), Roll()
+    entry(world, "b", 3)
+    world.objects["members/b/000004"] = b"half an entry"
+    assert [look(world, roll)[0] for _ in range(2)] == [[], ["b"]]
+    entry(world, "b", 4)
+    found = [complete(world, roll.read(Envelope("r"), lambda *_: None)) for _ in range(SAMPLE + 2)]
+    assert max(member.incarnation for member in found[-1]) == 4
 
 
 def test_a_store_that_does_not_give_back_what_was_put_is_refused_with_a_sentence():
