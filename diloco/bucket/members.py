@@ -2,7 +2,7 @@
 clock."""
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from itertools import islice
@@ -21,6 +21,8 @@ SAMPLE = 32
 """Entries that are read at a time. Where there are more members, each is looked at every few heartbeats."""
 SELDOM = 8
 """Entries that are read at a time besides, although nothing new is expected of them."""
+STILL = 5
+"""Reads that show no sign of life after which an entry is one of these. Nobody deletes it: its owner may only sleep."""
 LIVES = 1_000_000
 """Of a name."""
 ENTRY = PREFIX.size + (16 << 10)
@@ -115,6 +117,7 @@ class Members:
         self._seen: dict[str, _Sight] = {}
         self._alive: tuple[float, float, dict[str, Member]] | None = None  # for which ttl, until when it holds, and who
         self._expected: set[str] | None = None  # None: no closed round was seen yet
+        self.heard: set[str] = set()  # members that have delivered since the last look
         self.stranger = False  # a member has delivered that was not seen yet
         self.all_seen = False  # every entry was read at least once
 
@@ -137,6 +140,7 @@ class Members:
             elif member.left and not (known and known.member.left):
                 new.append(member)
         self.stranger = False
+        self.heard.clear()
         return new
 
     def alive(self, now: float) -> dict[str, Member]:
@@ -171,6 +175,7 @@ class Members:
 
     def delivered(self, name: str) -> None:
         self._expect(name)
+        self.heard.add(name)
         self.stranger |= name not in self._seen and name != self.me
 
     def _expect(self, name: str) -> None:
@@ -198,14 +203,18 @@ class Roll:
         self._read_at: dict[str, int] = {}  # entry: when it was read last
         self._over: set[str] = set()  # entries of members that have left, which do not change any more
         self._bad: dict[str, tuple[int, int]] = {}  # entry: the look at which it is tried again, and the pause until it
+        self._still: dict[str, tuple[int, int]] = {}  # entry: its counter, and how many reads have shown the same one
         self._version = 0  # of the list of members
         self._looks = 0
         self.spread = 1  # looks that it takes to see everybody
         self.through = False  # everybody was looked at
         self.behind = False  # an entry was found to be bad, so that another one behind it is read the next time
 
-    def read(self, envelope: Envelope, reject: Callable[[str, Invalid], None]) -> Task[list[Member]]:
-        """The newest lives of some members, all if they are few; each in its turn, and the new ones first."""
+    def read(
+        self, envelope: Envelope, reject: Callable[[str, Invalid], None], heard: Collection[str] = ()
+    ) -> Task[list[Member]]:
+        """The newest lives of some members, all if they are few; each in its turn, and the new ones first. `heard`: who
+        has delivered something, and so lives."""
         self._looks, self.behind = self._looks + 1, False
         version = 0 if envelope.roster is None else envelope.roster.newest.version
         if version != self._version:  # an owner may be listed since
@@ -215,7 +224,7 @@ class Roll:
         for name in names:
             if not _PLACE.fullmatch(name):
                 reject(name, Invalid("no entry of a member has such a name"))
-        paths, seldom = self._due(lives_of(names))
+        paths, seldom = self._due(lives_of(names), heard)
         self.spread = max(1, -(-len(paths) // SAMPLE))
         members, now = [], [*paths[:SAMPLE], *seldom[:SELDOM]]
         answers = yield All([Read(path, ENTRY) for path in now])
@@ -227,6 +236,8 @@ class Roll:
                     members.append(read_member(envelope.open(path, "member", data, 0)))
                     self._over |= {path} if members[-1].left else set()
                     self._bad.pop(path, None)
+                    counter, same = self._still.get(path, (-1, 0))
+                    self._still[path] = members[-1].counter, same + 1 if members[-1].counter == counter else 0
             except Invalid as reason:
                 self.behind |= path not in self._bad
                 pause = 2 * self._bad[path][1] if path in self._bad else SAMPLE
@@ -234,19 +245,23 @@ class Roll:
                 reject(path, reason)
         return members
 
-    def _due(self, lives: Mapping[str, list[str]]) -> tuple[list[str], list[str]]:
+    def _due(self, lives: Mapping[str, list[str]], heard: Collection[str]) -> tuple[list[str], list[str]]:
         """What is to be read, what was not read for the longest time first: of each member the newest entry that is not
-        bad; and of the bad ones before it those whose time has come, because an owner may have written over them."""
-        newest, again = list[str](), list[str]()
-        for paths in lives.values():
+        bad. And seldom: those of the dead; and bad ones, because an owner may have written over them."""
+        often, seldom = list[str](), list[str]()
+        for name, paths in lives.items():
             for path in paths:
-                if path not in self._bad:
-                    newest += [path] if path not in self._over else []
-                    break
-                again += [path] if self._bad[path][0] <= self._looks else []
-        for paths in (newest, again):
+                if path in self._bad:
+                    seldom += [path] if self._bad[path][0] <= self._looks else []
+                    continue
+                if path not in self._over and (name in heard or self._still.get(path, (0, 0))[1] < STILL):
+                    often.append(path)
+                elif path not in self._over and self._read_at[path] <= self._looks - SAMPLE:
+                    seldom.append(path)
+                break
+        for paths in (often, seldom):
             paths.sort(key=lambda path: (self._read_at.get(path, 0), path))
-        return newest, again
+        return often, seldom
 
 
 def lives_of(names: Iterable[str]) -> dict[str, list[str]]:

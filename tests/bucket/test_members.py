@@ -5,12 +5,23 @@ from dataclasses import asdict
 
 import pytest
 
-from diloco.bucket.members import SAMPLE, STEPS, STUCK, Member, Members, Roll, read_member, read_members, register
+from diloco.bucket.members import (
+    SAMPLE,
+    SELDOM,
+    STEPS,
+    STUCK,
+    Member,
+    Members,
+    Roll,
+    read_member,
+    read_members,
+    register,
+)
 from diloco.bucket.store.envelope import Envelope, Invalid
 from diloco.bucket.store.operations import Read
 from diloco.bucket.timing import MemberOptions, Timing
 from diloco.errors import DiLoCoError
-from tests.support.players import World, complete
+from tests.support.players import Player, World, complete
 
 
 def read(**changes):
@@ -117,6 +128,37 @@ def test_of_many_members_some_are_read_at_a_time_and_each_in_its_turn():
     assert max(map(len, seen)) == SAMPLE and len({name for each in seen for name in each}) == 2 * SAMPLE + 5
     assert roll.spread == 3
     assert len(complete(world, read_members(Envelope("r"), lambda *_: None))) == 2 * SAMPLE + 5
+
+
+def test_the_dead_are_read_seldom_and_delay_no_look_at_the_living():
+    """Members that were killed and never came back, as spot machines with names of their own do."""
+    world, roll = World(), Roll()
+    for k in range(10 * SAMPLE):
+        entry(world, f"m{k:03d}")
+    spreads, looks = [], []
+    for beat in range(200):
+        for name in ("a", "b"):
+            entry(world, name, counter=beat)
+        looks.append(look(world, roll))
+        spreads.append(roll.spread)
+    assert spreads[0] == 11 and set(spreads[100:]) == {1}
+    assert all({"a", "b"} <= set(names) and len(names) <= 2 + SELDOM for names, _ in looks[100:])
+    assert len({name for names, _ in looks[150:] for name in names}) == 10 * SAMPLE + 2  # one may only have slept
+    entry(world, "m000", counter=1)
+    heard = complete(world, roll.read(Envelope("r"), lambda *_: None, {"m000"}))
+    assert "m000" in [member.name for member in heard] and "m000" in look(world, roll)[0]
+
+
+def test_who_delivers_is_looked_for():
+    a = Player(World(1), "a")
+    a.turn()
+    session, told = a.reduce.session, []
+    read = session._roll.read
+    session._roll.read = lambda envelope, reject, heard: (told.append(set(heard)), read(envelope, reject, heard))[1]
+    session.members.delivered("b")
+    for _ in range(2):
+        a.finish_tick(0)
+    assert told == [{"b"}, set()]
 
 
 def test_who_was_not_looked_for_yet_is_not_away():
