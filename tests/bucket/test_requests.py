@@ -96,6 +96,20 @@ def test_the_end_waits_once_for_all_fragments():
     assert PATIENCE < world.now - began < PATIENCE + 2 * a.reduce._options.ttl
 
 
+def test_threads_that_do_not_end_are_waited_for_together():
+    """There is one for each fragment, and all wait for the same store."""
+    world = World(1)
+    a = Player(world, "a")
+
+    class Hangs:
+        def join(self, timeout):
+            world.now += timeout
+
+    a.reduce._threads = [Hangs() for _ in range(24)]
+    a.reduce._end_threads()
+    assert world.now == 5.0 and a.reduce._threads == []
+
+
 class PerMember(World):
     """Counts what is asked in rounds, whoever asks."""
 
