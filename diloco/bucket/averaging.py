@@ -153,7 +153,7 @@ class Averaging:
         if own is not None and own.payloads is not None:
             return own.payloads[share]
         while True:
-            data: Answer | None = yield Read(name, 0, first=size, at=at)
+            data: Answer | None = yield Read(name, 0, first=size, patient=True, at=at)
             if data is None:
                 raise Gone
             try:

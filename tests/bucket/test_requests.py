@@ -7,7 +7,7 @@ import pytest
 
 from diloco.bucket import averaging, deltas, round_store
 from diloco.bucket.bucket import PATIENCE
-from diloco.bucket.rounds import delta_name, folder, record_name, round_prefix
+from diloco.bucket.rounds import PIECES, delta_name, folder, record_name, round_prefix
 from diloco.bucket.store.folder import Folder
 from diloco.bucket.store.operations import All, List, Read
 from diloco.reduce import Dropped
@@ -146,6 +146,25 @@ def test_in_a_crowd_requests_of_a_member_do_not_grow_with_the_members(monkeypatc
         asked[count] = {kind: world.count[kind] / rounds for kind in ("Read", "List", "Create", "Size")}
     for kind in asked[4]:
         assert asked[16][kind] < 1.5 * asked[4][kind] + 1, asked
+
+
+def test_a_piece_is_not_given_up_after_a_few_refusals(monkeypatch):
+    """Who averages decides for all: a piece that it may not read for a moment would count as zeros for ever."""
+    monkeypatch.setattr(deltas, "LEAST", 4)
+    monkeypatch.setattr(deltas, "UNIT", 2)
+    world, pieces = World(1, values=6), []
+    attempt = world.attempt
+    world.attempt = lambda o: (pieces.append(o) if getattr(o, "name", "").startswith(PIECES) else None, attempt(o))[1]
+    players = [Player(world, name, rate=1.0) for name in "abc"]
+    for player in (*players, *players):
+        player.turn()
+    for _ in range(12):
+        for player in players:
+            player.step()
+            player.turn()
+        world.now += 0.4
+    asked = [o for o in pieces if isinstance(o, Read) and o.first is not None]  # a whole delta is read without it
+    assert asked and all(o.patient for o in asked)
 
 
 def test_a_member_looks_seldom_while_a_round_can_only_be_called_and_often_while_its_own_delta_is_under_way():
