@@ -24,11 +24,15 @@ from diloco.errors import DiLoCoError
 from tests.support.players import Player, World, complete
 
 
+def fields_of(member):
+    fields = asdict(member)
+    fields["told"] = fields.pop("published")
+    return fields
+
+
 def read(**changes):
     """The entry of member x with some fields as another writer might put them."""
-    fields = asdict(Member("x", 0))
-    fields["told"] = fields.pop("published")
-    sealed = Envelope("r").seal("members/x/000000", "member", {"member": fields | changes})
+    sealed = Envelope("r").seal("members/x/000000", "member", {"member": fields_of(Member("x", 0)) | changes})
     return read_member(Envelope("r").open(sealed.name, "member", sealed.body, 0))
 
 
@@ -246,6 +250,44 @@ def test_who_makes_no_steps_is_not_awaited_although_it_lives():
         assert awaited == ({"b"} if now > STUCK else {"b", "c"})
     assert members.stuck(float(now)) == {"c"}
     assert members.stuck(float(now) + 11) == set()  # nobody shows signs of life
+
+
+def put_entry(world, member, **more):
+    sealed = Envelope(world.run).seal(member.object_name, "member", {"member": fields_of(member)} | more)
+    world.objects[sealed.name] = sealed.body
+
+
+def test_who_makes_no_steps_is_named_once():
+    world = World(1)
+    a = Player(world, "a")
+    a.turn()
+    for beat in range(int(STUCK / 5) + 20):
+        put_entry(world, Member("b", 0, beat, joining=False, published={STEPS: 7.0}))
+        a.finish_tick(0)
+        world.now += 5.0
+    stuck = [event for event in a.reduce.events() if event["event"] == "stuck"]
+    assert stuck == [{"event": "stuck", "member": "b"}]
+
+
+@pytest.mark.parametrize(("more", "read"), [(1 << 10, True), (16 << 10, False)])
+def test_a_long_entry_is_not_read(more, read):
+    """Of a thousand of them, memory would be full."""
+    world = World(1)
+    a = Player(world, "a")
+    a.turn()
+    put_entry(world, Member("b", 0, joining=False), more="m" * more)
+    a.finish_tick(0)
+    said = {event["event"]: event for event in a.reduce.events()}
+    assert ("b" in a.reduce.session.members.alive(world.now)) == read
+    assert read or "bytes are more than it may have" in said["invalid"]["reason"]
+
+
+def test_names_and_reasons_are_kept_short():
+    a = Player(World(1), "a")
+    a.turn()
+    a.reduce.session.reject("n" * 5000, Invalid("r" * 60_000))
+    event = a.reduce.events()[-1]
+    assert (len(event["object"]), len(event["reason"])) == (300, 300)
 
 
 def test_a_leave_is_told_once_and_a_snapshot_of_the_future_keeps_nobody_from_others():

@@ -1,6 +1,7 @@
 """What a member asks of the store: how often it lists, how much it reads at once, and how long its end may take."""
 
 import os
+import threading
 from collections import Counter
 
 import pytest
@@ -184,6 +185,15 @@ def test_a_member_looks_seldom_while_a_round_can_only_be_called_and_often_while_
     assert a.reduce.session.timing.published == {}  # nothing was sent yet
     a.turn()
     assert timing.published["poll_seconds"] == timing.idle  # the others wait so long for an answer to a call
+
+
+def test_asking_in_vain_at_every_step_wakes_nobody():
+    """Who is woken lists at once: that would be a listing for each step and fragment."""
+    a = Player(World(1), "a")
+    a.turn()
+    a.reduce._wakes = [threading.Event() for _ in range(2)]
+    assert [a.reduce.take(0, 1) for _ in range(10)] == [None] * 10
+    assert not any(wake.is_set() for wake in a.reduce._wakes)
 
 
 def test_a_listing_of_a_late_round_looks_into_two_small_folders(tmp_path, monkeypatch):
