@@ -354,7 +354,7 @@ def test_a_forged_record_and_its_snapshot_at_the_frontier_are_found_out(slot, al
     forged = replace(state, index=4, anchor=state.anchor + 1.0, known=None)
     shot = snapshot.seal_snapshot(protocol.session.envelope, 0, forged, sealed.digest)
     world.objects |= {sealed.name: sealed.body, shot.name: shot.body}
-    b = Player(world, "c", rate=2.0)
+    b = Player(world, "c", start=9.0, rate=2.0)
     b.turn()
     assert b.reduce._protocols[0].snapshots._loaded == shot.name
     while alone and b.held[0] < 5:
@@ -379,7 +379,7 @@ def test_garbage_behind_a_record_and_before_another_makes_nobody_distrust_a_snap
     complete(world, protocol.snapshots.store(state, protocol._chain.links[state.index].digest))
     world.objects[record_name(0, state.index + 1, 1)] = b"garbage"
     go_on(world, (a,), 6)
-    b = Player(world, "c", rate=2.0)
+    b = Player(world, "c", start=9.0, rate=2.0)
     b.turn()
     assert b.reduce._protocols[0].snapshots._loaded
     go_on(world, (a, b), 20)

@@ -211,11 +211,12 @@ def test_garbage_in_a_later_life_hides_nobody_and_takes_no_number():
 def test_forty_garbage_lives_hide_nobody_and_its_next_life_comes_behind_its_last(first):
     """More than are read at a time. Once the true one is found it is read at every look, also while garbage is tried
     again."""
-    world, roll = World(), Roll()
-    entry(world, "b", 3)
+    world, roll, looks = World(), Roll(), []
     garbage = {f"members/b/{first + k:06d}" for k in range(40)}
     world.objects |= dict.fromkeys(garbage, b"garbage")
-    looks = [look(world, roll) for _ in range(400)]
+    for beat in range(400):
+        entry(world, "b", 3, counter=beat)
+        looks.append(look(world, roll))
     assert all(names == ["b"] for names, _ in looks[40:])
     tries = Counter(path for _, reads in looks for path in reads if path in garbage)
     assert set(tries) == garbage and 3 < max(tries.values()) < 8
