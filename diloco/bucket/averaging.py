@@ -155,7 +155,7 @@ class Averaging:
             self.received += len(data) if isinstance(data, bytes) else 0
             return piece
 
-        found = yield from read_twice(Read(name, 0, first=size, at=at), opened, self._session.reject)
+        found = yield from read_twice(Read(name, 0, first=size, patient=True, at=at), opened, self._session.reject)
         if found is None:
             raise Gone
         return None if isinstance(found, Invalid) else found

@@ -339,8 +339,7 @@ class Bucket:
 
     def _start_threads(self, first: int, count: int) -> None:
         """Attend to some of the ticks: the first one is that of the members."""
-        session, ticks = self.session, self.ticks()[first : first + count]
-        assert session is not None
+        ticks = self.ticks()[first : first + count]
         wakes = [threading.Event() for _ in ticks]
         self._wakes += wakes
         pauses = [lambda: self._options.heartbeat, *(lambda p=p: p.pause for p in self._protocols)]
@@ -370,8 +369,9 @@ class Bucket:
         self._store.close()
         for wake in self._wakes:
             wake.set()
+        deadline = self._clock() + 5.0  # for all together
         for thread in self._threads:
-            thread.join(5.0)
+            thread.join(max(deadline - self._clock(), 0.0))
         self._threads, self._wakes = [], []
 
     def _try(self, operation: Write) -> None:

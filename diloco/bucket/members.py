@@ -2,8 +2,10 @@
 clock."""
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from itertools import islice
 from math import inf
 
 from diloco.bucket.store.envelope import PREFIX, Envelope, Invalid, Opened, integer, number
@@ -17,6 +19,12 @@ _PLACE = re.compile(r"members/[a-z0-9][a-z0-9_-]{0,62}(/[0-9]{6})?")
 """An entry, or the folder of a member's entries, which a folder lists too."""
 SAMPLE = 32
 """Entries that are read at a time. Where there are more members, each is looked at every few heartbeats."""
+SELDOM = 8
+"""Entries that are read at a time besides, although nothing new is expected of them."""
+STILL = 5
+"""Reads that show no sign of life after which an entry is one of these. Nobody deletes it: its owner may only sleep."""
+LIVES = 1_000_000
+"""Of a name."""
 ENTRY = PREFIX.size + (16 << 10)
 STUCK = 300.0
 """Seconds without a step after which a member that shows signs of life is no longer awaited, and at least 20 steps."""
@@ -80,7 +88,7 @@ def read_member(found: Opened) -> Member:
         raise Invalid("joining and left are not booleans")
     member = Member(
         name=str(said["name"]),
-        incarnation=integer(said["incarnation"], "incarnation", 0, 999_999),
+        incarnation=integer(said["incarnation"], "incarnation", 0, LIVES - 1),
         counter=integer(said["counter"], "counter", 0, 1 << 60),
         held=tuple(integer(i, "held", 0, 1 << 40) for i in held),
         wants=tuple((integer(f, "fragment", 0, 1 << 30), integer(i, "index", 0, 1 << 40)) for f, i in wants),
@@ -109,6 +117,7 @@ class Members:
         self._seen: dict[str, _Sight] = {}
         self._alive: tuple[float, float, dict[str, Member]] | None = None  # for which ttl, until when it holds, and who
         self._expected: set[str] | None = None  # None: no closed round was seen yet
+        self.heard: set[str] = set()  # members that have delivered since the last look
         self.stranger = False  # a member has delivered that was not seen yet
         self.all_seen = False  # every entry was read at least once
 
@@ -131,6 +140,7 @@ class Members:
             elif member.left and not (known and known.member.left):
                 new.append(member)
         self.stranger = False
+        self.heard.clear()
         return new
 
     def alive(self, now: float) -> dict[str, Member]:
@@ -166,6 +176,7 @@ class Members:
 
     def delivered(self, name: str) -> None:
         self._expect(name)
+        self.heard.add(name)
         self.stranger |= name not in self._seen and name != self.me
 
     def _expect(self, name: str) -> None:
@@ -192,40 +203,66 @@ class Roll:
     def __init__(self) -> None:
         self._read_at: dict[str, int] = {}  # entry: when it was read last
         self._over: set[str] = set()  # entries of members that have left, which do not change any more
-        self._bad: set[str] = set()
+        self._bad: dict[str, tuple[int, int]] = {}  # entry: the look at which it is tried again, and the pause until it
+        self._still: dict[str, tuple[int, int]] = {}  # entry: its counter, and how many reads have shown the same one
         self._version = 0  # of the list of members
         self._looks = 0
         self.spread = 1  # looks that it takes to see everybody
         self.through = False  # everybody was looked at
+        self.behind = False  # an entry was found to be bad, so that another one behind it is read the next time
 
-    def read(self, envelope: Envelope, reject: Callable[[str, Invalid], None]) -> Task[list[Member]]:
-        """The newest lives of some members, all if they are few; each in its turn, and the new ones first."""
-        self._looks += 1
+    def read(
+        self, envelope: Envelope, reject: Callable[[str, Invalid], None], heard: Collection[str] = ()
+    ) -> Task[list[Member]]:
+        """The newest lives of some members, all if they are few; each in its turn, and the new ones first. `heard`: who
+        has delivered something, and so lives."""
+        self._looks, self.behind = self._looks + 1, False
         version = 0 if envelope.roster is None else envelope.roster.newest.version
-        if self._looks % SAMPLE == 0 or version != self._version:
-            self._bad.clear()  # an owner may have written over what was bad, or may be listed since
+        if version != self._version:  # an owner may be listed since
+            self._bad = {path: (self._looks, pause) for path, (_, pause) in self._bad.items()}
         self._version = version
         names = yield List(PREFIX_OF_ALL)
         for name in names:
             if not _PLACE.fullmatch(name):
                 reject(name, Invalid("no entry of a member has such a name"))
-        lives = lives_of(names)
-        newest = [next((path for path in paths if path not in self._bad), None) for paths in lives.values()]
-        paths = sorted((p for p in newest if p and p not in self._over), key=lambda p: (self._read_at.get(p, 0), p))
+        paths, seldom = self._due(lives_of(names), heard)
         self.spread = max(1, -(-len(paths) // SAMPLE))
-        members = []
-        answers = yield All([Read(path, ENTRY) for path in paths[:SAMPLE]])
+        members, now = [], [*paths[:SAMPLE], *seldom[:SELDOM]]
+        answers = yield All([Read(path, ENTRY) for path in now])
         self.through = all(path in self._read_at for path in paths[SAMPLE:])
-        for path, data in zip(paths[:SAMPLE], answers, strict=True):
+        for path, data in zip(now, answers, strict=True):
             self._read_at[path] = self._looks
             try:
                 if data is not None:
                     members.append(read_member(envelope.open(path, "member", data, 0)))
                     self._over |= {path} if members[-1].left else set()
+                    self._bad.pop(path, None)
+                    counter, same = self._still.get(path, (-1, 0))
+                    self._still[path] = members[-1].counter, same + 1 if members[-1].counter == counter else 0
             except Invalid as reason:
-                self._bad.add(path)
+                self.behind |= path not in self._bad
+                pause = 2 * self._bad[path][1] if path in self._bad else SAMPLE
+                self._bad[path] = self._looks + pause, pause
                 reject(path, reason)
         return members
+
+    def _due(self, lives: Mapping[str, list[str]], heard: Collection[str]) -> tuple[list[str], list[str]]:
+        """What is to be read, what was not read for the longest time first: of each member the newest entry that is not
+        bad. And seldom: those of the dead; and bad ones, because an owner may have written over them."""
+        often, seldom = list[str](), list[str]()
+        for name, paths in lives.items():
+            for path in paths:
+                if path in self._bad:
+                    seldom += [path] if self._bad[path][0] <= self._looks else []
+                    continue
+                if path not in self._over and (name in heard or self._still.get(path, (0, 0))[1] < STILL):
+                    often.append(path)
+                elif path not in self._over and self._read_at[path] <= self._looks - SAMPLE:
+                    seldom.append(path)
+                break
+        for paths in (often, seldom):
+            paths.sort(key=lambda path: (self._read_at.get(path, 0), path))
+        return often, seldom
 
 
 def lives_of(names: Iterable[str]) -> dict[str, list[str]]:
@@ -241,9 +278,9 @@ def read_members(envelope: Envelope, reject: Callable[[str, Invalid], None]) -> 
     """The newest life of every member."""
     found: dict[str, Member] = {}
     roll = Roll()
-    for _ in range(SAMPLE):
+    for _ in range(SAMPLE**2):
         members = yield from roll.read(envelope, reject)
-        if all(m.name in found for m in members) and roll.spread == 1:
+        if all(m.name in found for m in members) and roll.through and not roll.behind:
             break
         found |= {m.name: m for m in members}
     return [found[name] for name in sorted(found)]
@@ -253,19 +290,12 @@ def register(envelope: Envelope, name: str, nonce: float) -> Task[Member]:
     """Begin a new life of a name: the number after the newest valid one, or the first free one after it. `nonce` tells
     the own entry from that of another process. Delete the entries of earlier lives but the last."""
     lives = lives_of((yield List(f"{PREFIX_OF_ALL}{name}/"))).get(name, [])
-    incarnation, valid = 0, []
-    for path in lives[:SAMPLE]:
-        data = yield Read(path, ENTRY)
-        try:
-            if data is not None:
-                valid.append(read_member(envelope.open(path, "member", data, 0)))
-                incarnation = valid[0].incarnation + 1
-                break
-        except Invalid:
-            continue
-    old = [path for path in lives if valid and path < valid[0].object_name]
+    newest = yield from _newest(envelope, lives)
+    incarnation, taken = 0 if newest is None else newest.incarnation + 1, set(lives)
+    old = [path for path in lives if newest is not None and path < newest.object_name]
     yield All([Delete(path) for path in old])
-    for life in range(incarnation, incarnation + SAMPLE):
+    free = (life for life in range(incarnation, LIVES) if Member(name, life).object_name not in taken)
+    for life in islice(free, SAMPLE):
         mine = Member(name, life, published={"nonce": nonce})
         body = mine.sealed(envelope)
         found = yield from create(mine.object_name, body, ENTRY)
@@ -273,6 +303,17 @@ def register(envelope: Envelope, name: str, nonce: float) -> Task[Member]:
             return mine
     raise DiLoCoError(f"of {SAMPLE} new entries of {name!r} the store has given none back as it was put: others join "
                       "under this name all the time, or the store alters objects")  # fmt: skip
+
+
+def _newest(envelope: Envelope, lives: Sequence[str]) -> Task[Member | None]:
+    """The newest valid one, whatever lies before it."""
+    for at in range(0, len(lives), SAMPLE):
+        some = lives[at : at + SAMPLE]
+        for path, data in zip(some, (yield All([Read(path, ENTRY) for path in some])), strict=True):
+            with suppress(Invalid):
+                if data is not None:
+                    return read_member(envelope.open(path, "member", data, 0))
+    return None
 
 
 def write_member(envelope: Envelope, mine: Member) -> Task[None]:

@@ -5,6 +5,7 @@ requests without number. There one member after the other has its turn to list t
 others only ask whether it is closed.
 """
 
+import logging
 from collections.abc import Iterable, Sequence
 from math import inf
 
@@ -28,6 +29,8 @@ from diloco.bucket.store.envelope import Invalid
 from diloco.bucket.store.lists import admitted
 from diloco.bucket.store.operations import List, Task
 
+log = logging.getLogger("diloco")
+
 
 class OpenRound:
     def __init__(self, fragment: int, index: int, session: Session, store: RoundStore, before: Sequence[str]) -> None:
@@ -37,6 +40,7 @@ class OpenRound:
         self._unusable: set[str] = set()
         self.lies: set[str] = set()  # digests of records that say of deltas what they are not
         self.checked = False  # that the rounds before were not closed otherwise
+        self._lacks = False  # something that its record names
         self.first_seen: float | None = None  # when the first delta was
         self.open_at = -inf  # when it was last seen to be open
         self.averaging: Averaging | None = None  # once it is closed, if its shares are averaged one by one
@@ -48,6 +52,14 @@ class OpenRound:
     def _noticed(self, member: str) -> None:
         self.first_seen = self._session.clock() if self.first_seen is None else self.first_seen
         self._session.members.delivered(member)
+
+    def lacks(self) -> None:
+        """It is closed, and something that its record names is not there: say so, once."""
+        if not self._lacks:
+            self._lacks = True
+            self._session.event("gone", fragment=self._fragment, index=self._index)
+            log.warning("fragment %d: an object of round %d is gone from the store; waiting for it, or for a snapshot "
+                        "of a member that has followed the round", self._fragment, self._index)  # fmt: skip
 
     def called(self, fingerprint: int) -> bool:
         """Whether another member has sent a delta against this state."""

@@ -14,6 +14,9 @@ from diloco.bucket.store.envelope import put
 from diloco.bucket.store.operations import Task, Work, together
 from diloco.reduce import Delta, Next
 
+MISSED = 8
+"""Own deltas in a row that no record names: no longer an accident, and worth an event."""
+
 
 @dataclass(frozen=True)
 class Delivered:
@@ -36,7 +39,6 @@ class Fate:
 
     sent: int  # bytes
     seconds: float  # from when the last one was taken until the mean was known
-    tried: bool  # at least one was encoded
     counted: Contribution | None  # the one that the record names
     own: Callable[[], Tensor] | None  # its values as the others decode them, if it is the last taken and they are asked
 
@@ -60,6 +62,7 @@ class Outbox:
         )
         self._newest: str | None = None  # digest of the delta taken last, once it is encoded, if its values are asked
         self._sent = 0  # bytes, for this round
+        self._missed = 0  # own deltas in a row that were not counted
         self._began = 0.0
         self._steps_from: int | None = 0  # own steps count from here on
         self._never_sent = True
@@ -162,7 +165,10 @@ class Outbox:
         seconds = max(closed_at - self._began, 0.0) if self._own else 0.0
         last = counted is not None and counted.digest == self._newest
         own = partial(self._layout.unpack, counted.payloads or ()) if counted is not None and last else None
-        return Fate(self._sent, seconds, bool(self._own), counted, own)
+        self._missed = 0 if counted is not None else self._missed + bool(self._own)
+        if self._own and self._missed == MISSED:
+            self._session.event("not counted", fragment=self._fragment, index=record.index, rounds=MISSED)
+        return Fate(self._sent, seconds, counted, own)
 
     def clear(self, counted: bool) -> None:
         """The round is over, or no longer waited for."""

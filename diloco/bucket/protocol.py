@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from math import inf
 
 from diloco.bucket.averaging import Averaging, Gone
+from diloco.bucket.chain import Chain
 from diloco.bucket.deltas import Layout
 from diloco.bucket.open_round import OpenRound
 from diloco.bucket.outbox import Delivered, Outbox, Undelivered
@@ -36,8 +37,6 @@ from diloco.reduce.mean import Encoded, decode, exact
 BEHIND = 8
 """Rounds by which a member may be behind and still keep its local work. If it is further behind, it starts from the
 anchor."""
-MISSED = 8
-"""Own deltas in a row that no record names: no longer an accident, and worth an event."""
 AHEAD = 2
 """Rounds that are kept ready for the core: the deltas of each."""
 
@@ -52,11 +51,12 @@ class _Following:
 
 @dataclass(frozen=True)
 class _Jumping:
-    """A snapshot of at least this index is taken. `must`: the rounds cannot be followed, so it is waited for. `before`:
-    the first round that was read wrongly, so that a snapshot of before is taken."""
+    """A snapshot of at least this index is taken. `until`: how long it is waited for; then the rounds are followed
+    again, `late` or not. `before`: the first round that was read wrongly, so that a snapshot of before is taken."""
 
     least: int
-    must: bool = True
+    until: float = inf
+    late: bool = False
     before: int | None = None
 
 
@@ -69,7 +69,7 @@ class FragmentProtocol:
         self.fingerprint = 0  # of the state held
         self._state: Callable[[], State | None] = lambda: None  # the one held, as long as the core has it
         self.previous = Link()  # what the next record has to follow
-        self._links: dict[int, Link] = {}  # the last ones, by index
+        self._chain = Chain(rounds)  # of the last records
         self.caught_up = False  # the round after the frontier was seen to be open
         self.answer_call = False  # in strict pace: members would wait for each other crosswise
         self._given_up = False  # the last round
@@ -79,7 +79,6 @@ class FragmentProtocol:
         self._differs: int | None = None  # other bits were found; forgotten once the record of this index agrees
         self._branches = 0  # how often the run was found to have gone another way
         self._closer = ""
-        self._missed = 0  # own deltas in a row that were not counted
 
     def start_from(self, state: State, previous: Link) -> None:
         """Begin with a state of the run. `previous`: what the next record has to follow."""
@@ -149,9 +148,6 @@ class FragmentProtocol:
             self._differs = None
         fate = self.outbox.fate(record, followed.at)
         counted = fate.counted is not None
-        self._missed = 0 if counted else self._missed + fate.tried
-        if fate.tried and self._missed == MISSED:
-            self.session.event("not counted", fragment=self.number, index=index, rounds=MISSED)
         self.outbox.clear(counted)
         self._closer = record.by
         return Round(
@@ -257,24 +253,22 @@ class FragmentProtocol:
 
     def _off_the_run(self) -> Task[bool]:
         """Some record of the next round follows another one than that known here. If a round is closed differently
-        from what was read here, a reply was wrong: go back to a snapshot of the run."""
+        from what was read here, a reply was wrong: go back to a snapshot of before. If it is one that was not read
+        here, the snapshot was wrong: take another one."""
         self._round.checked = True
-        for index, link in sorted(self._links.items()):
-            previous = self._links.get(index - 1)
-            if previous is None:
-                continue
-            record, _, _ = yield from self.round_store.record(index, previous)
-            if record is not None and record.link != link:
-                self._branches += 1
-                self.session.event("diverged", fragment=self.number, index=index)
-                if self._branches > 1:
-                    raise Diverged(f"fragment {self.number}: round {index} was read differently from the others, for "
-                                   "the second time: check what lies between this machine and the store (a proxy "
-                                   "or a cache)")  # fmt: skip
-                self._ready.clear()
-                self._mode = _Jumping(0, before=index)
-                return True
-        return False
+        index = yield from self._chain.differs_at()
+        if index is None:
+            return False
+        self.session.event("diverged", fragment=self.number, index=index)
+        forged = index <= self._chain.began
+        self._branches += not forged
+        if not self.snapshots.distrust() if forged else self._branches > 1:
+            raise Diverged(f"fragment {self.number}: round {index} was read differently from the others, for the "
+                           "second time: check what lies between this machine and the store (a proxy or a "
+                           "cache)")  # fmt: skip
+        self._ready.clear()
+        self._mode = _Jumping(0, before=None if forged else index)
+        return True
 
     def _average(self, record: Record) -> Task[bool]:
         """Read the deltas that the record names, and compute their mean; or its shares, if members average them."""
@@ -287,7 +281,7 @@ class FragmentProtocol:
         found = [known.get(name) or fetched.get(name) for name in names]
         deltas = {delta.digest: delta for delta in found if isinstance(delta, Contribution)}
         if set(deltas) != {e.digest for e in record.entries}:
-            return self._gone(record)
+            return self._gone()
         if not self._true(record, deltas):
             return self._lie(record)
         mean = yield Work(lambda: mean_in_parts(record, deltas, self._layout, self.session.merge))
@@ -297,7 +291,7 @@ class FragmentProtocol:
     def _begin_averaging(self, record: Record) -> Task[bool]:
         heads = yield from self.round_store.listed(record)
         if heads is None:
-            return self._gone(record)
+            return self._gone()
         if isinstance(heads, Invalid) or not self._layout.cut or not self._true(record, heads):
             return self._lie(record)
         self._round.averaging = Averaging(record, heads, self._layout, self.session, self.outbox.own)
@@ -307,7 +301,7 @@ class FragmentProtocol:
         try:
             mean = yield from averaging.tick()
         except Gone:
-            return self._gone(averaging.record)
+            return self._gone()
         if mean is None:
             return False
         followed = yield from self._followed(averaging.record, mean, averaging.received)
@@ -320,10 +314,14 @@ class FragmentProtocol:
         listed = admitted(self.session.envelope, record.previous.keys, deltas.values())
         return len(listed) == len(deltas) and truthful(record, deltas, self.session.max_work)
 
-    def _gone(self, record: Record) -> bool:
-        self.session.event("gone", fragment=self.number, index=record.index)
+    def _gone(self) -> bool:
+        """Wait for a snapshot, and look again later: what is gone may only be away."""
+        if isinstance(self._mode, _Jumping):
+            return False  # meanwhile the core found that it holds other bits
+        self._round.lacks()
         self._round.averaging = None
-        self._mode = _Jumping(self.frontier + 1)
+        until, late = self.session.clock() + self.session.options.ttl, self._mode == _Following(late=True)
+        self._mode = _Jumping(self.frontier + 1, until, late)
         return False
 
     def _lie(self, record: Record) -> bool:
@@ -354,8 +352,7 @@ class FragmentProtocol:
     def _advance(self, frontier: int, link: Link, members: Sequence[str] = ()) -> None:
         self.frontier, self.previous = frontier, link
         self._round = OpenRound(self.number, frontier + 1, self.session, self.round_store, members)
-        self._links = {index: each for index, each in self._links.items() if index > frontier - 2 * BEHIND}
-        self._links[frontier] = link
+        self._chain.add(frontier, link)
 
     @property
     def _reached(self) -> int:
@@ -376,7 +373,7 @@ class FragmentProtocol:
             return  # meanwhile the core found that it holds other bits
         self._mode = _Following(late=True)
         if self.snapshots.newest > self.frontier + BEHIND:
-            self._mode = _Jumping(self.frontier + 1, must=False)
+            self._mode = _Jumping(self.frontier + 1, until=-inf, late=True)
         else:
             self.session.want(self.number, self.frontier + BEHIND + 1)
 
@@ -388,13 +385,13 @@ class FragmentProtocol:
                            "others, and no snapshot of before is left: start this member again")  # fmt: skip
         if loaded is None:
             self.session.want(self.number, jumping.least)
-            if not jumping.must and self._mode is jumping:
-                self._mode = _Following(late=True)
+            if self._mode is jumping and self.session.clock() >= jumping.until:
+                self._mode = _Following(jumping.late)
             return
         state, link = loaded
         self._ready.clear()
         self._ready.append(Jump(state))
         self._mode = _Following()
-        self._links.clear()
+        self._chain.begin()
         self._advance(state.index, link)
         self.session.event("jump", fragment=self.number, index=state.index)

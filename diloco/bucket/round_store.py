@@ -85,9 +85,9 @@ class RoundStore:
             slot += 1
         return None, slot, branched
 
-    def find(self, index: int, digest: str) -> Task[Record | None]:
+    def find(self, index: int, digest: str, slots: int = AT_ONCE) -> Task[Record | None]:
         """The record with this digest, if it is in the first slots of the round."""
-        for slot in range(AT_ONCE):
+        for slot in range(slots):
             found = yield from self._ahead.serve(self._read_slot(index, slot, None))
             if found is None or (isinstance(found, Record) and found.digest == digest):
                 return found if isinstance(found, Record) else None

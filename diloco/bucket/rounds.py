@@ -11,6 +11,7 @@ from torch import Tensor
 
 from diloco.bucket.closest import FEWEST, closest
 from diloco.bucket.store.envelope import DIGEST, Invalid, Opened, integer, number, text
+from diloco.bucket.store.keys import TAIL
 from diloco.codec import Codec
 from diloco.reduce import State
 from diloco.reduce.mean import Encoded, exact
@@ -229,6 +230,8 @@ def read_record(found: Opened, fragment: int, index: int, previous: Link | None)
         raise Invalid("it belongs to another round")
     follows = Link(found.text("previous"), found.number("usual", 0, 1e300), found.text("keys"))
     fingerprint = integer(found.header.get("fingerprint"), "fingerprint", 0, FINGERPRINTS)
+    if follows.keys and not TAIL.fullmatch(follows.keys):
+        raise Invalid("what it names as the list of members is not one")
     heads = found.text("heads")
     if heads and not re.fullmatch(_HEX, heads):
         raise Invalid("what it names as heads is not a digest")

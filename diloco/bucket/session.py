@@ -79,7 +79,7 @@ class Session:
         """Show that this member is alive, and find out who else is."""
         self._update_own_entry()
         yield from write_member(self.envelope, self.mine)
-        found = yield from self._roll.read(self.envelope, self.reject)
+        found = yield from self._roll.read(self.envelope, self.reject, self.members.heard)
         self.members.all_seen = self._roll.through
         self.members.ttl = self.options.ttl + (self._roll.spread - 1) * self.options.heartbeat
         for other in found:

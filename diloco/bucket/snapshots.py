@@ -238,12 +238,14 @@ class Snapshots:
                     return state, judged[1]
         return None
 
-    def distrust(self) -> None:
+    def distrust(self) -> bool:
         """What was computed from the one taken last differs from the run: a fingerprint is a sum, which a member that
-        lies can match with other values. The next time the others come first."""
+        lies can match with other values. The next time the others come first. Returns whether it was trusted before."""
+        before = self._loaded in self._distrusted
         if self._loaded:
             self._distrusted.add(self._loaded)
             self.reject(self._loaded, Invalid("what was computed from it differs from the run"))
+        return not before
 
     def _read(self, name: str, size: int) -> Task[State | None]:
         try:

@@ -165,6 +165,31 @@ def test_while_the_store_is_gone_training_goes_on_and_rounds_catch_up(tmp_path):
     a.stop().end()
 
 
+class Reading(Flaky):
+    """A store that gives a snapshot only to who has shown some signs of life since it joined."""
+
+    def __init__(self, backend):
+        super().__init__(backend)
+        self.beats, self.given, self.changed = 0, [], threading.Condition()
+
+    def attempt(self, operation):
+        with self.changed:
+            if isinstance(operation, Write) and operation.name.startswith("members/"):
+                self.beats += 1
+                self.changed.notify_all()
+            if isinstance(operation, Read) and operation.name.startswith("anchors/") and operation.first is None:
+                self.given.append(self.changed.wait_for(lambda: self.beats >= 3, PATIENT))
+        return super().attempt(operation)
+
+
+def test_who_reads_a_large_snapshot_shows_signs_of_life_meanwhile(tmp_path):
+    """Otherwise the others would count it as dead, and delete what it reads."""
+    Member(tmp_path, "a", 30).end()
+    store = Reading(open_store(str(tmp_path)))
+    Member(tmp_path, "b", 5, seed=3, backend=store).end()
+    assert store.given and all(store.given)
+
+
 @pytest.mark.parametrize("url", ["folder", "memory://x"])
 def test_a_store_does_what_the_protocol_asks_of_it(url, tmp_path):
     store = open_store(str(tmp_path / url) if url == "folder" else url)

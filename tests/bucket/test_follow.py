@@ -10,7 +10,8 @@ from torch import nn
 from diloco import SGD, Diverged
 from diloco.bucket import snapshots as snapshot
 from diloco.bucket.protocol import BEHIND
-from diloco.bucket.rounds import record_name
+from diloco.bucket.round_store import AT_ONCE
+from diloco.bucket.rounds import Entry, Link, Record, folder, record_name
 from diloco.bucket.store.operations import List, Read, Size, Work
 from diloco.reduce import Dropped, Jump, Round
 from tests.support.players import SETTINGS, Player, World, complete
@@ -184,6 +185,27 @@ def test_where_deltas_are_gone_the_snapshot_of_the_next_round_will_do():
     assert [e["index"] for e in b.reduce.events() if e["event"] == "gone"] == [1]
 
 
+def test_what_is_gone_is_looked_for_again_and_said_once(caplog):
+    """A delta is away for a while, and nobody lives who could put a snapshot."""
+    world, a, _ = behind(3)
+    name = next(name for name in world.objects if name.startswith(folder(0, 2)) and "/d-" in name)
+    away = world.objects.pop(name)
+    b = Player(world, "c")
+    for _ in range(6):
+        b.turn()
+        b.step()
+        world.now += a.reduce._options.ttl
+    assert b.held[0] == 1 and not b.reduce._protocols[0].caught_up
+    assert [e["index"] for e in b.reduce.events() if e["event"] == "gone"] == [2]
+    assert ["an object of round 2 is gone" in record.getMessage() for record in caplog.records] == [True]
+    world.objects[name] = away
+    for _ in range(3):
+        b.turn()
+        b.step()
+        world.now += a.reduce._options.ttl
+    assert b.held[0] >= 3 and b.reduce._protocols[0].caught_up and not jumps(b)
+
+
 @pytest.mark.parametrize(
     "wanted",
     [
@@ -288,7 +310,7 @@ def test_a_forged_snapshot_with_the_right_sum_is_found_out_and_another_one_is_ta
         world.now += 1.0
     held = a.diloco._fragments[0].state
     protocol = a.reduce._protocols[0]
-    link = protocol._links[held.index]
+    link = protocol._chain.links[held.index]
     forged = replace(held, anchor=held.anchor[[2, 3, 0, 1]].clone(), known=None)
     assert forged.fingerprint() == held.fingerprint() and not torch.equal(forged.anchor, held.anchor)
     envelope = a.reduce.session.envelope
@@ -314,3 +336,51 @@ def test_a_forged_snapshot_with_the_right_sum_is_found_out_and_another_one_is_ta
     assert [event["event"] for event in events].count("diverged") == (0 if named else 1)
     mine, theirs = (player.diloco._fragments[0].state for player in (a, b))
     assert mine.index == theirs.index and torch.equal(mine.anchor, theirs.anchor)
+
+
+@pytest.mark.parametrize("slot", [0, 1], ids=["before the true one", "behind the true one"])
+@pytest.mark.parametrize("alone", [False, True], ids=["the run goes on first", "who joins closes a round first"])
+def test_a_forged_record_and_its_snapshot_at_the_frontier_are_found_out(slot, alone, monkeypatch):
+    """Whoever may sign has put both for the newest round, so that no record contradicts them yet."""
+    monkeypatch.setattr(snapshot, "NAMED", 1)
+    world, a, _ = behind(3)
+    protocol, state = a.reduce._protocols[0], a.diloco._fragments[0].state
+    while slot and world.closed(0) < 4:
+        go_on(world, (a,), 1)
+    entries = (Entry("x", "0" * 64, 1.0, 1.0),)
+    previous = protocol._chain.links[3] if slot else Link("f" * 64, 1.0)
+    record = Record(0, 4, previous, state.fingerprint(), "x", entries)
+    sealed = protocol.session.envelope.seal(record_name(0, 4, slot), "record", *record.sealed())
+    forged = replace(state, index=4, anchor=state.anchor + 1.0, known=None)
+    shot = snapshot.seal_snapshot(protocol.session.envelope, 0, forged, sealed.digest)
+    world.objects |= {sealed.name: sealed.body, shot.name: shot.body}
+    b = Player(world, "c", start=9.0, rate=2.0)
+    b.turn()
+    assert b.reduce._protocols[0].snapshots._loaded == shot.name
+    while alone and b.held[0] < 5:
+        go_on(world, (b,), 1)
+    while a.held[0] < 7:
+        go_on(world, (a,), 1)
+    go_on(world, (a, b), 60)
+    events = b.reduce.events()
+    assert shot.name in [event["object"] for event in events if event["event"] == "invalid"]
+    assert [event["event"] for event in events].count("diverged") == 1
+    assert b.held[0] >= a.held[0] - 1 > 8 and any(len(o.members) == 2 for _, o in a.reduce.outcomes[-5:])
+
+
+def test_garbage_behind_a_record_and_before_another_makes_nobody_distrust_a_snapshot():
+    """No key is needed for it."""
+    world, a, _ = behind(3)
+    for slot in range(AT_ONCE + 2):
+        world.objects[record_name(0, 4, slot)] = b"garbage"
+    while a.held[0] < 6:
+        go_on(world, (a,), 1)
+    protocol, state = a.reduce._protocols[0], a.diloco._fragments[0].state
+    complete(world, protocol.snapshots.store(state, protocol._chain.links[state.index].digest))
+    world.objects[record_name(0, state.index + 1, 1)] = b"garbage"
+    go_on(world, (a,), 6)
+    b = Player(world, "c", start=9.0, rate=2.0)
+    b.turn()
+    assert b.reduce._protocols[0].snapshots._loaded
+    go_on(world, (a, b), 20)
+    assert b.held[0] >= a.held[0] - 1 and "diverged" not in [event["event"] for event in b.reduce.events()]

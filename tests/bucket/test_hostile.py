@@ -13,7 +13,18 @@ from diloco.bucket.store import folder as folders
 from diloco.bucket.store import store as store_module
 from diloco.bucket.store.backend import Failure, Refused, open_store, probe
 from diloco.bucket.store.folder import STAGING, Folder
-from diloco.bucket.store.operations import All, Create, Forbidden, List, Oversized, Read, Size, Undeciphered, Write
+from diloco.bucket.store.operations import (
+    All,
+    Create,
+    Delete,
+    Forbidden,
+    List,
+    Oversized,
+    Read,
+    Size,
+    Undeciphered,
+    Write,
+)
 from diloco.bucket.store.store import Store
 from tests.support.members import Member, until
 from tests.support.players import Player, World
@@ -64,9 +75,37 @@ def test_a_folder_reads_what_is_not_a_file_as_an_empty_object_and_lists_it(tmp_p
     for name in ("folder", "link", "pipe"):
         assert store.attempt(Read(f"x/{name}", 10)) == b"" and store.attempt(Size(f"x/{name}")) == 0
         assert store.attempt(Create(f"x/{name}", b"new")) is False
+    store.attempt(Delete("x/folder"))  # as the collector does, with whatever has the name of an object
+    assert (tmp_path / "x" / "folder").is_dir()
     assert store.attempt(Read("x/good", 4)) == Oversized(5) and store.attempt(Read("x/good", 0, first=2)) == b"12"
     assert store.attempt(Read("x/good", 0, first=9, at=3)) == b"45" and store.attempt(Read("x/good", 0, 9, at=9)) == b""
     assert store.attempt(Read("x/none", 9)) is None and store.attempt(List("y/")) == {}
+
+
+def test_a_file_that_may_not_be_deleted_stays_and_nobody_tries_again(tmp_path, monkeypatch):
+    (tmp_path / "x").write_bytes(b"1")
+
+    def refuse(*_, **__):  # in a directory of another user; some systems say so of directories too
+        raise PermissionError
+
+    monkeypatch.setattr(folders.Path, "unlink", refuse)
+    assert open_store(str(tmp_path)).attempt(Delete("x")) is None
+
+
+def test_a_directory_of_another_user_is_listed_without_what_lies_in_it(tmp_path, monkeypatch):
+    store, scandir = open_store(str(tmp_path)), os.scandir
+    for name in ("x/closed/in", "x/open/in", "x/z"):
+        store.attempt(Create(name, b"1"))
+
+    def refuse(path):  # as mode 000 does, for everybody but root
+        if str(path).endswith("closed"):
+            raise PermissionError
+        return scandir(path)
+
+    monkeypatch.setattr(folders.os, "scandir", refuse)
+    assert store.attempt(List("x/")) == {"x/closed": 0, "x/open": 0, "x/open/in": 1, "x/z": 1}
+    with pytest.raises(Refused):  # nobody can take part without what was asked for
+        store.attempt(List("x/closed/"))
 
 
 def test_a_file_of_another_user_is_forbidden(tmp_path, monkeypatch):
@@ -237,7 +276,31 @@ def test_one_refused_object_is_left_alone_while_the_store_does_the_rest(no_pause
     before = backend.now
     assert store.perform(Read("x", 9, patient=True)) == Forbidden()
     assert backend.now - before > store_module.REFUSED  # a final answer is asked for longer
+    before = backend.now
+    assert store.perform(Size("x")) == 0 and store.perform(Delete("x")) is None
+    assert backend.now - before < 2 * 2 * store_module.REFUSALS + 1
     assert told == []  # and nobody says that the store does not answer
+
+
+def test_a_folder_that_is_never_listed_is_said_once_while_the_store_does_the_rest(no_pauses):
+    told, answers, tries = [], {}, []
+
+    class Unlisted(Refusing):
+        def attempt(self, operation):
+            self.now += 1.0
+            if not isinstance(operation, List):
+                return b"there"
+            tries.append(operation)
+            if len(tries) % 50:
+                store.perform(Read("y", 9))
+                raise Failure("it cannot be listed")
+            return answers
+
+    backend = Unlisted()
+    store = store_of(backend, told)
+    store.perform(Read("y", 9))
+    assert store.perform(List("rounds/")) is answers and told == ["store does not list"]
+    assert store.perform(List("rounds/")) is answers and told == ["store does not list"] * 2
 
 
 def test_a_member_outlives_a_moment_of_refusals(tmp_path):

@@ -1,22 +1,38 @@
 """Who takes part: what a member says about itself, whom a round waits for, and how long a member waits."""
 
+from collections import Counter
 from dataclasses import asdict
 
 import pytest
 
-from diloco.bucket.members import SAMPLE, STEPS, STUCK, Member, Members, Roll, read_member, read_members, register
+from diloco.bucket.members import (
+    SAMPLE,
+    SELDOM,
+    STEPS,
+    STUCK,
+    Member,
+    Members,
+    Roll,
+    read_member,
+    read_members,
+    register,
+)
 from diloco.bucket.store.envelope import Envelope, Invalid
 from diloco.bucket.store.operations import Read
 from diloco.bucket.timing import MemberOptions, Timing
 from diloco.errors import DiLoCoError
-from tests.support.players import World, complete
+from tests.support.players import Player, World, complete
+
+
+def fields_of(member):
+    fields = asdict(member)
+    fields["told"] = fields.pop("published")
+    return fields
 
 
 def read(**changes):
     """The entry of member x with some fields as another writer might put them."""
-    fields = asdict(Member("x", 0))
-    fields["told"] = fields.pop("published")
-    sealed = Envelope("r").seal("members/x/000000", "member", {"member": fields | changes})
+    sealed = Envelope("r").seal("members/x/000000", "member", {"member": fields_of(Member("x", 0)) | changes})
     return read_member(Envelope("r").open(sealed.name, "member", sealed.body, 0))
 
 
@@ -118,6 +134,37 @@ def test_of_many_members_some_are_read_at_a_time_and_each_in_its_turn():
     assert len(complete(world, read_members(Envelope("r"), lambda *_: None))) == 2 * SAMPLE + 5
 
 
+def test_the_dead_are_read_seldom_and_delay_no_look_at_the_living():
+    """Members that were killed and never came back, as spot machines with names of their own do."""
+    world, roll = World(), Roll()
+    for k in range(10 * SAMPLE):
+        entry(world, f"m{k:03d}")
+    spreads, looks = [], []
+    for beat in range(200):
+        for name in ("a", "b"):
+            entry(world, name, counter=beat)
+        looks.append(look(world, roll))
+        spreads.append(roll.spread)
+    assert spreads[0] == 11 and set(spreads[100:]) == {1}
+    assert all({"a", "b"} <= set(names) and len(names) <= 2 + SELDOM for names, _ in looks[100:])
+    assert len({name for names, _ in looks[150:] for name in names}) == 10 * SAMPLE + 2  # one may only have slept
+    entry(world, "m000", counter=1)
+    heard = complete(world, roll.read(Envelope("r"), lambda *_: None, {"m000"}))
+    assert "m000" in [member.name for member in heard] and "m000" in look(world, roll)[0]
+
+
+def test_who_delivers_is_looked_for():
+    a = Player(World(1), "a")
+    a.turn()
+    session, told = a.reduce.session, []
+    read = session._roll.read
+    session._roll.read = lambda envelope, reject, heard: (told.append(set(heard)), read(envelope, reject, heard))[1]
+    session.members.delivered("b")
+    for _ in range(2):
+        a.finish_tick(0)
+    assert told == [{"b"}, set()]
+
+
 def test_who_was_not_looked_for_yet_is_not_away():
     members = Members("a", ttl=10.0)
     members.saw([Member("b", 0, 1, joining=False)], 0.0)
@@ -160,6 +207,33 @@ def test_garbage_in_a_later_life_hides_nobody_and_takes_no_number():
     assert mine.incarnation == 4 and "members/b/000002" not in world.objects and "members/b/000003" in world.objects
 
 
+@pytest.mark.parametrize("first", [4, 900_000], ids=["at once", "much later"])
+def test_forty_garbage_lives_hide_nobody_and_its_next_life_comes_behind_its_last(first):
+    """More than are read at a time. Once the true one is found it is read at every look, also while garbage is tried
+    again."""
+    world, roll, looks = World(), Roll(), []
+    garbage = {f"members/b/{first + k:06d}" for k in range(40)}
+    world.objects |= dict.fromkeys(garbage, b"garbage")
+    for beat in range(400):
+        entry(world, "b", 3, counter=beat)
+        looks.append(look(world, roll))
+    assert all(names == ["b"] for names, _ in looks[40:])
+    tries = Counter(path for _, reads in looks for path in reads if path in garbage)
+    assert set(tries) == garbage and 3 < max(tries.values()) < 8
+    assert [m.incarnation for m in complete(world, read_members(Envelope("r"), lambda *_: None))] == [3]
+    assert complete(world, register(Envelope("r"), "b", 1.0)).incarnation == (44 if first == 4 else 4)
+
+
+def test_an_entry_that_its_owner_has_written_over_is_found_again():
+    world, roll = World(), Roll()
+    entry(world, "b", 3)
+    world.objects["members/b/000004"] = b"half an entry"
+    assert [look(world, roll)[0] for _ in range(2)] == [[], ["b"]]
+    entry(world, "b", 4)
+    found = [complete(world, roll.read(Envelope("r"), lambda *_: None)) for _ in range(SAMPLE + 2)]
+    assert max(member.incarnation for member in found[-1]) == 4
+
+
 def test_a_store_that_does_not_give_back_what_was_put_is_refused_with_a_sentence():
     world = World()
     attempt = world.attempt
@@ -177,6 +251,44 @@ def test_who_makes_no_steps_is_not_awaited_although_it_lives():
         assert awaited == ({"b"} if now > STUCK else {"b", "c"})
     assert members.stuck(float(now)) == {"c"}
     assert members.stuck(float(now) + 11) == set()  # nobody shows signs of life
+
+
+def put_entry(world, member, **more):
+    sealed = Envelope(world.run).seal(member.object_name, "member", {"member": fields_of(member)} | more)
+    world.objects[sealed.name] = sealed.body
+
+
+def test_who_makes_no_steps_is_named_once():
+    world = World(1)
+    a = Player(world, "a")
+    a.turn()
+    for beat in range(int(STUCK / 5) + 20):
+        put_entry(world, Member("b", 0, beat, joining=False, published={STEPS: 7.0}))
+        a.finish_tick(0)
+        world.now += 5.0
+    stuck = [event for event in a.reduce.events() if event["event"] == "stuck"]
+    assert stuck == [{"event": "stuck", "member": "b"}]
+
+
+@pytest.mark.parametrize(("more", "read"), [(1 << 10, True), (16 << 10, False)])
+def test_a_long_entry_is_not_read(more, read):
+    """Of a thousand of them, memory would be full."""
+    world = World(1)
+    a = Player(world, "a")
+    a.turn()
+    put_entry(world, Member("b", 0, joining=False), more="m" * more)
+    a.finish_tick(0)
+    said = {event["event"]: event for event in a.reduce.events()}
+    assert ("b" in a.reduce.session.members.alive(world.now)) == read
+    assert read or "bytes are more than it may have" in said["invalid"]["reason"]
+
+
+def test_names_and_reasons_are_kept_short():
+    a = Player(World(1), "a")
+    a.turn()
+    a.reduce.session.reject("n" * 5000, Invalid("r" * 60_000))
+    event = a.reduce.events()[-1]
+    assert (len(event["object"]), len(event["reason"])) == (300, 300)
 
 
 def test_a_leave_is_told_once_and_a_snapshot_of_the_future_keeps_nobody_from_others():

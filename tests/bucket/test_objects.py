@@ -164,13 +164,14 @@ def test_a_member_with_other_settings_is_told_which():
 
 RECORD = {"fragment": 0, "index": 1, "previous": "p", "usual": 2.0, "fingerprint": 7, "by": "a", "keys": "",
           "heads": ""}  # fmt: skip
+FOLLOWS = Link("p", 2.0)
 GOOD = [["a", "0" * 64, 100.0, 3.0, 0.1], ["b", "1" * 64, 300.0, 3.0, 0.3]]
 
 
-def record(entries=GOOD, **changes):
+def record(entries=GOOD, follows=FOLLOWS, **changes):
     payload = entries if isinstance(entries, bytes) else json.dumps(entries).encode()
     sealed = Envelope("r").seal(record_name(0, 1, 0), "record", RECORD | changes, payload)
-    return read_record(Envelope("r").open(sealed.name, "record", sealed.body, None), 0, 1, Link("p", 2.0))
+    return read_record(Envelope("r").open(sealed.name, "record", sealed.body, None), 0, 1, follows)
 
 
 def test_a_good_record_is_read_as_it_was_written():
@@ -216,6 +217,14 @@ def test_a_good_record_is_read_as_it_was_written():
 def test_a_bad_record_is_not_a_record(changes):
     with pytest.raises(Invalid):
         record(**changes)
+
+
+@pytest.mark.parametrize("keys", ["garbage", "00000001", f"00000001.{'g' * 64}"])
+def test_a_record_that_a_snapshot_names_names_a_list_of_members_or_none(keys):
+    """What it follows is not known then, so nothing else would find it out."""
+    assert record(follows=None).entries and record(follows=None, keys=f"00000001.{'0' * 64}").entries
+    with pytest.raises(Invalid, match="list of members"):
+        record(follows=None, keys=keys)
 
 
 def test_a_large_payload_lies_in_parts_which_are_put_first_and_each_is_checked():

@@ -1,13 +1,14 @@
 """What a member asks of the store: how often it lists, how much it reads at once, and how long its end may take."""
 
 import os
+import threading
 from collections import Counter
 
 import pytest
 
 from diloco.bucket import averaging, deltas, round_store
 from diloco.bucket.bucket import PATIENCE
-from diloco.bucket.rounds import delta_name, folder, record_name, round_prefix
+from diloco.bucket.rounds import PIECES, delta_name, folder, record_name, round_prefix
 from diloco.bucket.store.folder import Folder
 from diloco.bucket.store.operations import All, List, Read
 from diloco.reduce import Dropped
@@ -96,6 +97,20 @@ def test_the_end_waits_once_for_all_fragments():
     assert PATIENCE < world.now - began < PATIENCE + 2 * a.reduce._options.ttl
 
 
+def test_threads_that_do_not_end_are_waited_for_together():
+    """There is one for each fragment, and all wait for the same store."""
+    world = World(1)
+    a = Player(world, "a")
+
+    class Hangs:
+        def join(self, timeout):
+            world.now += timeout
+
+    a.reduce._threads = [Hangs() for _ in range(24)]
+    a.reduce._end_threads()
+    assert world.now == 5.0 and a.reduce._threads == []
+
+
 class PerMember(World):
     """Counts what is asked in rounds, whoever asks."""
 
@@ -134,6 +149,25 @@ def test_in_a_crowd_requests_of_a_member_do_not_grow_with_the_members(monkeypatc
         assert asked[16][kind] < 1.5 * asked[4][kind] + 1, asked
 
 
+def test_a_piece_is_not_given_up_after_a_few_refusals(monkeypatch):
+    """Who averages decides for all: a piece that it may not read for a moment would count as zeros for ever."""
+    monkeypatch.setattr(deltas, "LEAST", 4)
+    monkeypatch.setattr(deltas, "UNIT", 2)
+    world, pieces = World(1, values=6), []
+    attempt = world.attempt
+    world.attempt = lambda o: (pieces.append(o) if getattr(o, "name", "").startswith(PIECES) else None, attempt(o))[1]
+    players = [Player(world, name, rate=1.0) for name in "abc"]
+    for player in (*players, *players):
+        player.turn()
+    for _ in range(12):
+        for player in players:
+            player.step()
+            player.turn()
+        world.now += 0.4
+    asked = [o for o in pieces if isinstance(o, Read) and o.first is not None]  # a whole delta is read without it
+    assert asked and all(o.patient for o in asked)
+
+
 def test_a_member_looks_seldom_while_a_round_can_only_be_called_and_often_while_its_own_delta_is_under_way():
     world = World(1)
     a = Player(world, "a", settings=SETTINGS | {"sync_every": 40})
@@ -151,6 +185,15 @@ def test_a_member_looks_seldom_while_a_round_can_only_be_called_and_often_while_
     assert a.reduce.session.timing.published == {}  # nothing was sent yet
     a.turn()
     assert timing.published["poll_seconds"] == timing.idle  # the others wait so long for an answer to a call
+
+
+def test_asking_in_vain_at_every_step_wakes_nobody():
+    """Who is woken lists at once: that would be a listing for each step and fragment."""
+    a = Player(World(1), "a")
+    a.turn()
+    a.reduce._wakes = [threading.Event() for _ in range(2)]
+    assert [a.reduce.take(0, 1) for _ in range(10)] == [None] * 10
+    assert not any(wake.is_set() for wake in a.reduce._wakes)
 
 
 def test_a_listing_of_a_late_round_looks_into_two_small_folders(tmp_path, monkeypatch):

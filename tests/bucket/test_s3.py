@@ -5,6 +5,7 @@ import socket
 import subprocess
 import sys
 import threading
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from diloco import ConfigError, DiLoCoError
 from diloco.bucket import find_run
 from diloco.bucket.protocol import AHEAD
-from diloco.bucket.store.backend import open_store, probe
+from diloco.bucket.store.backend import Failure, Refused, open_store, probe
 from diloco.bucket.store.operations import Create, List, Read, Write
 from tests.support.members import PATIENT, Member, agree, until
 from tests.support.s3 import ENVIRONMENT, Proxy, Server, free_port
@@ -73,6 +74,42 @@ def test_two_members_train_to_the_same_bits(proxy):
 def test_a_bucket_that_is_not_there_is_said_at_once(proxy):
     with pytest.raises(ConfigError, match="no such bucket"):
         probe(open_store("s3://missing/x"))
+
+
+@pytest.mark.parametrize("operation", [Read("x", 9), Read("x", 0, first=9), List("x/")], ids=repr)
+def test_a_bucket_that_is_gone_for_a_while_is_not_an_empty_one(proxy, operation):
+    """Who read nothing there would believe that records are gone."""
+    with pytest.raises(Refused):
+        open_store("s3://missing/x").attempt(operation)
+
+
+def plant(server, key):
+    """As anyone can who may write."""
+    place = f"http://127.0.0.1:{server.port}/bucket/{key}"
+    urllib.request.urlopen(urllib.request.Request(place, b"x", method="PUT"))
+
+
+def test_a_key_that_is_no_name_hides_no_other(server, proxy):
+    store = open_store("s3://bucket/listed")
+    good = ("members/a/000001", "members/b/000000", "rounds/00000/001/0000/closed.0", "rounds/00000/002/0000/closed.0")
+    for name in good:
+        store.attempt(Create(name, b"1"))
+    for key in ("members/a//x", "rounds/00000/001/0000//", "keys//x"):
+        plant(server, f"listed/{key}")
+    assert store.attempt(List("members/")) == dict.fromkeys(good[:2], 1)
+    assert store.attempt(List("members/a/")) == {good[0]: 1}
+    assert store.attempt(List("rounds/", after="rounds/00000/002/")) == {good[3]: 1}
+    assert store.attempt(List("rounds/", after=good[2])) == {good[3]: 1}
+    assert store.attempt(List("rounds/")) == dict.fromkeys(good[2:], 1)
+    assert store.attempt(List("keys/")) == {}
+
+
+def test_two_keys_that_are_no_names_one_above_the_other_are_waited_out(server, proxy):
+    store = open_store("s3://bucket/unlisted")
+    for key in ("members//x", "members/a//x"):
+        plant(server, f"unlisted/{key}")
+    with pytest.raises(Failure):
+        store.attempt(List("members/"))
 
 
 def listens(port):

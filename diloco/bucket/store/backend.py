@@ -143,7 +143,7 @@ class Obstore:
         try:
             return self._attempt(operation)
         except FileNotFoundError as error:
-            if isinstance(operation, (Create, Write)):
+            if isinstance(operation, (Create, Write)) or "NoSuchBucket" in str(error):
                 raise Refused(f"{self._url}: there is no such bucket ({_first_line(error)})") from None
             return {} if isinstance(operation, List) else None
         except (exceptions.AlreadyExistsError, exceptions.PreconditionError):
@@ -151,6 +151,8 @@ class Obstore:
         except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError, PermissionError) as error:
             raise self._refused(error) from None
         except (exceptions.NotSupportedError, exceptions.InvalidPathError, NotImplementedError) as error:
+            if isinstance(operation, List):  # because of a key that somebody has put, and may delete
+                raise Failure(_first_line(error)) from None
             raise ConfigError(f"{self._url}: {_first_line(error)}") from None
         except (exceptions.BaseError, OSError) as error:
             if METADATA in str(error):
@@ -186,11 +188,36 @@ class Obstore:
             case Size(name):
                 return obstore.head(self._store, name)["size"]
             case List(prefix, after):
-                found = obstore.list(self._store, prefix, offset=after or None, chunk_size=1000)
-                return {m["path"]: m["size"] for part in found for m in part}
+                return self._list(prefix, after)
             case Delete(name):
                 return obstore.delete(self._store, name)
         raise TypeError(f"{operation} is not a store operation")
+
+    def _list(self, folder: str, after: str) -> dict[str, int]:
+        """obstore has no name for a key with an empty segment, as `a//b`, and fails for all that is listed with it. So
+        then look folder by folder; and in the folder that has such a key, behind it: what members put there begins with
+        a letter or a digit."""
+        import obstore
+        from obstore import exceptions
+
+        try:
+            return self._list_all(folder, after)
+        except exceptions.InvalidPathError:
+            pass
+        try:
+            found = obstore.list_with_delimiter(self._store, folder)
+        except exceptions.InvalidPathError:
+            return self._list_all(folder, max(after, f"{folder}0"))
+        names = {m["path"]: m["size"] for m in found["objects"] if m["path"] > after}
+        for below in (f"{each.rstrip('/')}/" for each in found["common_prefixes"]):
+            names |= self._list(below, after) if below > after or after.startswith(below) else {}
+        return names
+
+    def _list_all(self, folder: str, after: str) -> dict[str, int]:
+        import obstore
+
+        found = obstore.list(self._store, folder, offset=after or None, chunk_size=1000)
+        return {m["path"]: m["size"] for part in found for m in part}
 
     def _range(self, name: str, at: int, length: int) -> bytes:
         """What there is of a range: a store refuses one that begins behind the end, as often as it is asked."""

@@ -40,7 +40,8 @@ class Folder:
                 self.root.lstat()  # a folder that is gone for a while is not an empty one
                 return dict(_below(self.root / prefix, prefix, after))
             case Delete(name):
-                (self.root / name).unlink(missing_ok=True)
+                with suppress(IsADirectoryError, PermissionError):  # it is not ours, and would not be later either
+                    (self.root / name).unlink(missing_ok=True)
             case _:
                 raise TypeError(f"{operation} is not a store operation")
         return None
@@ -119,4 +120,5 @@ def _below(folder: Path, prefix: str, after: str) -> Iterator[tuple[str, int]]:
         if name > after:
             yield name, size
         if entry.is_dir(follow_symlinks=False):
-            yield from _below(folder / entry.name, f"{name}/", after)
+            with suppress(PermissionError):  # of another user: what lies in it concerns nobody
+                yield from _below(folder / entry.name, f"{name}/", after)

@@ -68,7 +68,7 @@ class Read:
 
 @dataclass(frozen=True)
 class Size:
-    """→ bytes of the object, or None."""
+    """→ bytes of the object, or None. 0, if the store refuses to say."""
 
     name: str
 

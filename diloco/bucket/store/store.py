@@ -10,7 +10,21 @@ from typing import Any, TypeVar
 
 from diloco.bucket.store.backend import TIMEOUT, Backend, Failure, Refused
 from diloco.bucket.store.limit import TransferLimit, large
-from diloco.bucket.store.operations import All, Create, Forbidden, Operation, Pause, Read, Task, Work, Write, advance
+from diloco.bucket.store.operations import (
+    All,
+    Create,
+    Delete,
+    Forbidden,
+    List,
+    Operation,
+    Pause,
+    Read,
+    Size,
+    Task,
+    Work,
+    Write,
+    advance,
+)
 from diloco.errors import ConfigError
 
 CONNECTIONS = 16
@@ -20,9 +34,11 @@ LONGEST_PAUSE = 10.0
 REFUSED = 900.0
 """Seconds for which a store may refuse everything that it has allowed before."""
 REFUSALS = 3
-"""Refusals to read one object, while other operations succeed, after which the object is left alone."""
+"""Refusals of one object, while other operations succeed, after which the object is left alone."""
 SILENT = 10.0
 """Seconds without any success after which a store that fails is said not to answer: two heartbeats."""
+_GIVEN_UP: dict[type, Any] = {Read: Forbidden(), Size: 0, Delete: None}
+"""The answers where one object is refused: what there is cannot be used, as if it were empty."""
 T = TypeVar("T")
 Report = Callable[..., None]
 log = logging.getLogger("diloco")
@@ -50,6 +66,7 @@ class Store:
         self._down = threading.Event()
         self._succeeded: float | None = None  # when an operation last did
         self._refused: float | None = None  # since when all that is asked is
+        self._unlisted: set[str] = set()  # prefixes of which it was said
         self._news = threading.Condition()  # the store answers again, or is closed
         self._transfers = TransferLimit(TIMEOUT)
 
@@ -84,13 +101,24 @@ class Store:
                     return None
                 refusals += isinstance(failure, Refused)
                 if isinstance(failure, Refused) and self._forbidden(operation, failure, refusals, began):
-                    return Forbidden()
+                    return _GIVEN_UP[type(operation)]
+                self._say_unlisted(operation, failure, began)
                 self._wait_to_repeat(failure, pause)
                 pause = min(2 * pause, LONGEST_PAUSE)
                 continue
             self._note_success()
+            self._unlisted.discard(getattr(operation, "prefix", ""))
             self._count(operation, answer)
             return answer
+
+    def _say_unlisted(self, operation: Operation, failure: Failure, began: float) -> None:
+        """Without a listing nothing goes on, so it is said, although the store does other things for us."""
+        if not isinstance(operation, List) or operation.prefix in self._unlisted or self._succeeded is None:
+            return
+        if self._succeeded > began and self._clock() - began > SILENT:
+            self._unlisted.add(operation.prefix)
+            log.warning("the store does not list %s (%s); trying again", operation.prefix, failure)
+            self._report("store does not list", object=operation.prefix, reason=str(failure))
 
     def _note_success(self) -> None:
         self._succeeded, self._refused = self._clock(), None
@@ -108,7 +136,7 @@ class Store:
         if self._succeeded is None or now - self._refused > REFUSED:
             raise ConfigError(str(refused))
         lasts = now - began > REFUSED if isinstance(operation, Read) and operation.patient else times >= REFUSALS
-        return isinstance(operation, Read) and lasts and self._succeeded > began
+        return type(operation) in _GIVEN_UP and lasts and self._succeeded > began
 
     def close(self) -> None:
         self.closing.set()
