@@ -2,15 +2,17 @@
 
 from dataclasses import dataclass, fields
 
-from diloco.runs.schema import Evaluation, Event, Record, Round, Step
+from diloco.runs.schema import Evaluation, Event, Record, Round, Step, keys
 
 POINTS = 2000
 """Steps that are kept of a replica if they are thinned, at most: as many points as a screen can show."""
 ROUNDS = 6000
 """Rounds that are kept of a replica if they are thinned, at most."""
 _FIELDS = tuple(field.name for field in fields(Step))
-_MEANS, _SUMS = {"loss", "lr", "grad_norm", "tokens_per_second"}, {"step_seconds"}
-"""Fields of which several steps in one entry have the mean, or the sum; of the others they have the last."""
+_SUMS = {"step_seconds"}
+_MEANS = {name for name, key in keys(Step) if key.startswith("train/")} - _SUMS
+"""Fields of which several steps in one entry have the sum, and the mean; of the others, which count since the start of
+the run, they have the last."""
 
 
 @dataclass(frozen=True)

@@ -156,14 +156,14 @@ def parse_object(text: bytes) -> dict[str, Any]:
 
 def to_summary(summary: Summary) -> dict[str, Any]:
     """The JSON object that summary.json holds. What is not known has no key."""
-    found = {key: getattr(summary, name) for name, key in _keys(Summary)}
+    found = {key: getattr(summary, name) for name, key in keys(Summary)}
     return {key: value for key, value in found.items() if value is not None}
 
 
 def from_summary(text: bytes) -> Summary | None:
     """The summary that a file holds; None if it is cut off, or not there. A value of another type counts as missing."""
     line = parse_object(text)
-    given: dict[str, Any] = {name: line.get(key) for name, key in _keys(Summary)}
+    given: dict[str, Any] = {name: line.get(key) for name, key in keys(Summary)}
     known = {name: value for name, value in given.items() if isinstance(value, _KINDS.get(name, int | float))}
     return Summary(**known) if line else None
 
@@ -202,10 +202,10 @@ _READERS: dict[Any, Any] = {float: _float, int | None: _optional_int}
 def _field_table(kind: type) -> list[tuple[str, str, Callable[[Any], Any]]]:
     """(name, key on disk, conversion) of every field that has a key."""
     types = get_type_hints(kind)
-    return [(name, key, _READERS.get(types[name], types[name])) for name, key in _keys(kind) if name != "details"]
+    return [(name, key, _READERS.get(types[name], types[name])) for name, key in keys(kind) if name != "details"]
 
 
-def _keys(kind: type) -> list[tuple[str, str]]:
+def keys(kind: type) -> list[tuple[str, str]]:
     """(name, key on disk) of every field."""
     types = get_type_hints(kind, include_extras=True)
     return [(f.name, getattr(types[f.name], "__metadata__", (f.name,))[0]) for f in fields(kind)]
