@@ -21,6 +21,8 @@ from tests.support.members import PATIENT, Member, agree, until
 from tests.support.models import anchors, flat
 from tests.support.players import Paced, World, live
 
+pytestmark = pytest.mark.slow  # members train for many rounds
+
 
 def rounds_of(member):
     """(fragment, index, who was in it, whether the own delta counted) of each round that it took."""
@@ -48,7 +50,6 @@ def test_strict_pace_has_all_members_in_every_round(tmp_path):
     assert len(rounds) >= 12 and all(round.members == 2 and round.counted for round in rounds)
 
 
-@pytest.mark.slow
 def test_a_slow_member_is_in_some_rounds_carries_the_rest_and_costs_the_others_nothing():
     """A step of the slow one is longer than the grace. Beside it the others make as many steps and rounds as without
     it."""

@@ -50,6 +50,7 @@ def plant(root, index):
     (root / "members" / "z" / "000000").mkdir(parents=True)
 
 
+@pytest.mark.slow
 def test_what_is_not_a_file_in_a_folder_stops_nobody(tmp_path):
     plant(tmp_path, 2)
     a = Member(tmp_path, "a")

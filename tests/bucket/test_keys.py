@@ -161,6 +161,7 @@ def test_a_member_is_struck_off_while_the_run_goes_on_and_what_it_gave_before_st
     assert members_of(late)[-1] == {"a", "b", "d"} and late.held == a.held
 
 
+@pytest.mark.slow
 def test_records_of_a_member_that_was_struck_off_are_followed_by_who_never_saw_the_list_it_was_in():
     """A member that sleeps through the change that added b, and that which struck it off."""
     world, (a, c) = begun(c=THIRD)

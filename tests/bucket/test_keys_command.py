@@ -52,6 +52,7 @@ def test_a_key_is_made_listed_and_struck_off_while_the_run_goes_on(tmp_path):
     assert code == 0 and "founder" in out and "cannot be used" in out  # the entry of the one that was struck off
 
 
+@pytest.mark.slow
 def test_wrong_words_are_answered_with_what_is_wanted(tmp_path):
     assert "3 are wanted" in keys(tmp_path, "add", "bucket", "lab")[2]
     (tmp_path / "bucket").mkdir()

@@ -70,6 +70,7 @@ def test_in_strict_pace_one_that_joins_off_phase_is_in_all_rounds_from_then_on(l
     assert len(b.rounds) >= 12 and all(round.members == 2 and round.counted for round in b.rounds[-9:])
 
 
+@pytest.mark.slow
 def test_in_strict_pace_members_in_phase_keep_to_the_schedule(tmp_path):
     """However unequal their speed: a call is answered only where they would wait for each other forever."""
     gate = threading.Barrier(2)

@@ -13,6 +13,8 @@ from diloco import Balanced, DiLoCo, Float32, Nesterov
 from diloco.outer import Outer
 from diloco.reduce import local
 
+pytestmark = pytest.mark.slow  # replicas train for many rounds
+
 STEPS, SYNC_EVERY, WARMUP, BATCH, LR, NOISE = 200, 20, 20, 8, 0.01, 0.5
 DECAYS: dict[str, Callable[[int], float]] = {
     "constant": lambda step: 1.0,

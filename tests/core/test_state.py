@@ -120,6 +120,7 @@ def _behind(replica, saves, reduce, last):
     return before, after, history, flat(model), counted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("last", [13, 21])  # fragment 0, sent after 8 and 16, is applied 5 steps later
 def test_8_a_replica_that_comes_back_a_round_behind_gets_it_from_one_that_is_ahead(last):
     saves = [r[2] for r in local.run(2, lambda reduce: _uninterrupted(reduce.replica, 24, reduce))]

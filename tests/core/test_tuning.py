@@ -19,6 +19,8 @@ from tests.support.fake_reduce import Script
 from tests.support.models import Tiny, adamw, anchors, flat, steps
 from tests.support.processes import run
 
+pytestmark = pytest.mark.slow  # replicas train for many rounds
+
 HELD = Terms(30, "e3m0")
 TERMS = st.builds(Terms, st.integers(1, 300), st.sampled_from(list(FORMATS)))
 
@@ -118,7 +120,6 @@ def _check_change(results):
     assert sends[2] == [10, 16, 24, 34]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("replicas", [2, 4])
 def test_replicas_with_different_overlaps_change_at_the_same_step_and_stay_equal(replicas):
     _check_change(local.run(replicas, lambda r: _changing(r.replica, 39, r, overlap=(1, 5, 3, 0)[r.replica])))

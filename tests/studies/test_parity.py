@@ -74,6 +74,7 @@ def test_a_bar_needs_the_whole_interval(mean: float, half_width: float, verdict:
     assert claims.Bar("", Spread(mean, half_width, 5), -0.5, 0.5).verdict == verdict
 
 
+@pytest.mark.slow
 def test_rows_that_are_alike_share_their_noise_and_others_have_their_own():
     rows = (*ROWS[:5], NAMED["M = 4"])
     results = run_all(rows, noise=0.01)

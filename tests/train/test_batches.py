@@ -39,6 +39,7 @@ def _batches(tokens, replica=0, replicas=1, sequences=1, context=4, seed=0):
     return Batches(tokens, replica=replica, replicas=replicas, sequences=sequences, context=context, seed=seed)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(windows=st.integers(1, 200), context=st.integers(1, 9), replicas=st.integers(1, 5), sequences=st.integers(1, 7))
 def test_each_epoch_visits_each_window_once_and_replicas_share_none(windows, context, replicas, sequences):
