@@ -42,7 +42,6 @@ ADAMW, MUON, DEFAULTS = "data-parallel, AdamW", "data-parallel, Muon", "streamin
 E3M0, TWO_BITS, RARELY, TOPK = (f"streaming, Muon, {how}" for how in (
     "E3M0 with feedback 0.9", "2 bits with feedback 0.9", "2 bits with feedback 0.9, sync_every 270",
     "top-k with feedback 0.95, outer SGD"))  # fmt: skip
-"""With sync_every 270, 2 bits send as much in a step as top-k does with 30."""
 LARGEST = "1.3M parameters"
 AVERAGED = f"data-parallel, Muon, mean of the last {TAIL} steps' weights"
 
@@ -98,6 +97,15 @@ ROWS: dict[str, Cell] = {
 }
 """The most important first."""
 HEADLINES = (DEFAULTS, ADAMW, MUON)
+EXPLAINED = {
+    "sync_every 270": "With sync_every 270, 2 bits send as much in a step as top-k does with 30.",
+    ", outer 1": "At M = 4 and 8 the learning rate of a fixed outer rule is 0.5·√M.",
+    "batch ×": "With a larger batch there are as many times fewer steps, so tokens are equal, the learning rate is √2 "
+    "and 2 times as high, and rows are compared at the same batch.",
+    LARGEST: "Rows of 1.3M parameters have width 128, twice the batch and 6400 steps, 20 bytes for each parameter; "
+    "their learning rate was not tuned.",
+}
+"""What has to be said of rows with this in their name."""
 
 GROWING = replace(_streaming, width=NARROWER, evaluated=EVALUATED)
 """With AdamW inside, at the width of the first part's rows."""
@@ -203,11 +211,9 @@ def settings(results: Results) -> str:
     missing = sum(not runs(name, results) for name in ROWS)
     return f"""
 Width 64, M = 2, sync_every 30, 3000 steps, the model, data and schedule of the second part. An outer rule 0.7/0.5 is
-Nesterov with learning rate 0.7 and momentum 0.5; at M = 4 and 8 its learning rate is 0.5·√M. The inner learning rate
-is {LR:g} for all, the best of AdamW's grid; for Muon, whose updates have the size of AdamW's, √2 times as much was
-tried and was no better. With a larger batch there are as many times fewer steps, so tokens are equal, the learning
-rate is √2 and 2 times as high, and rows are compared at the same batch. Rows of 1.3M parameters have width 128, twice
-the batch and 6400 steps, 20 bytes for each parameter; their learning rate was not tuned.
+Nesterov with learning rate 0.7 and momentum 0.5. The inner learning rate is {LR:g} for all, the best of AdamW's grid;
+for Muon, whose updates have the size of AdamW's, √2 times as much was tried and was no better.
+{" ".join(told for row, told in EXPLAINED.items() if any(row in name and runs(name, results) for name in ROWS))}
 
 Losses are in nats a byte on all of the held-out text (0.6 MB). Differences are paired by seed. Data-parallel and the
 rows with two replicas share one estimate of noise ({noise(results).deviation:.2f} % for a difference at one seed,
