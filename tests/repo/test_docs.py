@@ -12,7 +12,8 @@ import torch
 
 import diloco
 from tests.repo.test_readme import BLOCKS, COMMANDS, FEWER, Summed, snippet, weights
-from tests.support import commands
+from tests.support import clean, commands
+from tests.support.clean import FENCE
 from tests.support.commands import ended, start_ranks
 from tests.support.processes import run
 
@@ -24,7 +25,6 @@ ELSEWHERE = {"bucket": "bucket/test_page.py", "clusters": "repo/test_clusters.py
              "frameworks": "support/frameworks.py", "planner": "plan/test_fleet.py"}  # fmt: skip
 """Pages whose blocks are run by other tests."""
 TEXTS = {page: (ROOT / f"docs/{page}.md").read_text() for page in PAGES}
-FENCE = re.compile(r"(?:^<!-- (needs [^>]+) -->\n)?^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 FOUND = [(page, *block) for page, text in TEXTS.items() for block in FENCE.findall(text)]
 RUN_HERE = list(dict.fromkeys(
     line.removeprefix("$ ")
@@ -99,6 +99,15 @@ def test_the_script_of_the_tutorial_goes_on_and_makes_the_rounds_that_are_shown(
         assert len(losses) == 2 and losses[0] == losses[1]
         assert text in said and text in TEXTS["tutorial"]
         assert ("goes on after step 200" in said) is (steps == "300")
+
+
+def test_the_path_of_a_stranger_is_all_that_the_tutorial_shows_for_one_machine():
+    """`.ci/wheel` runs it from a wheel, in an environment that has only what the wheel requires."""
+    shown, script = clean.path(TEXTS["tutorial"])
+    verbs = [" ".join(command.split()[:2]) for command in shown]
+    assert verbs == ["diloco recipes", "torchrun --nproc_per_node", *(f"diloco {verb}" for verb in (
+        "train", "report", "ls", "sample", "export")), *["torchrun --nproc_per_node"] * 2]  # fmt: skip
+    assert script == SCRIPT
 
 
 def test_every_command_is_run():
