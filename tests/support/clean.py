@@ -2,8 +2,9 @@
 
     python -m tests.support.clean make WHEEL FOLDER     the environment
     python -m tests.support.clean walk FOLDER           the commands of docs/tutorial.md, sections 1 to 3
+    python -m tests.support.clean build SOURCES FOLDER  the README's `pip install .`, in the folder of the sources
 
-`.ci/wheel` does both. What the wheel requires is linked, file by file, from the environment of this interpreter: nothing
+`.ci/wheel` does all. What the wheel requires is linked, file by file, from the environment of this interpreter: nothing
 is downloaded, and what the wheel does not declare cannot be imported.
 """
 
@@ -12,7 +13,9 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import time
+import tomllib
 import venv
 import zipfile
 from collections.abc import Iterable
@@ -62,13 +65,19 @@ def link(distribution: metadata.Distribution, environment: Path) -> None:
         command.chmod(0o755)
 
 
-def make(wheel: Path, environment: Path) -> None:
-    """pip installs the wheel, and finds that all it requires is there."""
+def prepare(environment: Path, requirements: Iterable[Requirement]) -> set[str]:
+    """An environment with what is required; returns the names of what it has."""
     venv.create(environment, clear=True, symlinks=True)
-    (folder,) = (each for each in zipfile.Path(wheel).iterdir() if each.name.endswith(".dist-info"))
-    needed = closure(required(metadata.PathDistribution(folder)))  # pyright: ignore[reportArgumentType]
+    needed = closure(requirements)
     for each in needed.values():
         link(each, environment)
+    return set(needed)
+
+
+def make(wheel: Path, environment: Path) -> None:
+    """pip installs the wheel, and finds that all it requires is there."""
+    (folder,) = (each for each in zipfile.Path(wheel).iterdir() if each.name.endswith(".dist-info"))
+    needed = prepare(environment, required(metadata.PathDistribution(folder)))  # pyright: ignore[reportArgumentType]
     python = str(environment / "bin/python")
     pip = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-index", str(wheel)]
     subprocess.run(pip, check=True)
@@ -77,6 +86,25 @@ def make(wheel: Path, environment: Path) -> None:
     there = set(map(canonicalize_name, names))
     assert there == {"diloco", *needed}, f"not what the wheel requires: {sorted(there ^ {'diloco', *needed})}"
     print(f"{wheel.name} with {', '.join(sorted(needed))}")
+
+
+def build(sources: Path, environment: Path) -> None:
+    """Run the line in the unpacked sources. There is no network, so what builds them is in the environment too."""
+    (line,) = (line.removeprefix("$ ") for needs, _, text in FENCE.findall((ROOT / "README.md").read_text())
+               for line in text.splitlines() if "make wheel" in needs)  # fmt: skip
+    with tarfile.open(sources) as packed:
+        packed.extractall(environment.parent, filter="data")
+    folder = environment.parent / sources.name.removesuffix(".tar.gz")
+    tools = tomllib.loads((folder / "pyproject.toml").read_text())["build-system"]["requires"]
+    prepare(environment, [*required(metadata.PathDistribution(folder)), *map(Requirement, ["pip", *tools])])
+    offline = {"PIP_NO_INDEX": "1", "PIP_NO_BUILD_ISOLATION": "0"}  # 0 is what the flag sets
+    subprocess.run(f"{line} --quiet", shell=True, check=True, cwd=folder, env=variables(environment) | offline)
+    subprocess.run(["diloco", "--version"], check=True, cwd=environment, env=variables(environment))
+
+
+def variables(environment: Path) -> dict[str, str]:
+    """Those of a process in the environment, and nothing of this process's."""
+    return {"PATH": f"{environment}/bin:/usr/bin:/bin", "HOME": str(environment.parent), "LANG": "C.UTF-8"}
 
 
 def path(page: str) -> tuple[list[str], str]:
@@ -88,17 +116,17 @@ def path(page: str) -> tuple[list[str], str]:
 
 
 def walk(environment: Path) -> None:
-    """Run them as they are printed, in an empty folder and with nothing of this process's variables."""
+    """Run them as they are printed, in an empty folder."""
     commands, script = path((ROOT / "docs/tutorial.md").read_text())
     folder = environment.with_name("stranger")
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     (folder / "train.py").write_text(script)
-    variables = {"PATH": f"{environment}/bin:/usr/bin:/bin", "HOME": str(folder), "LANG": "C.UTF-8"}
+    here = variables(environment) | {"HOME": str(folder)}
     began = time.monotonic()
     for command in commands:
         at = time.monotonic()
-        run = subprocess.run(command, shell=True, cwd=folder, env=variables, capture_output=True, text=True)
+        run = subprocess.run(command, shell=True, cwd=folder, env=here, capture_output=True, text=True)
         if run.returncode:
             sys.exit(f"{command}\n{run.stdout}{run.stderr}ended with {run.returncode}")
         print(f"{time.monotonic() - at:6.1f} s  {command}", flush=True)
@@ -109,4 +137,4 @@ def walk(environment: Path) -> None:
 
 if __name__ == "__main__":
     verb, *paths = sys.argv[1:]
-    {"make": make, "walk": walk}[verb](*(Path(each).absolute() for each in paths))
+    {"make": make, "walk": walk, "build": build}[verb](*(Path(each).absolute() for each in paths))
