@@ -114,6 +114,22 @@ def test_every_command_is_run():
     assert all(command.startswith(("diloco ", "torchrun ")) for command in RUN_HERE)
 
 
+def test_the_targets_and_files_that_are_named_exist():
+    """On all pages, and in CONTRIBUTING.md, whose block lists targets."""
+    said = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True).stdout
+    targets = {line.split()[0] for line in said.splitlines()}
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    ((_, kind, block),) = FENCE.findall(text)
+    listed = re.findall(r"^make ([a-z-]+) +# \S", block, re.MULTILINE)
+    assert kind == "" and len(listed) == len(block.splitlines()) > 5 and set(listed) <= targets
+    pages = [text, *(path.read_text() for path in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")])]
+    named = [name for page in pages for name in re.findall(r"`make ([a-z-]+)", page)]
+    assert len(named) > 20 and set(named) <= targets
+    files = re.findall(r"`(\.ci/\w+|[\w/]+/(?:\w+\.\w+)?)`", text)
+    assert len(files) > 10 and [name for name in files if not any((ROOT / top / name).exists() for top in (
+        "", "diloco")) and name != "dist/"] == []  # fmt: skip
+
+
 def _names(model):
     return {
         "model": model, "optimizer": torch.optim.AdamW(model.parameters(), lr=1e-2), "print": lambda *_: None,
