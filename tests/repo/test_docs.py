@@ -5,6 +5,7 @@ import runpy
 import shlex
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,18 @@ def test_the_commands_of_the_trainer_run_in_their_order(folder):
         assert code == 0, (words, err)
         assert out.strip(), words
     assert all((folder / name).exists() for name in ("minimal.py", "pair.toml", "runs/tuned", "runs/own"))
+
+
+def test_a_plan_that_is_shown_is_the_one_that_is_printed(tmp_path):
+    """The excerpt, part by part. The command says how quick the machines are, so that this one does not matter."""
+    shown = [(block.removeprefix("$ "), text) for (_, _, kind, block), (_, _, then, text) in pairwise(FOUND)
+             if (kind, then) == ("console", "text") and "diloco plan " in block]  # fmt: skip
+    assert len(shown) == 2
+    for command, text in shown:
+        assert "--codec-ns" in command and "--hook-ns" in command
+        code, out, err = commands.run_here(tmp_path, *shlex.split(command)[1:])
+        assert code == 0, err
+        assert [part for part in text.split("\n\n") if _plain(part) not in _plain(out)] == [], command
 
 
 def _script(name, *words):
