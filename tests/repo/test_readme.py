@@ -151,9 +151,18 @@ def test_the_table_of_methods_has_the_figures_of_the_benchmarks():
 
 
 def test_the_table_in_the_terminal_is_the_one_that_is_printed(finished):
-    (shown,) = [block for kind, block in BLOCKS if kind == "text"]
+    shown, _ = [block for kind, block in BLOCKS if kind == "text"]
     names = [re.split(r"  +", line.strip())[0] for line in shown.splitlines()[2:]]
     assert names == [row.name for row in terminal.rows(read(finished))]
+
+
+def test_the_answer_of_the_plan_is_the_one_that_is_printed(tmp_path):
+    """The command says how quick the machines are, so that this one does not matter."""
+    _, shown = [block for kind, block in BLOCKS if kind == "text"]
+    (command,) = [command for command in COMMANDS if command.startswith("diloco plan")]
+    code, out, err = commands.run_here(tmp_path, *shlex.split(command)[1:])
+    assert code == 0, err
+    assert " ".join(out.partition("\n\n")[0].split()) == " ".join(shown.split())
 
 
 def test_a_command_is_run_here_or_says_what_it_needs():
