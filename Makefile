@@ -64,6 +64,7 @@ bench: .venv/ready  ## measured figures: benchmarks/results/*.json and the table
 	$(BIN)/python -m benchmarks.reduce
 	$(BIN)/python -m benchmarks.accelerator
 	$(BIN)/python -m benchmarks.trainer
+	$(BIN)/python -m benchmarks.start
 	$(BIN)/python -m benchmarks.table
 
 netlab: .venv/ready  ## utilisation over a slow link, all methods; as root; keeps both cores busy

@@ -174,6 +174,23 @@ def trainer(record: Record) -> str:
 loop's tokens per second (median over pairs); its logging is in the time."""
 
 
+def start(record: Record) -> str:
+    named = {
+        "python": "`python -c pass`, to compare",
+        "import": "`python -c 'import diloco'`",
+        "help": "`diloco --help`",
+        "fleet": f"`diloco {record['settings']['fleet']}`: a million chips, 30 days, ten simulations",
+    }
+    rows = [
+        (text, *(f"{record['values'][name][key]:.3f} s" for key in ("median", "least"))) for name, text in named.items()
+    ]
+    return f"""
+`python -m benchmarks.start`: fresh interpreters, from start to end, in turns: {record["values"]["import"]["times"]} of
+each kind, {record["values"]["fleet"]["times"]} for the fleet.
+
+{table(("what", "median", "least"), rows)}"""
+
+
 NETLAB = STUDIES / "netlab/results.json"
 BUCKET = STUDIES / "bucket/results.json"
 RESTARTS = STUDIES / "bucket/restarts.json"
@@ -184,6 +201,7 @@ SECTIONS: tuple[tuple[Path, str, Callable[[Record], str]], ...] = (
     (RESULTS / "overhead.json", "What training pays", overhead),
     (RESULTS / "accelerator.json", "As if an accelerator trained", accelerator),
     (RESULTS / "trainer.json", "The trainer against a bare loop", trainer),
+    (RESULTS / "start.json", "How soon it answers", start),
     (NETLAB, "The network lab: utilisation over a slow link", netlab),
     (STUDIES / "autopilot/results.json", "The autopilot", autopilot),
     (BUCKET, "The bucket: members come and go", bucket),

@@ -12,8 +12,9 @@ from diloco.plan.plot import Plot
 from diloco.plan.sheet import Sheet, width
 from diloco.report.units import YEAR, amount, duration, percent
 
-INPUTS = ("chips", "mtbf", "slice", "detect", "restart", "rejoin", "resize", "repair", "save_every", "spares", "grace")
-COUNTS = ("chips", "slice", "spares")
+INPUTS = ("chips", "mtbf", "slice", "detect", "restart", "rejoin", "resize", "repair", "save_every", "spares", "quorum",
+          "grace")  # fmt: skip
+COUNTS = ("chips", "slice", "spares", "quorum")
 """Inputs that are not times."""
 
 
@@ -71,7 +72,10 @@ def ways(members: int) -> list[tuple[int, bool]]:
 
 
 def effects(fleet: Fleet, members: int) -> list[Effect]:
-    """Each input alone halved and doubled, the one with the largest effect first. Inputs that are 0 have none."""
+    """Each input alone halved and doubled, the one with the largest effect first. Inputs that are 0 have none.
+
+    A quorum stays a whole number of at most all members.
+    """
 
     def goodput(name: str, value: float, members: int, elastic: bool) -> float:
         return outcome(_of(replace(fleet, **{name: value}), members), members, elastic=elastic).goodput
@@ -79,7 +83,8 @@ def effects(fleet: Fleet, members: int) -> list[Effect]:
     out = []
     for name in INPUTS:
         if value := getattr(fleet, name):
-            out.append(Effect(name, value, tuple((goodput(name, value / 2, *way), goodput(name, value * 2, *way))
+            half, twice = (max(value // 2, 1), min(2 * value, members)) if name == "quorum" else (value / 2, 2 * value)
+            out.append(Effect(name, value, tuple((goodput(name, half, *way), goodput(name, twice, *way))
                                                  for way in ways(members))))  # fmt: skip
     return sorted(out, key=lambda effect: -effect.span)
 

@@ -1,4 +1,5 @@
-"""examples/lora as its page shows it, with the real peft: three members, each a process, and a folder as bucket."""
+"""LoRA with the real peft: examples/lora as its page shows it, three members that are processes and a folder as bucket;
+and the loop of one's own of docs/fine-tuning.md."""
 
 import re
 import runpy
@@ -7,12 +8,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
+from diloco import Balanced, DiLoCo
+from tests.support.clean import FENCE
 from tests.support.commands import Command, ended
+from tests.support.processes import run
 
 EXAMPLE = Path(__file__).parents[2] / "examples/lora"
+PAGE = (Path(__file__).parents[2] / "docs/fine-tuning.md").read_text()
 COMMANDS = [shlex.split(line) for line in re.findall(r"^\$ (.*)$", (EXAMPLE / "README.md").read_text(), re.MULTILINE)]
 FEWER = ["--rounds", "3", "--sync-every", "5", "--context", "32", "--lr", "1e-2", "--quorum", "3"]
 pytestmark = pytest.mark.timeout(900)
@@ -44,3 +49,32 @@ def test_three_laptops_end_with_one_adapter_that_has_learned(tmp_path):
     tokens = torch.arange(8)[None]
     plain = base(tokens).logits
     assert not torch.equal(PeftModel.from_pretrained(base, tmp_path / "try/of-ben")(tokens).logits, plain)
+
+
+def _own_loop(rank, code, folder):
+    """The page's lines with the tiny model in place of the hub's, and steps after them."""
+    torch.manual_seed(rank)  # other adapters on each replica: joining makes them equal
+    names = {each.__name__: each for each in (AutoModelForCausalLM, LoraConfig, get_peft_model, Balanced, DiLoCo)}
+    names["torch"] = torch
+    exec(compile(code.replace("Qwen/Qwen2.5-0.5B", folder), "fine-tuning.md", "exec"), names)
+    model, optimizer, diloco = names["model"], names["optimizer"], names["diloco"]
+    frozen = torch.cat([p.detach().flatten() for p in model.parameters() if not p.requires_grad])
+    with diloco:
+        for _ in range(20):
+            tokens = torch.randint(0, 256, (2, 16))
+            model(input_ids=tokens, labels=tokens).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    after = {each: torch.cat([p.detach().flatten() for p in model.parameters() if p.requires_grad is each])
+             for each in (False, True)}  # fmt: skip
+    assert torch.equal(after[False], frozen)
+    return after[True], len(frozen), diloco.stats.bytes_sent, diloco.stats.rounds
+
+
+def test_the_loop_of_ones_own_syncs_only_the_adapters(tmp_path):
+    runpy.run_path(str(EXAMPLE / "tiny.py"))["main"](["--to", str(tmp_path)])
+    (code,) = (code for needs, kind, code in FENCE.findall(PAGE) if kind == "python" and "peft" in needs)
+    (one, frozen, sent, rounds), (two, *_) = run(2, _own_loop, code, str(tmp_path / "model"))
+    assert torch.equal(one, two) and rounds >= 4
+    assert frozen > 4 * len(one)
+    assert sent < rounds * len(one) / 4, "a round is a fourth of the adapters, at less than a byte for each value"

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from diloco.cli import main
 from diloco.plan.events import simulate
 from diloco.plan.failures import Fleet, group_of, kept, outcome, spare_slices
-from diloco.plan.fleet import effects
+from diloco.plan.fleet import INPUTS, effects
 from studies.paper import fleet as paper
 from tests.support.commands import run_here
 
@@ -156,6 +156,24 @@ def test_effects_are_those_of_one_input_and_the_largest_is_first():
     assert resize.goodputs[3] == tuple(
         outcome(replace(LARGE, grace=5, resize=each), 8, elastic=True).goodput for each in (10, 40)
     )
+
+
+@pytest.mark.parametrize(("quorum", "tried"), [(1, (1, 2)), (3, (1, 6)), (5, (2, 8))])
+def test_a_quorum_is_halved_and_doubled_to_whole_numbers_of_members(quorum, tried):
+    fleet = replace(LARGE, quorum=quorum)
+    (effect,) = (each for each in effects(fleet, 8) if each.input == "quorum")
+    assert effect.value == quorum
+    assert effect.goodputs[0][0] == effect.goodputs[0][1]  # data-parallel training has none
+    for place, elastic in ((2, False), (3, True)):
+        expected = tuple(outcome(replace(fleet, quorum=each), 8, elastic=elastic).goodput for each in tried)
+        assert effect.goodputs[place] == expected and expected[0] > expected[1]
+
+
+def test_the_page_shows_what_each_input_matters_in_a_fleet_where_none_is_zero():
+    assert f"diloco fleet {paper.SMALL}" in SHOWN
+    assert {effect.input for effect in effects(paper.small(), 8)} == set(INPUTS)
+    table = PAGE.partition("<!-- small -->\n")[2].partition("<!-- /small -->")[0]
+    assert table == paper.effects(paper.small())  # to write it again: python -m studies.paper.fleet --write
 
 
 @pytest.mark.parametrize("width", [60, 80])

@@ -5,6 +5,7 @@ import runpy
 import shlex
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,8 @@ import torch
 
 import diloco
 from tests.repo.test_readme import BLOCKS, COMMANDS, FEWER, Summed, snippet, weights
-from tests.support import commands
+from tests.support import clean, commands
+from tests.support.clean import FENCE
 from tests.support.commands import ended, start_ranks
 from tests.support.processes import run
 
@@ -24,7 +26,6 @@ ELSEWHERE = {"bucket": "bucket/test_page.py", "clusters": "repo/test_clusters.py
              "frameworks": "support/frameworks.py", "planner": "plan/test_fleet.py"}  # fmt: skip
 """Pages whose blocks are run by other tests."""
 TEXTS = {page: (ROOT / f"docs/{page}.md").read_text() for page in PAGES}
-FENCE = re.compile(r"(?:^<!-- (needs [^>]+) -->\n)?^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 FOUND = [(page, *block) for page, text in TEXTS.items() for block in FENCE.findall(text)]
 RUN_HERE = list(dict.fromkeys(
     line.removeprefix("$ ")
@@ -80,6 +81,18 @@ def test_the_commands_of_the_trainer_run_in_their_order(folder):
     assert all((folder / name).exists() for name in ("minimal.py", "pair.toml", "runs/tuned", "runs/own"))
 
 
+def test_a_plan_that_is_shown_is_the_one_that_is_printed(tmp_path):
+    """The excerpt, part by part. The command says how quick the machines are, so that this one does not matter."""
+    shown = [(block.removeprefix("$ "), text) for (_, _, kind, block), (_, _, then, text) in pairwise(FOUND)
+             if (kind, then) == ("console", "text") and "diloco plan " in block]  # fmt: skip
+    assert len(shown) == 2
+    for command, text in shown:
+        assert "--codec-ns" in command and "--hook-ns" in command
+        code, out, err = commands.run_here(tmp_path, *shlex.split(command)[1:])
+        assert code == 0, err
+        assert [part for part in text.split("\n\n") if _plain(part) not in _plain(out)] == [], command
+
+
 def _script(name, *words):
     sys.argv = [name, *words]
     runpy.run_path(name, run_name="__main__")
@@ -101,8 +114,33 @@ def test_the_script_of_the_tutorial_goes_on_and_makes_the_rounds_that_are_shown(
         assert ("goes on after step 200" in said) is (steps == "300")
 
 
+def test_the_path_of_a_stranger_is_all_that_the_tutorial_shows_for_one_machine():
+    """`.ci/wheel` runs it from a wheel, in an environment that has only what the wheel requires."""
+    shown, script = clean.path(TEXTS["tutorial"])
+    verbs = [" ".join(command.split()[:2]) for command in shown]
+    assert verbs == ["diloco recipes", "torchrun --nproc_per_node", *(f"diloco {verb}" for verb in (
+        "train", "report", "ls", "sample", "export")), *["torchrun --nproc_per_node"] * 2]  # fmt: skip
+    assert script == SCRIPT
+
+
 def test_every_command_is_run():
     assert all(command.startswith(("diloco ", "torchrun ")) for command in RUN_HERE)
+
+
+def test_the_targets_and_files_that_are_named_exist():
+    """On all pages, and in CONTRIBUTING.md, whose block lists targets."""
+    said = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True).stdout
+    targets = {line.split()[0] for line in said.splitlines()}
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    ((_, kind, block),) = FENCE.findall(text)
+    listed = re.findall(r"^make ([a-z-]+) +# \S", block, re.MULTILINE)
+    assert kind == "" and len(listed) == len(block.splitlines()) > 5 and set(listed) <= targets
+    pages = [text, *(path.read_text() for path in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")])]
+    named = [name for page in pages for name in re.findall(r"`make ([a-z-]+)", page)]
+    assert len(named) > 20 and set(named) <= targets
+    files = re.findall(r"`(\.ci/\w+|[\w/]+/(?:\w+\.\w+)?)`", text)
+    assert len(files) > 10 and [name for name in files if not any((ROOT / top / name).exists() for top in (
+        "", "diloco")) and name != "dist/"] == []  # fmt: skip
 
 
 def _names(model):

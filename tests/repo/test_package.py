@@ -49,9 +49,30 @@ def test_the_version_stands_in_one_place():
     assert f"\nversion: {diloco.__version__}\n" in (ROOT / "CITATION.cff").read_text()
 
 
-def test_nothing_is_required_that_is_not_imported():
+NEEDED = {
+    "torch": "training",
+    "numpy": "tokens, plans",
+    "jinja2": "the report",
+    "rich": "the terminal",
+    "safetensors": "the export",
+}
+"""What the core requires, each for which of its parts."""
+
+
+def test_what_is_required_is_what_the_core_needs_and_no_more():
     required = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-    assert {re.split(r"[>=]", each)[0] for each in required} <= set.union(*(imported(path) for path in SOURCES))
+    assert {re.split(r"[>=]", each)[0] for each in required} == NEEDED.keys()
+    assert NEEDED.keys() <= set.union(*(imported(path) for path in SOURCES))
+
+
+def test_what_is_imported_with_a_module_is_required():
+    """What an extra brings is imported in the function that needs it. An integration needs its framework."""
+    own = {"diloco", *sys.stdlib_module_names}
+    found = {str(path.relative_to(ROOT)): at_once(text) - own - NEEDED.keys()
+             for path, text in SOURCES.items() if "integrations" not in path.parts}  # fmt: skip
+    assert {name: packages for name, packages in found.items() if packages} == {}
+    assert at_once("if here:\n    import a.b\nelse:\n    from c import d\ndef later():\n    import e") == {"a", "c"}
+    assert at_once("class Here:\n    import a\nif TYPE_CHECKING:\n    import b\nelse:\n    import c") == {"a", "c"}
 
 
 def test_every_public_name_can_be_imported_and_a_wrong_one_says_so():
@@ -108,13 +129,27 @@ def test_the_function_budget_holds():
 
 def imported(path: Path) -> set[str]:
     """The packages that a file imports."""
-    found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            found |= {name.name for name in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            found.add(node.module)
-    return {name.partition(".")[0] for name in found}
+    return set().union(*(named(node) for node in ast.walk(ast.parse(path.read_text()))))
+
+
+def named(node: ast.AST) -> set[str]:
+    """The packages that a statement imports."""
+    if isinstance(node, ast.Import):
+        return {name.name.partition(".")[0] for name in node.names}
+    return {node.module.partition(".")[0]} if isinstance(node, ast.ImportFrom) and node.module else set()
+
+
+def at_once(text: str) -> set[str]:
+    """The packages that are imported when the file is: not in its functions, and not for types only."""
+    found, waiting = set[str](), list[ast.AST](ast.parse(text).body)
+    while waiting:
+        node = waiting.pop()
+        found |= named(node)
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            waiting += node.orelse
+        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            waiting += ast.iter_child_nodes(node)
+    return found
 
 
 @pytest.mark.slow

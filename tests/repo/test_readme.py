@@ -21,6 +21,7 @@ from diloco.runs.config import TrainConfig
 from diloco.runs.reader import read
 from diloco.train import preflight
 from tests.support import commands
+from tests.support.clean import FENCE
 from tests.support.commands import ended, run_program, start_program
 from tests.support.processes import run
 from tests.support.s3 import free_port
@@ -150,9 +151,30 @@ def test_the_table_of_methods_has_the_figures_of_the_benchmarks():
 
 
 def test_the_table_in_the_terminal_is_the_one_that_is_printed(finished):
-    (shown,) = [block for kind, block in BLOCKS if kind == "text"]
+    shown, _ = [block for kind, block in BLOCKS if kind == "text"]
     names = [re.split(r"  +", line.strip())[0] for line in shown.splitlines()[2:]]
     assert names == [row.name for row in terminal.rows(read(finished))]
+
+
+def test_the_answer_of_the_plan_is_the_one_that_is_printed(tmp_path):
+    """The command says how quick the machines are, so that this one does not matter."""
+    _, shown = [block for kind, block in BLOCKS if kind == "text"]
+    (command,) = [command for command in COMMANDS if command.startswith("diloco plan")]
+    code, out, err = commands.run_here(tmp_path, *shlex.split(command)[1:])
+    assert code == 0, err
+    assert " ".join(out.partition("\n\n")[0].split()) == " ".join(shown.split())
+
+
+def test_a_command_is_run_here_or_says_what_it_needs():
+    """`.ci/wheel` runs pip's line in the sources, with what they need beside it and no network."""
+    needs = {line.removeprefix("$ "): text for text, kind, block in FENCE.findall(TEXT) if kind == "console"
+             for line in block.splitlines()}  # fmt: skip
+    assert list(needs) == COMMANDS
+    assert {command.split()[0] for command, text in needs.items() if not text} == {"make", "diloco", "torchrun"}
+    assert {command: text for command, text in needs.items() if text} == {
+        "pip install .": "needs the network; make wheel runs it without",
+        "uv pip install .": "needs uv and the network",
+    }
 
 
 def test_the_links_name_files_that_exist():

@@ -22,6 +22,10 @@ CUT = """[...document.querySelectorAll('.md-typeset table, .md-typeset pre, .md-
 }).map(each => each.outerHTML.slice(0, 200))"""
 """What goes beyond the edge of the screen and cannot be scrolled to."""
 DRAWN = "new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))"
+STILL = """const style = document.createElement('style')
+style.textContent = '* { transition: none !important }'
+document.head.append(style)"""
+"""From a phone to a desktop the search slides in from beyond the edge."""
 LINKS = "[...document.querySelectorAll('a[href]')].map(each => each.href.split('#')[0])"
 BACKGROUND = "Number(getComputedStyle(document.body).backgroundColor.match(/[0-9]+/)[0])"
 """How red it is, of 255."""
@@ -76,12 +80,14 @@ def test_the_target_builds_the_site() -> None:
 
 @browser_test
 def test_every_page_fits_every_screen_without_a_word_in_the_console(site: Path, browser: Browser) -> None:
-    """A page is opened once: it follows the screen and the colours of the system while it is open. What fits does not
-    depend on the colours, so one size is looked at in light and the other in dark. The next page begins with the look
-    that the last one had: each change draws a page again."""
-    looks = list(zip(SCREENS.values(), (False, True), strict=True))
+    """A page is opened once: it follows the screen and the colours of the system while it is open. The next page begins
+    with the look that the last one had, and looks that follow each other differ in one thing: each change draws a page
+    again."""
+    desktop, phone = SCREENS.values()
+    looks = [(desktop, False), (desktop, True), (phone, True), (phone, False)]
     for page in pages(site):
         visit(browser, page)
+        browser.get(STILL)
         here = {each for each in browser.get(LINKS) if each.startswith("file:")}
         assert {each for each in here if not Path(unquote(urlsplit(each).path)).is_file()} == set(), page.name
         for screen, dark in looks:

@@ -1,4 +1,4 @@
-"""docs/troubleshooting.md has every message that the package raises, and none that it does not."""
+"""docs/troubleshooting.md has every message that the package raises, warns with or notes, and no other."""
 
 import ast
 import re
@@ -35,7 +35,7 @@ def _texts(node: ast.expr) -> Iterator[str]:
 
 
 def _messages() -> dict[str, str]:
-    """Each message, and where it is raised."""
+    """Each message, and where it is raised, warned with or noted."""
     found: dict[str, str] = {}
     for path in sorted((ROOT / "diloco").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -43,6 +43,10 @@ def _messages() -> dict[str, str]:
                 case ast.Call(func=ast.Name(id=name), args=[text, *_]) if name in CLASSES:
                     pass
                 case ast.Assign(targets=[target], value=text) if (path.name, ast.unparse(target)) in ASSIGNED:
+                    pass
+                case ast.Call(func=ast.Attribute(value=ast.Name(id="warnings"), attr="warn"), args=[text, *_]):
+                    pass
+                case ast.Yield(value=ast.expr() as text) if path.name == "preflight.py":  # its notes
                     pass
                 case _:
                     continue
