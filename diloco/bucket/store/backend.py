@@ -4,6 +4,7 @@ import secrets
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -14,6 +15,8 @@ from diloco.errors import ConfigError, DiLoCoError
 TIMEOUT = 60.0
 """Seconds of one request. A part of 16 MB needs 2.2 Mbit/s if it travels alone, as `TransferLimit` makes it on a slow
 link."""
+FOLDERS = 8
+"""Folders that are listed at once, where they have to be listed one by one."""
 PAUSES = (0.2, 0.5, 1.0, 2.0)
 """Seconds between the tries of what is asked before a member takes part."""
 METADATA = "169.254.169.254"
@@ -194,23 +197,22 @@ class Obstore:
         raise TypeError(f"{operation} is not a store operation")
 
     def _list(self, folder: str, after: str) -> dict[str, int]:
-        """obstore has no name for a key with an empty segment, as `a//b`, and fails for all that is listed with it. So
-        then look folder by folder; and in the folder that has such a key, behind it: what members put there begins with
-        a letter or a digit."""
+        """obstore has no name for a key with an empty segment, as `a//b`, and fails for all that is listed with it. If
+        it lies in this folder, look behind it: what members put there begins with a letter or a digit. Otherwise look
+        into each folder below by itself."""
         import obstore
         from obstore import exceptions
 
-        try:
-            return self._list_all(folder, after)
-        except exceptions.InvalidPathError:
-            pass
-        try:
-            found = obstore.list_with_delimiter(self._store, folder)
-        except exceptions.InvalidPathError:
-            return self._list_all(folder, max(after, f"{folder}0"))
+        for start in (after, max(after, f"{folder}0")):
+            with suppress(exceptions.InvalidPathError):
+                return self._list_all(folder, start)
+        found = obstore.list_with_delimiter(self._store, folder)
         names = {m["path"]: m["size"] for m in found["objects"] if m["path"] > after}
-        for below in (f"{each.rstrip('/')}/" for each in found["common_prefixes"]):
-            names |= self._list(below, after) if below > after or after.startswith(below) else {}
+        each = (f"{below.rstrip('/')}/" for below in found["common_prefixes"])
+        wanted = [below for below in each if below > after or after.startswith(below)]
+        with ThreadPoolExecutor(FOLDERS) as pool:
+            for below in pool.map(lambda below: self._list(below, after), wanted):
+                names |= below
         return names
 
     def _list_all(self, folder: str, after: str) -> dict[str, int]:
