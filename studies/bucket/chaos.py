@@ -278,6 +278,10 @@ class Campaign:
             "longest first hook": max((line["seconds"] for line in said.get("first hook", [])), default=0.0),
             "loss at first": statistics.mean(losses[:5]), "loss at last": statistics.median(losses[-20:]),
             "ends of members": _count(f"{line['error']}: {line['text'][:60]}" for line in said.get("ended", [])),
+            "ends that nobody asked for": _count(
+                line["error"] for line in said.get("ended", [])
+                if line["life"] in self._joined and line["error"] != "Superseded"
+            ),
             "events of members": _count(events),
         }  # fmt: skip
 
@@ -331,6 +335,8 @@ def targets(values: Record) -> list[Target]:
         Target("records that changed or were lost", sum(found["records changed or lost"] for found in each), at_most=0),
         Target("states of which members held different bits",
                sum(found["states with several fingerprints"] for found in each), at_most=0),
+        Target("members that had joined and ended, and whose name nobody has taken",
+               sum(sum(found["ends that nobody asked for"].values()) for found in each), at_most=0),
         Target("longest time without a closed round while somebody trains, s",
                max(found["longest without a round"] for found in each), at_most=15),
         Target("joins, median, s", max(join["median"] for join in joins), at_most=2),

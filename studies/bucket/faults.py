@@ -7,19 +7,30 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
 
+from diloco.bucket.rounds import ROUNDS, folder, place_of
 from diloco.bucket.store.backend import Backend, open_store
-from studies.bucket.life import Life, live
-from studies.bucket.s3_server import Fault, Server
+from diloco.bucket.store.operations import List
+from studies.bucket.life import FRAGMENTS, Life, live
+from studies.bucket.s3_server import REFUSALS, Fault, Server
 
 MEGABYTES = 256
 """Of the file system that becomes full."""
+HOSTILE = "hostile names"
 context = multiprocessing.get_context("forkserver")
+
+
+def strange_names(store: Backend, chance: random.Random) -> list[str]:
+    """Names that anyone can take who may write: of objects of the next round, of a later life, and of nothing."""
+    indices = [place[1] for name in store.attempt(List(ROUNDS)) if (place := place_of(name)) is not None]
+    place = folder(chance.randrange(FRAGMENTS), max(indices, default=0) + chance.randint(1, 2))
+    life = f"members/m{chance.randrange(4)}/{chance.randrange(900_000, 1_000_000):06d}"
+    return [f"{place}closed.0", life, f"{place}d-zz-{'0' * 64}", f"{place}x/d-zz-{'0' * 64}", "rounds/x/0000/closed.0"]
 
 
 class Medium(Protocol):
@@ -45,20 +56,22 @@ class FolderMedium:
     stops: tuple[str, ...] = ("full disk", "read-only")
 
     def __init__(self, place: Path) -> None:
+        self._chance = random.Random(0)
         self._place = place / "disk"
         self._place.mkdir()
         mount = ["mount", "-t", "tmpfs", "-o", f"size={MEGABYTES}m", "tmpfs", str(self._place)]
         self._mounted = os.geteuid() == 0 and subprocess.run(mount, capture_output=True).returncode == 0
-        self.faults = self.stops if self._mounted else ()
+        self.faults = (*self.stops, HOSTILE) if self._mounted else (HOSTILE,)
         self.url = str(self._place / "bucket")
 
     def watched(self) -> Backend:
         return open_store(self.url)
 
     def fail(self, fault: str) -> None:
+        if fault == HOSTILE:
+            return self._plant()
         if fault == "read-only":
-            self._remount("ro")
-            return
+            return self._remount("ro")
         with (self._place / "ballast").open("wb", buffering=0) as file:
             try:
                 while file.write(bytes(1 << 16)):
@@ -66,8 +79,21 @@ class FolderMedium:
             except OSError:
                 pass
 
+    def _plant(self) -> None:
+        """Whatever can lie in a folder. It stays."""
+        for name in [*strange_names(self.watched(), self._chance), "members/\udcff\x1b[2J"]:
+            path = Path(self.url, name)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            kinds: list[Callable[[], object]] = [
+                path.mkdir, lambda path=path: os.mkfifo(path), lambda path=path: path.write_bytes(b"garbage"),
+                lambda path=path: path.symlink_to("/"), lambda path=path: path.symlink_to("nowhere"),
+            ]  # fmt: skip
+            if not os.path.lexists(path):
+                self._chance.choice(kinds)()
+
     def heal(self) -> None:
-        self._remount("rw")
+        if self._mounted:
+            self._remount("rw")
         (self._place / "ballast").unlink(missing_ok=True)
 
     def _remount(self, how: str) -> None:
@@ -87,24 +113,39 @@ class FolderMedium:
 class ServerMedium:
     """An S3 server."""
 
-    faults: tuple[str, ...] = ("500", "429/503", "slow", "cut", "reply lost", "hang", "reset", "gone", "refused")
-    stops: tuple[str, ...] = ("hang", "gone", "refused")
+    faults: tuple[str, ...] = ("500", "429/503", "slow", "cut", "reply lost", "hang", "reset", "gone", *REFUSALS,
+                               HOSTILE)  # fmt: skip
+    stops: tuple[str, ...] = ("hang", "gone", *REFUSALS)
     url = "s3://bucket/run"
 
     def __init__(self) -> None:
-        self.server = Server()
+        self.server, self._chance = Server(), random.Random(0)
         self.environment: Mapping[str, str] = self.server.environment
 
     def watched(self) -> Backend:
         return self.server
 
     def fail(self, fault: str) -> None:
+        if fault == HOSTILE:
+            self._plant()
+            return
         chosen: Any = fault
         self.server.fault = chosen
+
+    def _plant(self) -> None:
+        """With keys that have an empty segment, for which all look folder by folder. The rest stays."""
+        names = strange_names(self.server, self._chance)
+        empty = [f"{name.rpartition('/')[0]}//x" for name in names[:2]]
+        with self.server.one:
+            for name in [*names, *empty]:
+                self.server.objects.setdefault(f"run/{name}", (b"garbage", time.time()))
 
     def heal(self) -> None:
         none: Fault = "none"
         self.server.fault = none
+        with self.server.one:
+            for name in [name for name in self.server.objects if "//" in name]:
+                del self.server.objects[name]
 
     def spoiled(self) -> int:
         return self.server.spoiled

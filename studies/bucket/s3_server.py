@@ -15,8 +15,14 @@ from xml.sax.saxutils import escape
 
 from diloco.bucket.store.operations import List, Oversized, Read, Size
 
-Fault = Literal["none", "500", "429/503", "slow", "cut", "reply lost", "hang", "reset", "gone", "refused"]
-ALL: tuple[Fault, ...] = ("slow", "hang", "gone", "refused")
+Fault = Literal["none", "500", "429/503", "slow", "cut", "reply lost", "hang", "reset", "gone", "refused",
+                "no such bucket", "expired credentials", "clock off"]  # fmt: skip
+REFUSALS: dict[Fault, tuple[int, str]] = {
+    "refused": (403, "AccessDenied"), "no such bucket": (404, "NoSuchBucket"),
+    "expired credentials": (403, "ExpiredToken"), "clock off": (403, "RequestTimeTooSkewed"),
+}  # fmt: skip
+"""How the server answers."""
+ALL: tuple[Fault, ...] = ("slow", "hang", "gone", *REFUSALS)
 """Faults that harm every request."""
 SOME = 3
 """One request in this many is harmed by the other ones."""
@@ -87,8 +93,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
             return self.answer(*self.perform(body))
         if fault in ("500", "429/503"):
             return self.answer(500 if fault == "500" else server.chance.choice((429, 503)), {}, b"")
-        if fault == "refused":
-            return self.answer(403, {}, _error("AccessDenied"))
+        if fault in REFUSALS:
+            status, code = REFUSALS[fault]
+            return self.answer(status, {}, _error(code))
         if fault == "slow":
             time.sleep(server.chance.uniform(0.1, 0.6))
             return self.answer(*self.perform(body))
@@ -141,10 +148,15 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def listing(self, query: dict[str, list[str]]) -> bytes:
         prefix = query.get("prefix", [""])[0]
         after = query.get("continuation-token", query.get("start-after", [""]))[0]
-        names = sorted(n for n in self.server.objects if n.startswith(prefix) and n > after)
+        split = query.get("delimiter", [""])[0]
+        found = {_rolled_up(name, prefix, split) for name in self.server.objects if name.startswith(prefix)}
+        names = sorted(name for name in found if name > after)
         shown, more = names[:PAGE], len(names) > PAGE
         rows = []
         for name in shown:
+            if name not in self.server.objects:
+                rows.append(f"<CommonPrefixes><Prefix>{escape(name)}</Prefix></CommonPrefixes>")
+                continue
             data, at = self.server.objects[name]
             when = datetime.datetime.fromtimestamp(at, datetime.UTC).strftime("%Y-%m-%dT%H:%M:%S.000Z")
             rows.append(f"<Contents><Key>{escape(name)}</Key><LastModified>{when}</LastModified><ETag>"
@@ -180,6 +192,12 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: object) -> None:
         pass
+
+
+def _rolled_up(name: str, prefix: str, delimiter: str) -> str:
+    """The name, or the folder in which it lies below the prefix."""
+    first, found, _ = name[len(prefix) :].partition(delimiter) if delimiter else (name, "", "")
+    return f"{prefix}{first}{found}" if found else name
 
 
 def _etag(data: bytes) -> str:

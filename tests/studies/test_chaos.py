@@ -4,10 +4,12 @@ import os
 
 import pytest
 
+from diloco.bucket.rounds import place_of, record_name
 from diloco.bucket.store.backend import Failure, open_store, probe
 from diloco.bucket.store.operations import Create, Delete, List, Oversized, Read, Size, Write
 from studies.bucket.chaos import campaign
-from studies.bucket.s3_server import PAGE, Server
+from studies.bucket.faults import HOSTILE, FolderMedium, ServerMedium
+from studies.bucket.s3_server import PAGE, REFUSALS, Server
 
 
 @pytest.fixture
@@ -32,6 +34,9 @@ def test_the_server_does_what_the_protocol_asks_of_a_store(server):
         server.objects[f"run/many/{k:05d}"] = (b"x", 0.0)
     assert len(attempt(List("many/"))) == PAGE + 5
     assert len(attempt(List("many/", after="many/00999"))) == 5
+    for name in ("strange/x", "strange/a/x", "strange/a//x", "strange/b/x"):  # listed folder by folder
+        server.objects[f"run/{name}"] = (b"x", 0.0)
+    assert attempt(List("strange/")) == dict.fromkeys(("strange/x", "strange/a/x", "strange/b/x"), 1)
     attempt(Delete("a/b"))
     assert attempt(List("a/")) == {} and server.spoiled == 0
     attempt(Create("rounds/1/closed.0", b"x"))
@@ -39,7 +44,7 @@ def test_the_server_does_what_the_protocol_asks_of_a_store(server):
     assert server.spoiled == 1
 
 
-@pytest.mark.parametrize("fault", ["500", "429/503", "cut", "reply lost", "reset", "gone"])
+@pytest.mark.parametrize("fault", ["500", "429/503", "cut", "reply lost", "reset", "gone", *REFUSALS])
 def test_each_fault_does_harm_and_nothing_remains_of_it(server, fault):
     store = open_store("s3://bucket/run")
     store.attempt(Write("x", os.urandom(100)))
@@ -52,9 +57,27 @@ def test_each_fault_does_harm_and_nothing_remains_of_it(server, fault):
             failures += 1
         if server.harmed > 2 and failures:
             break
-    assert server.harmed > 0
+    assert server.harmed > 0 and failures > 0
     server.fault = "none"
     assert len(store.attempt(Read("x", 100))) == 100
+
+
+def test_hostile_names_are_planted_where_members_look(tmp_path, server, monkeypatch):
+    on_disk, on_server = FolderMedium(tmp_path), ServerMedium()
+    try:
+        open_store(on_disk.url).attempt(Create(record_name(0, 7, 0), b""))
+        on_server.server.objects[f"run/{record_name(0, 7, 0)}"] = (b"", 0.0)
+        for medium in (on_disk, on_server):
+            assert HOSTILE in medium.faults and HOSTILE not in medium.stops
+            medium.fail(HOSTILE)
+            names = medium.watched().attempt(List("rounds/"))
+            medium.heal()
+            assert any(name.endswith("closed.0") and place_of(name)[1] in (8, 9) for name in names if place_of(name))
+        assert any("//" in name for name in names)
+        assert not any("//" in name for name in medium.watched().attempt(List("")))
+    finally:
+        on_disk.end()
+        on_server.end()
 
 
 @pytest.mark.slow
@@ -62,4 +85,5 @@ def test_a_few_events_harm_nothing():
     found = campaign("s3", events=4, seed=3, clocks=False)
     assert sum(found["events"].values()) == 4
     assert found["records changed or lost"] == 0 and found["records"] > 6
+    assert found["ends that nobody asked for"] == {}
     assert found["states with several fingerprints"] == 0 and found["states compared"] > 6
