@@ -99,7 +99,9 @@ def _until_saved(rank, url):
     mine = Rank(rank, url, rounds=ROUNDS).join()
     while min(mine.diloco.indices) < 1 or not mine.diloco.in_flight:
         mine.step(tokens=16)
-    return mine.save()
+    saved = mine.save()
+    dist.barrier()  # what the first rank has told last must not vanish with it
+    return saved
 
 
 def test_ranks_resume_from_one_checkpoint_and_end_as_the_other_member(tmp_path):
