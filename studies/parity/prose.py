@@ -109,7 +109,7 @@ middle of a run.
 
 **From 4 replicas on the mean is encoded again**, since every replica sums a part and sends it on. With 8 replicas a
 mean that is sent in fp32 instead gives {gap("M = 8, mean sent in fp32", "M = 8")}; `Collective(mean_codec=BFloat16())`
-is the way between.
+sends half of that, and was not measured.
 
 **What could not be resolved.** Two runs that differ in a detail only (a codec, an overlap) end {shared.deviation:.1f} %
 apart (standard deviation of paired differences), whichever of them has the finer wire: at these sizes training

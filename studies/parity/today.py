@@ -199,6 +199,7 @@ def bars(results: Results) -> str:
     every = (
         Bar("the defaults, to data-parallel AdamW", gap(DEFAULTS, ADAMW, results), high=-1.5),
         Bar("the defaults, to data-parallel Muon", gap(DEFAULTS, MUON, results), high=0.5),
+        Bar("the defaults and feedback 0.9, to data-parallel Muon", gap(E3M0, MUON, results), high=0.5),
         Bar("2 bits with feedback, to 4 bits", gap(TWO_BITS, DEFAULTS, results), high=0.3),
         Bar("top-k with feedback, to 4 bits", gap(TOPK, DEFAULTS, results), high=1.0),
     )
