@@ -124,6 +124,7 @@ class Campaign:
     def end(self) -> float:
         """Everybody returns, closes rounds and leaves. Returns the seconds that it takes."""
         began = time.monotonic()
+        self._joining.clear()  # all return now, and nobody after all have left
         for name in self.crowd.dead():
             self.crowd.start(name)
         before = len(self.witness.digests)

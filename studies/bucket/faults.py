@@ -8,6 +8,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -85,10 +86,10 @@ class FolderMedium:
             path = Path(self.url, name)
             path.parent.mkdir(parents=True, exist_ok=True)
             kinds: list[Callable[[], object]] = [
-                path.mkdir, lambda path=path: os.mkfifo(path), lambda path=path: path.write_bytes(b"garbage"),
+                path.mkdir, lambda path=path: os.mkfifo(path), lambda path=path: path.open("xb").close(),
                 lambda path=path: path.symlink_to("/"), lambda path=path: path.symlink_to("nowhere"),
             ]  # fmt: skip
-            if not os.path.lexists(path):
+            with suppress(FileExistsError):  # a member was first
                 self._chance.choice(kinds)()
 
     def heal(self) -> None:
