@@ -254,8 +254,8 @@ What is missed: two runs in a row moved one more snapshot of 8 MB than an earlie
     STUDIES / "bucket/chaos.json": """
 What is missed: in a trace of 120 other events over a folder three hooks took more than 50 ms, with 2 to 31 ms of
 processor time: five members and the witness share two cores, so a thread waits for a core or for Python's lock. The
-hooks of the run above were not traced. Over S3, keys with an empty segment were deleted again after 1 to 5 s: while they
-lie there, listing takes more requests, and an earlier way of listing past them made joins take 10 s.
+hooks of the run above were not traced. Over S3, keys with an empty segment were deleted again after 1 to 5 s: while
+they lie there, listing takes more requests, and an earlier way of listing past them made joins take 10 s.
 """,
 }
 """Why targets of a section are not met. Remove the entry of what is met."""
