@@ -15,9 +15,9 @@ from diloco.reduce import State
 
 EVERY = 100
 """The most rounds of a fragment between two snapshots."""
-MOVED = 20
+MOVED = 25
 """A snapshot is put when the members have moved this many times its bytes since the last one, and a member that comes
-would have to read more than its bytes: so snapshots are at most a twentieth of the traffic."""
+would have to read more than its bytes: so snapshots are at most 4 % of the traffic."""
 NAMED = 16
 """After one in this many rounds, the deltas of the next one name the snapshot of the state that they are against, by a
 digest of all its values. This takes 5 ns a value. Snapshots are put there, unless somebody waits for one."""

@@ -9,15 +9,21 @@ SECONDS = 20
 
 
 def traffic(folder: str) -> Record:
-    """100 rounds of two fragments of a million parameters, two members, all of it: deltas, records, heartbeats, lists,
-    first snapshots, and those of round 100."""
-    n, rounds = 2_000_000, 100
+    """Two members that begin together, two fragments of a million parameters, all of it: deltas, records, heartbeats,
+    lists, first snapshots. 200 rounds have the snapshots of round 112 too."""
+    short, long = (_moved(f"{folder}-{rounds}", rounds) for rounds in (100, 200))
+    return {**short, "long": long}
+
+
+def _moved(folder: str, rounds: int) -> Record:
+    n = 2_000_000
     workers = crowd(folder, "ab", parameters=n, fragments=2, sync_every=3, step=0.01, pace="strict", rounds=rounds)
     results = [worker.result() for worker in workers]
     moved = sum(r["traffic"]["sent"] + r["traffic"]["received"] for r in results)
     full = [members == 2 for r in results for _, _, members, _ in r["rounds"]]
     deltas = 2 * 2 * rounds * n // 2  # members · (up + down) · rounds · half a byte
-    return {"bytes": moved, "deltas": deltas, "ratio": moved / deltas, "rounds_with_all": sum(full) / len(full),
+    return {"rounds": rounds, "bytes": moved, "deltas": deltas, "ratio": moved / deltas,
+            "rounds_with_all": sum(full) / len(full),
             "requests": sum(r["traffic"]["requests"] for r in results)}  # fmt: skip
 
 

@@ -9,8 +9,8 @@ from typing import Literal
 from diloco.presets import Shape
 
 SHAPES = {
-    width: Shape(layers=6, width=width, heads=max(1, width // 32), mlp=3 * width, vocabulary=257, tied=True)
-    for width in (16, 32, 64, 128)
+    width: Shape(layers=6, width=width, heads=heads, mlp=3 * width, vocabulary=257, tied=True)
+    for width, heads in ((16, 1), (32, 1), (64, 2), (112, 4), (128, 4))
 }
 BATCH = 32
 """Sequences of a step, all replicas together. With a quarter of it the replicas' steps are mostly noise, and rounding

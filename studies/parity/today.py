@@ -42,7 +42,7 @@ ADAMW, MUON, DEFAULTS = "data-parallel, AdamW", "data-parallel, Muon", "streamin
 E3M0, TWO_BITS, RARELY, TOPK = (f"streaming, Muon, {how}" for how in (
     "E3M0 with feedback 0.9", "2 bits with feedback 0.9", "2 bits with feedback 0.9, sync_every 270",
     "top-k with feedback 0.95, outer SGD"))  # fmt: skip
-LARGEST = "1.3M parameters"
+LARGEST = "1M parameters"
 AVERAGED = f"data-parallel, Muon, mean of the last {TAIL} steps' weights"
 
 
@@ -56,8 +56,8 @@ def at_batch(batch: int, name: str) -> str:
 
 
 def _largest(cell: Cell) -> Cell:
-    """20 bytes for each of 1.3M parameters. The learning rate is that of width 64: it was not tuned again."""
-    return replace(cell, width=128, batch=2, steps=6400)
+    """20 bytes for each of 1.0M parameters. The learning rate is that of width 64: it was not tuned again."""
+    return replace(cell, width=112, batch=2, steps=4920)
 
 
 def as_large(cell: Cell, name: str) -> str:
@@ -102,7 +102,7 @@ EXPLAINED = {
     ", outer 1": "At M = 4 and 8 the learning rate of a fixed outer rule is 0.5·√M.",
     "batch ×": "With a larger batch there are as many times fewer steps, so tokens are equal, the learning rate is √2 "
     "and 2 times as high, and rows are compared at the same batch.",
-    LARGEST: "Rows of 1.3M parameters have width 128, twice the batch and 6400 steps, 20 bytes for each parameter; "
+    LARGEST: "Rows of 1M parameters have width 112, twice the batch and 4920 steps, 20 bytes for each parameter; "
     "their learning rate was not tuned.",
 }
 """What has to be said of rows with this in their name."""
