@@ -284,11 +284,11 @@ def test_a_name_that_is_not_one_of_ours_harms_no_collection(name):
 
 
 @pytest.mark.parametrize(
-    ("header", "named", "first"), [(0, 1, 8), (0, 5, 10), (0, snapshots_.NAMED, 16), (snapshots_.FIELDS, 1, 6)]
+    ("header", "named", "first"), [(0, 1, 10), (0, 4, 12), (0, snapshots_.NAMED, 16), (snapshots_.FIELDS, 1, 7)]
 )
 def test_one_is_due_when_the_rounds_since_weigh_enough_and_others_can_name_it(header, named, first, monkeypatch):
-    """Two members: a delta of 8 bytes, a snapshot of 12, so that 20 times its bytes are moved after 8 rounds; or after
-    6, where a header is larger than both."""
+    """Two members: a delta of 8 bytes, a snapshot of 12, so that 25 times its bytes are moved after 10 rounds; or after
+    7, where a header is larger than both."""
     monkeypatch.setattr(snapshots_, "NAMED", named)
     monkeypatch.setattr(snapshots_, "FIELDS", header)
     own, due = snapshots(), []
