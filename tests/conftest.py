@@ -78,7 +78,7 @@ def whole(place):
     with once(place / "whole.json") as missing:
         if missing:
             (place / "recipe.toml").write_text(
-                'data = ["corpus.txt"]\nsteps = 7\nbatch = 4\ncontext = 32\nsync_every = 10\n'
+                'model = "nano"\ndata = ["corpus.txt"]\nsteps = 7\nbatch = 4\ncontext = 32\nsync_every = 10\n'
                 'fragments = "balanced:3"\noverlap = 2\neval_every = 1000\neval_tokens = 512\ncompile = false\n'
             )
             words = ["--name", "whole", "--steps", "40", "--save-every", "20", "--json"]

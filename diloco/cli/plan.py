@@ -19,6 +19,7 @@ from diloco.plan.costs import Conditions, Prices, Row, candidates, rows
 from diloco.plan.model import Model, model_of_layers, model_of_preset, parse_fragments
 from diloco.plan.simulate import Group, utilization
 from diloco.plan.traffic import ROUND_SECONDS, Link
+from diloco.presets import PRESETS
 from diloco.report import units
 
 GROUPS = ("model and data", "members and link", "sync", "failures and prices", "output")
@@ -35,8 +36,8 @@ class PlanConfig:
     """Predict how busy a run will be on a link, what it costs, and which settings to take."""
 
     # fmt: off
-    model: str | None = _model(None, "A preset (tiny, 35m, 100m, 200m, 300m, 500m, 1b, 4b), or give --parameters and "
-        "--layers.", why="none")
+    model: str | None = _model(None, f"A preset ({', '.join(PRESETS)}), or give --parameters and --layers.",
+        why="none")
     parameters: str | None = _model(None, "Number of parameters, such as 7b, if the model is not a preset.")
     layers: int | None = _model(None, "Number of layers, if the model is not a preset.")
     tokens: str | None = _model(None, "Tokens of all replicas together, such as 25b.", why="20 for each parameter")

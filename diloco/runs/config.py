@@ -14,6 +14,7 @@ from diloco.flags import Meaning, Scope, flag, meaning, spelled, stored
 from diloco.formats import FORMATS, Sparse, format_named
 from diloco.fragment import fragmenter
 from diloco.outer import OUTERS, forms, numbers, outer_named
+from diloco.presets import PRESETS
 from diloco.schedule import check_overlap
 
 Method = Literal["streaming", "diloco", "dp", "local"]
@@ -38,7 +39,7 @@ class TrainConfig:
 
     # fmt: off
     model: str = _model("tiny",
-        "A preset (tiny, 35m, 100m, 200m, 300m, 500m, 1b, 4b), or hf:PATH_OR_ID for a Hugging Face causal LM.",
+        f"A preset ({', '.join(PRESETS)}), or hf:PATH_OR_ID for a Hugging Face causal LM.",
         why="which trains on two cores in minutes")
     data: tuple[str, ...] = _model((), "Files or folders of .txt, .jsonl, .parquet or token shards, or hf:NAME.",
         why="the sources of Python's own standard library", scope="member")

@@ -38,7 +38,7 @@ def _train_with_all_settings(rank, count):
     return [train(rank, count, **settings) for settings in SETTINGS]
 
 
-@pytest.mark.parametrize("replicas", [2, 3, 4])
+@pytest.mark.parametrize("replicas", [2, 4])
 def test_1_anchors_are_bit_identical_on_all_replicas_after_every_step(replicas):
     for settings, first, *others in zip(SETTINGS, *run(replicas, _train_with_all_settings, 24), strict=True):
         assert len({tuple(h) for h in first["history"]}) > 3, settings  # they moved

@@ -24,7 +24,6 @@ from tests.support.commands import (
     run,
     run_here,
     start,
-    start_program,
     train,
     training,
     wait_for,
@@ -51,7 +50,7 @@ def test_a_run_killed_at_any_moment_resumes_to_the_same_trajectory(place, whole)
 
 
 def test_ctrl_c_leaves_a_checkpoint_of_one_step_and_a_report_and_resumes(place):
-    process = start_program(place, *training("stopped", "--steps", "2000", "--save-every", "5000"))
+    process = start(place, *training("stopped", "--steps", "2000", "--save-every", "5000"))
     wait_for_lines(place / "runs/stopped/replica-0/metrics.jsonl", 6, process)
     process.send_signal(signal.SIGINT)
     code, out, err = ended(process)
