@@ -248,9 +248,6 @@ handing the bytes to the kernel 0.4. The smaller the model, the more of its figu
 What is missed: with the recommended settings at 0.3 Gbit/s an earlier run waited for at most 0.5 % of the time. Why
 this one waited longer was not found out.
 """,
-    BUCKET: """
-What is missed: two runs in a row moved one more snapshot of 8 MB than an earlier one. Why was not found out.
-""",
     STUDIES / "bucket/chaos.json": """
 What is missed: in a trace of 120 other events over a folder three hooks took more than 50 ms, with 2 to 31 ms of
 processor time: five members and the witness share two cores, so a thread waits for a core or for Python's lock. The

@@ -260,7 +260,8 @@ class Campaign:
         for line in said.get("holds", []):
             states.setdefault((line["fragment"], line["index"]), set()).add(line["fingerprint"])
         calm = [line for line in said.get("joined", []) if not self._disturbed(line, line["seconds"])]
-        hooks = [line["seconds"] for line in said.get("hook", []) if not self._stopped(line, line["seconds"])]
+        slow = [line for line in said.get("hook", []) if not self._stopped(line, line["seconds"])]
+        hooks = [line["seconds"] for line in slow]
         losses = [line["loss"] for line in said.get("trains", [])]
         events = [line["event"] for line in said.get("event", [])]
         return {
@@ -276,6 +277,8 @@ class Campaign:
             "restarts of all": _spread(self.restarts),
             "leaves": _spread([line["seconds"] for line in said.get("left", [])]),
             "longest hook": max(hooks, default=0.0), "hooks above 50 ms": sum(hook > 0.05 for hook in hooks),
+            "longest hook with a core": max((line["seconds"] - line["waited"] for line in slow), default=0.0),
+            "most CPU of a hook": max((line["cpu"] for line in slow), default=0.0),
             "longest first hook": max((line["seconds"] for line in said.get("first hook", [])), default=0.0),
             "loss at first": statistics.mean(losses[:5]), "loss at last": statistics.median(losses[-20:]),
             "ends of members": _count(f"{line['error']}: {line['text'][:60]}" for line in said.get("ended", [])),

@@ -92,12 +92,14 @@ def _train(life: Life, say: Callable[..., None]) -> None:
         x = torch.randn(16, 8, generator=generator)
         loss = (model(x) - teacher(x)).square().mean()
         loss.backward()
+        waited = _waited()
         at, cpu, rounds = time.perf_counter(), time.thread_time(), diloco.stats.rounds
         optimizer.step()
         optimizer.zero_grad()
         hook = time.perf_counter() - at
         if hook > LONG:  # the first step after a return may take the rounds that were closed meanwhile, as join() does
-            spent = {"cpu": time.thread_time() - cpu, "rounds": diloco.stats.rounds - rounds}
+            spent = {"cpu": time.thread_time() - cpu, "waited": _waited() - waited,
+                     "rounds": diloco.stats.rounds - rounds}  # fmt: skip
             say("hook" if step > 1 else "first hook", seconds=hook, step=step, **spent)
         for part in diloco._fragments:
             if part.state.index != held[part.number]:
@@ -111,6 +113,11 @@ def _train(life: Life, say: Callable[..., None]) -> None:
     began = time.monotonic()
     diloco.finish()
     say("left", seconds=time.monotonic() - began)
+
+
+def _waited() -> float:
+    """Seconds for which this thread could have run and had no core."""
+    return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
 
 
 def _net() -> nn.Module:

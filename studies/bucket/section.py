@@ -20,12 +20,12 @@ def _folder(values: Record) -> str:
     return fill(f"""**Over a folder.** 100 rounds of two members with fragments of a million parameters moved
     {traffic["bytes"] / 1e6:.0f} MB in {traffic["requests"]:,} requests, {traffic["ratio"]:.3f} × the deltas alone:
     records, heartbeats, lists and the first snapshots are in it, which both put, because they began together. 200
-    rounds, with the snapshots of round 112: {traffic["long"]["ratio"]:.3f} ×. Two members make {busy["ratio"]:.3f} of the
-    steps per second without sync; {100 * busy["rounds_with_all"]:.0f} % of the rounds have both, one every
-    {busy["steps_a_round"]:.3f} × sync_every. Beside a third at a tenth of their speed they make {slow["ratio"]:.3f} of
-    their steps; {slow["counted"]} of the {slow["rounds"]} rounds that the slow one saw count it. While a third joins
-    (4,000,000 parameters, {join["seconds"]:.1f} s) the others make {join["ratio"]:.3f} of their steps, over
-    {join["window"]} s.""")
+    rounds, with the snapshots of round 112: {traffic["long"]["ratio"]:.3f} ×. Two members make
+    {busy["ratio"]:.3f} of the steps per second without sync; {100 * busy["rounds_with_all"]:.0f} % of the rounds have
+    both, one every {busy["steps_a_round"]:.3f} × sync_every. Beside a third at a tenth of their speed they make
+    {slow["ratio"]:.3f} of their steps; {slow["counted"]} of the {slow["rounds"]} rounds that the slow one saw count it.
+    While a third joins (4,000,000 parameters, {join["seconds"]:.1f} s) the others make {join["ratio"]:.3f} of their
+    steps, over {join["window"]} s.""")
 
 
 def _kill(values: Record) -> str:
