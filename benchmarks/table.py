@@ -249,11 +249,11 @@ What is missed: with the recommended settings at 0.3 Gbit/s an earlier run waite
 this one waited longer was not found out.
 """,
     STUDIES / "bucket/chaos.json": """
-What is missed: in a trace of 220 other events over a folder 26 hooks took more than 50 ms, the longest 221 ms. None used
-the processor for more than 50 ms, and without the time for which there was no core the longest took 174 ms. The rest is
-waiting for a lock, the bucket's or Python's own, while other threads of the member follow what was closed meanwhile.
-Five members share two cores here. Over S3, keys with an empty segment were deleted again after 1 to 5 s: while they lie
-there, listing takes more requests, and an earlier way of listing past them made joins take 10 s.
+What is missed: in a trace of 220 other events over a folder 26 hooks took more than 50 ms, the longest 221 ms. None
+took more than 50 ms of processor time, and without the time for which there was no core the longest took 174 ms. The
+rest is waiting for a lock, the bucket's or Python's own, while other threads of the member follow what was closed
+meanwhile. Five members share two cores here. Over S3, keys with an empty segment were deleted again after 1 to 5 s:
+while they lie there, listing takes more requests, and an earlier way of listing past them made joins take 10 s.
 """,
 }
 """Why targets of a section are not met. Remove the entry of what is met."""
