@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from diloco.bucket.deltas import layout_of
 from diloco.bucket.members import check_name, register
+from diloco.bucket.priority import PriorityLock
 from diloco.bucket.protocol import FragmentProtocol
 from diloco.bucket.ranks import Asked, Other, ranks_of
 from diloco.bucket.roster import check_listed, load_lists
@@ -114,7 +115,7 @@ class Bucket:
         self._options = MemberOptions(pace, quorum, grace, heartbeat, poll)
         plain = backend if backend is not None else open_store(url, create=not join_only)
         self._root = self._backend = plain if encrypt is None else Encrypted(plain, encrypt)
-        self._lock = threading.Condition()
+        self._lock = PriorityLock()
         self._store, self._wakes = Store(self._backend), list[threading.Event]()
         self._threads: list[threading.Thread] = []
         self._protocols: list[FragmentProtocol] = []
@@ -351,8 +352,8 @@ class Bucket:
     ) -> None:
         try:
             while not store.closing.is_set():
-                store.run(tick(), self._lock)
-                with self._lock:
+                store.run(tick(), self._lock.behind)
+                with self._lock.behind:
                     self._lock.notify_all()
                     if self.session is not None and self.session.members.stranger:
                         self._wakes[0].set()
@@ -361,7 +362,7 @@ class Bucket:
         except Closed:
             pass
         except BaseException as error:
-            with self._lock:
+            with self._lock.behind:
                 self._error = self._error or error
                 self._lock.notify_all()
 
