@@ -42,7 +42,7 @@ ADAMW, MUON, DEFAULTS = "data-parallel, AdamW", "data-parallel, Muon", "streamin
 E3M0, TWO_BITS, RARELY, TOPK = (f"streaming, Muon, {how}" for how in (
     "E3M0 with feedback 0.9", "2 bits with feedback 0.9", "2 bits with feedback 0.9, sync_every 270",
     "top-k with feedback 0.95, outer SGD"))  # fmt: skip
-FIXED = "streaming, Muon, outer 0.7/0.5"
+FIXED, FED = "streaming, Muon, outer 0.7/0.5", "streaming, Muon, E3M0 with feedback 0.9, outer 0.7/0.5"
 LARGEST = "1M parameters"
 AVERAGED = f"data-parallel, Muon, mean of the last {TAIL} steps' weights"
 
@@ -78,6 +78,7 @@ ROWS: dict[str, Cell] = {
     "streaming, Muon, 3 bits": replace(_muon, codec="threebit"),
     "streaming, Muon, 3 bits with feedback 0.9": replace(_muon, codec="threebit", feedback=0.9),
     FIXED: replace(_fixed, outer="paper"),
+    FED: replace(_fixed, outer="paper", feedback=0.9),
     "streaming, Muon, outer 0.7/0.5 that follows the lr": _fixed,
     "streaming, Muon, outer 0.28/0.9 that follows the lr": replace(_fixed, outer_lr=0.28, momentum=0.9),
     "streaming, Muon, M = 4": replace(_muon, replicas=4),
@@ -211,10 +212,12 @@ def bars(results: Results) -> str:
 
 def _tried(results: Results) -> str:
     rows = {"error feedback": (E3M0, MUON), "a fixed outer rule of 0.7/0.5": (FIXED, MUON),
+            "both": (FED, MUON),
             **{f"{n} times the batch": (at_batch(n, DEFAULTS), at_batch(n, MUON)) for n in (2, 4)}}  # fmt: skip
     found = {what: gap(*pair, results) for what, pair in rows.items()}
     told = ", ".join(f"{what} {signed(one)} %" for what, one in found.items() if one)
     return f"""
+
 What was tried to come closer to data-parallel Muon, each at its own batch: {told}. With a larger batch at equal tokens
 there are fewer steps, so fewer rounds.
 """
