@@ -115,6 +115,7 @@ def _data_parallel(loop: _Loop, *_: object) -> dict[str, Any]:
         if t % CURVE_EVERY == 0:
             with _mean_of(tail, loop):
                 curve.append(loop.loss(CURVE_TOKENS))
+            _say(loop, t, curve[-1])
     with _mean_of(tail, loop):
         final, weights = loop.loss(loop.cell.evaluated), _flat(loop)
     return {"final": final, "replica": final, "curve": curve, "weights": weights, "parameters": len(weights)}
@@ -150,6 +151,7 @@ def _replica(loop: _Loop, reduce: local.Local, codec: Codec, cosines: Cosines) -
             if t % CURVE_EVERY == 0 and first:
                 with diloco.anchors():
                     curve.append(loop.loss(CURVE_TOKENS))
+                _say(loop, t, curve[-1])
         found: dict[str, Any] = {"weights": _flat(loop)}
         if first:
             found["replica"] = loop.loss(loop.cell.evaluated)
@@ -159,6 +161,11 @@ def _replica(loop: _Loop, reduce: local.Local, codec: Codec, cosines: Cosines) -
         found |= {"final": loop.loss(loop.cell.evaluated), "curve": curve, "parameters": len(found["weights"]),
                   "bytes_sent": diloco.stats.bytes_sent}  # fmt: skip
     return found
+
+
+def _say(loop: _Loop, t: int, loss: float) -> None:
+    """A run of a million parameters takes more than an hour."""
+    print(f"step {t} of {loop.cell.steps}: {loss:.4f} ({loop.cell})", flush=True)
 
 
 def _outer(cell: Cell) -> Outer:
