@@ -172,16 +172,20 @@ def _start(method: Method, group: Group, link: Link, times: Array) -> _State:
 def _advance(state: _State, step: int) -> None:
     """One step of every replica."""
     layers, clock = state.method.layers, state.clock
-    forward = state.times[:, (step - 1) % state.times.shape[1], None] / (3 * layers)
-    done = 0
-    for layer, ready in sorted(state.need.pop(step, ()), key=lambda message: message[0]):
+    needed, sent = state.need.pop(step, ()), state.method.sends(step)
+    seconds = state.times[:, (step - 1) % state.times.shape[1], None]
+    if not needed and not sent:  # most steps
+        state.clock = clock + seconds
+        return
+    forward, done = seconds / (3 * layers), 0
+    for layer, ready in sorted(needed, key=lambda message: message[0]):
         if layer > done:
             clock = clock + (layer - done) * forward
             done = layer
         clock = np.maximum(clock, ready)
     clock = clock + (layers - done) * forward
     above = layers
-    for layer, values in state.method.sends(step):
+    for layer, values in sent:
         if layer < above:
             clock = clock + (above - layer) * 2 * forward
             above = layer

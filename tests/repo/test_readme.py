@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.run import main as torchrun
 
 import diloco
 from diloco.cli.compare import CompareConfig
@@ -22,7 +23,7 @@ from diloco.runs.reader import read
 from diloco.train import preflight
 from tests.support import commands
 from tests.support.clean import FENCE
-from tests.support.commands import ended, run_program, start_program
+from tests.support.commands import Command, ended, run_program
 from tests.support.processes import run
 from tests.support.s3 import free_port
 
@@ -30,7 +31,7 @@ ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
 COMMANDS = [line.removeprefix("$ ") for kind, block in BLOCKS if kind == "console" for line in block.splitlines()]
-FEWER = ["--steps", "2", "--batch", "4", "--context", "32", "--eval-tokens", "512"]
+FEWER = ["--model", "nano", "--steps", "2", "--batch", "4", "--context", "32", "--eval-tokens", "512"]
 
 
 class Summed(nn.Module):
@@ -116,10 +117,7 @@ def test_the_two_machine_commands_make_one_run(folder):
     pair = [shlex.split(command) for command in COMMANDS if command.startswith("torchrun")]
     assert len(pair) == 2
     here = {"FIRST": "127.0.0.1", "29500": str(free_port())}
-    processes = [
-        start_program(folder, *(here.get(word, word) for word in words), *FEWER, tool=_installed(program))
-        for program, *words in pair
-    ]
+    processes = [Command(folder, torchrun, [*(here.get(word, word) for word in words), *FEWER]) for _, *words in pair]
     said = [ended(process) for process in processes]
     for code, out, err in said:
         assert code == 0, out + err

@@ -161,7 +161,7 @@ def test_chaos_in_short(place, tmp_path, monkeypatch):
         return Command(tmp_path, main, words[3:])  # what comes after `python -m diloco`
 
     monkeypatch.setattr("studies.bucket.restarts.subprocess.Popen", popen)
-    words = ["--eval-tokens", "512", "--inner", "adamw", "--data", str(place / "corpus.txt")]
+    words = ["--model", "nano", "--eval-tokens", "512", "--inner", "adamw", "--data", str(place / "corpus.txt")]
     found = chaos(tmp_path, 3, events=3, steps=60, every=0.0, between=4, seed=1, kill_all=True, words=words)
     assert sum(found["events"].values()) == 3
     assert found["records changed or lost"] == 0
