@@ -3,13 +3,19 @@
 The production code of protocol and core, one store operation at a time and on a clock of its own, so that nothing
 depends on the machine's speed. Two problems: the next byte of this project's own pages, and a regression with noise.
 The liar is honest in everything else: it trains, and then sends something else. Ratios are to the run of the honest
-members without it; the loss is that of the anchors on data that nobody trained on.
+members without it, on the same batches; the loss is that of the anchors on data that nobody trained on. On the
+regression that loss is what is left of the noise, and differs from one choice of batches to the next: the mean of some
+of them counts.
 """
 
 import argparse
 import json
+import multiprocessing
+import os
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Literal
 
 import torch
@@ -25,6 +31,7 @@ ATTACKS = {"−9.9 × the delta": (-9.9, 1.0), "−1 ×, 32 × the tokens": (-1.
            "−10⁶ × the delta": (-1e6, 1.0)}  # fmt: skip
 SYNC_EVERY, BATCH, BYTES = 10, 32, 4
 Problem = Literal["text", "regression"]
+SEEDS: dict[Problem, int] = {"text": 1, "regression": 5}
 
 
 class Text:
@@ -72,12 +79,14 @@ class Regression:
 
 
 class Trainer(Player):
-    def __init__(self, world: World, problem: Any, number: int, attack: tuple[float, float], merge: str) -> None:
+    def __init__(
+        self, world: World, problem: Any, seed: int, number: int, attack: tuple[float, float], merge: str
+    ) -> None:
         torch.manual_seed(0)
         model = problem.model()
         settings = {"sync_every": SYNC_EVERY, "overlap": 1, "outer": Nesterov(), "codec": Float32()}
         super().__init__(world, f"m{number}", model=model, settings=settings, merge=merge)
-        self.problem, self.generator = problem, torch.Generator().manual_seed(number)
+        self.problem, self.generator = problem, torch.Generator().manual_seed(1000 * seed + number)
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         factor, work = attack
         send = self.reduce.send
@@ -98,11 +107,13 @@ class Trainer(Player):
         self.diloco.step()
 
 
-def trained(problem: Any, members: int, rounds: int, merge: str, attack: tuple[float, float] = (1.0, 1.0)) -> float:
+def trained(
+    problem: Any, seed: int, members: int, rounds: int, merge: str, attack: tuple[float, float] = (1.0, 1.0)
+) -> float:
     """The loss of the anchors after some rounds with all members, the last of which lies."""
     world = World(1)
     all_members = [
-        Trainer(world, problem, k, attack if k == members - 1 else (1.0, 1.0), merge) for k in range(members)
+        Trainer(world, problem, seed, k, attack if k == members - 1 else (1.0, 1.0), merge) for k in range(members)
     ]
     for member in (*all_members, *all_members):
         member.turn()
@@ -122,22 +133,34 @@ def trained(problem: Any, members: int, rounds: int, merge: str, attack: tuple[f
         return float(problem.loss(judged, None))
 
 
-def measured(kind: Problem, members: int, rounds: int) -> Record:
+def measured(kind: Problem, members: int, rounds: int, seed: int) -> Record:
+    torch.set_num_threads(1)
     problem = Text() if kind == "text" else Regression()
-    without = trained(problem, members - 1, rounds, "mean")
-    found: Record = {"without the liar": without, "all honest": trained(problem, members, rounds, "mean") / without}
+    without = trained(problem, seed, members - 1, rounds, "mean")
+    found: Record = {"without the liar": without}
     for merge in ("mean", "closest"):
-        found[merge] = {n: trained(problem, members, rounds, merge, a) / without for n, a in ATTACKS.items()}
+        found[merge] = {
+            name: trained(problem, seed, members, rounds, merge, attack) / without
+            for name, attack in {"none": (1.0, 1.0), **ATTACKS}.items()
+        }
     return found
+
+
+def together(found: list[Record]) -> Record:
+    """The mean over the seeds, and each of them."""
+    merged = {
+        merge: {name: fmean(one[merge][name] for one in found) for name in found[0][merge]}
+        for merge in ("mean", "closest")
+    }
+    return {**merged, "seeds": found}
 
 
 def save(values: Record, rounds: int) -> None:
     targets = []
     for name, found in values.items():
-        targets.append(Target(f"{name}, closest: worst loss ÷ that without the liar", max(found["closest"].values()),
-                              at_most=1.05))  # fmt: skip
-        targets.append(Target(f"{name}, mean: worst loss ÷ that without the liar", max(found["mean"].values()),
-                              at_most=2.0))  # fmt: skip
+        for merge, most in (("closest", 1.05), ("mean", 2.0)):
+            worst = max(found[merge][attack] for attack in ATTACKS)
+            targets.append(Target(f"{name}, {merge}: worst loss ÷ that without the liar", worst, at_most=most))
     write(RESULTS, {"rounds": rounds, "sync_every": SYNC_EVERY, "batch": BATCH}, values, targets)
 
 
@@ -145,12 +168,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="one member of four or eight lies")
     parser.add_argument("--rounds", type=int, default=60)
     arguments = parser.parse_args()
-    torch.set_num_threads(1)
     values: Record = {}
-    for kind in ("text", "regression"):
-        for members in (4, 8):
-            values[f"{kind}, 1 of {members}"] = found = measured(kind, members, arguments.rounds)
-            print(kind, members, json.dumps(found, ensure_ascii=False), flush=True)
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(os.cpu_count(), context) as pool:
+        runs = {
+            f"{kind}, 1 of {members}": [
+                pool.submit(measured, kind, members, arguments.rounds, seed) for seed in range(seeds)
+            ]
+            for kind, seeds in SEEDS.items()
+            for members in (4, 8)
+        }
+        for name, each in runs.items():
+            values[name] = together([one.result() for one in each])
+            print(name, json.dumps(values[name], ensure_ascii=False), flush=True)
             save(values, arguments.rounds)
 
 
