@@ -251,9 +251,10 @@ hook took 324 ms; what it waited for then was not found out. An earlier run, in 
 longest hook of 150 ms. In a trace of 330 other events afterwards, over a folder, the host took 7 % (what it takes from
 a hook counts as the hook's own processor time), 57 hooks took more than 50 ms, and the longest 208 ms, of which it
 waited 148 ms for a core. None of them was one of Python's garbage collections. In two traces of 80 events on another
-day the longest took 72 ms, of which 36 to 40 ms without a core. Over S3, keys with an empty segment were deleted again
-after 1 to 5 s: while they lie there, listing takes more requests, and an earlier way of listing past them made joins
-take 10 s.
+day the longest took 72 ms, of which 36 to 40 ms without a core. Where two members have a core each, the survivor's
+longest hook at a kill takes 14 ms ([above](#the-bucket-members-come-and-go)). Over S3, keys with an empty segment were
+deleted again after 1 to 5 s: while they lie there, listing takes more requests, and an earlier way of listing past them
+made joins take 10 s.
 """,
     STUDIES / "bucket/poison.json": """
 What is missed: on the regression a delta is mostly noise. Leaving members out costs as much as they would have taken
