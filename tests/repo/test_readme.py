@@ -1,4 +1,4 @@
-"""Everything the README shows is run as it stands there, with fewer steps where it trains."""
+"""Everything the README shows is run as it stands there, with fewer steps and a smaller model where it trains."""
 
 import re
 import shlex
