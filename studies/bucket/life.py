@@ -4,10 +4,13 @@ What it says goes to the end of a file, one line of JSON at a time, so that noth
 those of CLOCK_MONOTONIC, which all processes share and no clock setting changes.
 """
 
+import contextlib
 import ctypes
 import json
 import os
+import resource
 import signal
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -92,14 +95,13 @@ def _train(life: Life, say: Callable[..., None]) -> None:
         x = torch.randn(16, 8, generator=generator)
         loss = (model(x) - teacher(x)).square().mean()
         loss.backward()
-        waited = _waited()
+        before, faults = _threads(), _faults()
         at, cpu, rounds = time.perf_counter(), time.thread_time(), diloco.stats.rounds
         optimizer.step()
         optimizer.zero_grad()
-        hook = time.perf_counter() - at
+        hook, cpu = time.perf_counter() - at, time.thread_time() - cpu
         if hook > LONG:  # the first step after a return may take the rounds that were closed meanwhile, as join() does
-            spent = {"cpu": time.thread_time() - cpu, "waited": _waited() - waited,
-                     "rounds": diloco.stats.rounds - rounds}  # fmt: skip
+            spent = _since(before) | {"cpu": cpu, "faults": _faults() - faults, "rounds": diloco.stats.rounds - rounds}
             say("hook" if step > 1 else "first hook", seconds=hook, step=step, **spent)
         for part in diloco._fragments:
             if part.state.index != held[part.number]:
@@ -115,9 +117,32 @@ def _train(life: Life, say: Callable[..., None]) -> None:
     say("left", seconds=time.monotonic() - began)
 
 
-def _waited() -> float:
-    """Seconds for which this thread could have run and had no core."""
-    return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
+Threads = dict[int, tuple[float, float]]
+"""Of each thread: seconds for which it ran, and for which it could have run and had no core."""
+
+
+def _threads() -> Threads:
+    found = {}
+    for thread in os.listdir("/proc/self/task"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            ran, waited, _ = Path(f"/proc/self/task/{thread}/schedstat").read_text().split()
+            found[int(thread)] = int(ran) / 1e9, int(waited) / 1e9
+    return found
+
+
+def _since(before: Threads) -> dict[str, float]:
+    """What kept this thread from running: no core; or other threads of this process, which have the interpreter or the
+    bucket's lock, and run or have no core themselves."""
+    spent = {thread: (ran - before.get(thread, (0.0, 0.0))[0], waited - before.get(thread, (0.0, 0.0))[1])
+             for thread, (ran, waited) in _threads().items()}  # fmt: skip
+    _, own = spent.pop(threading.get_native_id())
+    return {"waited": own, "others ran": sum(ran for ran, _ in spent.values()),
+            "others waited": sum(waited for _, waited in spent.values())}  # fmt: skip
+
+
+def _faults() -> int:
+    """Pages that this thread has waited for until they were read from a disk."""
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_majflt
 
 
 def _net() -> nn.Module:

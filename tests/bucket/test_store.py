@@ -183,6 +183,36 @@ def test_work_is_done_on_the_thread_that_asks_for_it_while_others_wait_for_the_s
     assert answers[::2] == [threading.current_thread().name] * 3 and set(memory.stored) == {"x", "y"}
 
 
+class Gone(Memory):
+    """A store that fails until it is back."""
+
+    def __init__(self):
+        super().__init__()
+        self.back, self.failed = False, threading.Semaphore(0)
+
+    def attempt(self, operation):
+        if not self.back:
+            self.failed.release()
+            raise Failure("connection refused")
+        super().attempt(operation)
+
+
+def test_the_first_answer_of_a_store_that_is_back_wakes_all_that_wait_to_ask_again(monkeypatch):
+    monkeypatch.setattr("diloco.bucket.store.store.random.uniform", lambda low, high: 1e4)  # nobody asks again unwoken
+    gone = Gone()
+    store = Store(gone)
+    asking = [threading.Thread(target=store.perform, args=(Write(name, b"1"),), daemon=True) for name in "xy"]
+    for thread in asking:
+        thread.start()
+        assert gone.failed.acquire(timeout=PATIENT)
+    until(lambda: len(store._news._waiters) == 2)
+    gone.back = True
+    store.perform(Write("z", b"1"))
+    for thread in asking:
+        thread.join(PATIENT)
+    assert set(gone.stored) == {"x", "y", "z"}
+
+
 def test_a_store_without_credentials_is_told_which_to_set(monkeypatch):
     exceptions = pytest.importorskip("obstore.exceptions")
 
