@@ -8,7 +8,6 @@ import contextlib
 import ctypes
 import json
 import os
-import resource
 import signal
 import threading
 import time
@@ -74,6 +73,8 @@ def _train(life: Life, say: Callable[..., None]) -> None:
     for parameter in teacher.parameters():
         parameter.data.mul_(3.0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    begun: list[_Moment] = []
+    optimizer.register_step_post_hook(lambda *_: begun.append(_now()))  # before DiLoCo's own: the optimizer has ended
     reduce = Bucket(life.url, life.name)
     diloco = DiLoCo(model, optimizer, sync_every=SYNC_EVERY, overlap=2, fragments=Balanced(FRAGMENTS), reduce=reduce)
     saved = Path(life.folder, f"{life.name}.pt")
@@ -95,13 +96,12 @@ def _train(life: Life, say: Callable[..., None]) -> None:
         x = torch.randn(16, 8, generator=generator)
         loss = (model(x) - teacher(x)).square().mean()
         loss.backward()
-        before, faults = _threads(), _faults()
-        at, cpu, rounds = time.perf_counter(), time.thread_time(), diloco.stats.rounds
+        rounds = diloco.stats.rounds
         optimizer.step()
+        hook, spent = _since(begun.pop())
         optimizer.zero_grad()
-        hook, cpu = time.perf_counter() - at, time.thread_time() - cpu
         if hook > LONG:  # the first step after a return may take the rounds that were closed meanwhile, as join() does
-            spent = _since(before) | {"cpu": cpu, "faults": _faults() - faults, "rounds": diloco.stats.rounds - rounds}
+            spent["rounds"] = diloco.stats.rounds - rounds
             say("hook" if step > 1 else "first hook", seconds=hook, step=step, **spent)
         for part in diloco._fragments:
             if part.state.index != held[part.number]:
@@ -117,32 +117,34 @@ def _train(life: Life, say: Callable[..., None]) -> None:
     say("left", seconds=time.monotonic() - began)
 
 
-Threads = dict[int, tuple[float, float]]
-"""Of each thread: seconds for which it ran, and for which it could have run and had no core."""
+@dataclass(frozen=True)
+class _Moment:
+    at: float
+    cpu: float  # of this thread
+    threads: dict[int, tuple[float, float]]
+    """Of each thread: seconds for which it ran, and for which it could have run and had no core."""
 
 
-def _threads() -> Threads:
-    found = {}
+def _now() -> _Moment:
+    threads = {}
     for thread in os.listdir("/proc/self/task"):
         with contextlib.suppress(OSError):  # it has ended meanwhile
             ran, waited, _ = Path(f"/proc/self/task/{thread}/schedstat").read_text().split()
-            found[int(thread)] = int(ran) / 1e9, int(waited) / 1e9
-    return found
+            threads[int(thread)] = int(ran) / 1e9, int(waited) / 1e9
+    return _Moment(time.perf_counter(), time.thread_time(), threads)
 
 
-def _since(before: Threads) -> dict[str, float]:
-    """What kept this thread from running: no core; or other threads of this process, which have the interpreter or the
-    bucket's lock, and run or have no core themselves."""
-    spent = {thread: (ran - before.get(thread, (0.0, 0.0))[0], waited - before.get(thread, (0.0, 0.0))[1])
-             for thread, (ran, waited) in _threads().items()}  # fmt: skip
+def _since(begun: _Moment) -> tuple[float, dict[str, float]]:
+    """Seconds, and what kept this thread from running: no core; or other threads of this process, which had the
+    interpreter or the bucket's lock, and ran or had no core themselves."""
+    seconds, cpu = time.perf_counter() - begun.at, time.thread_time() - begun.cpu
+    if seconds <= LONG:
+        return seconds, {}
+    spent = {thread: (ran - begun.threads.get(thread, (0.0, 0.0))[0], waited - begun.threads.get(thread, (0.0, 0.0))[1])
+             for thread, (ran, waited) in _now().threads.items()}  # fmt: skip
     _, own = spent.pop(threading.get_native_id())
-    return {"waited": own, "others ran": sum(ran for ran, _ in spent.values()),
-            "others waited": sum(waited for _, waited in spent.values())}  # fmt: skip
-
-
-def _faults() -> int:
-    """Pages that this thread has waited for until they were read from a disk."""
-    return resource.getrusage(resource.RUSAGE_THREAD).ru_majflt
+    return seconds, {"cpu": cpu, "waited": own, "others ran": sum(ran for ran, _ in spent.values()),
+                     "others waited": sum(waited for _, waited in spent.values())}  # fmt: skip
 
 
 def _net() -> nn.Module:

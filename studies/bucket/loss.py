@@ -71,6 +71,7 @@ def carrying(folder: str) -> Record:
 
     In one process with a clock of its own, so that only the arms differ.
     """
+    torch.set_num_threads(1)  # with two, a step on busy cores takes twenty times as long
     corpus = prepare((), "bytes")
     arms: dict[str, list[Record]] = {"alone": [], "carried": [], "given up": []}
     for seed in range(3):
