@@ -36,6 +36,7 @@ SIZES: dict[str, Shape] = {
 }
 RULES: dict[str, Outer] = {
     "default": Nesterov(),
+    "0.67/0.5, following": Nesterov(2 / 3, 0.5),
     "0.7/0.9": Nesterov(0.7, 0.9, follow=False),
     "0.4/0.9": Nesterov(0.4, 0.9, follow=False),
     "0.7/0.5": Nesterov(0.7, 0.5, follow=False),
