@@ -7,53 +7,23 @@ import pytest
 import torch
 
 from diloco import Float32
-from diloco.bucket import Bucket, KeyPair, averaging, deltas, snapshots
+from diloco.bucket import Bucket, deltas, snapshots
 from diloco.bucket import members as members_
 from diloco.bucket.deltas import delta_fields, layout_of, places, seal_delta
-from diloco.bucket.roster import change, changed, load_lists
-from diloco.bucket.rounds import Link, folder, read_record, record_name, share_name
-from diloco.bucket.run import read_run
-from diloco.bucket.shares import seal_share
+from diloco.bucket.rounds import Link, folder, share_name
 from diloco.bucket.store.backend import open_store
 from diloco.bucket.store.envelope import Envelope
-from diloco.bucket.store.keys import Listed, Roster
 from diloco.bucket.store.operations import Create, List
 from diloco.errors import ConfigError, Mismatch
-from diloco.reduce import Jump, Round
+from diloco.reduce import Jump
 from tests.support.members import PATIENT, Member, agree
-from tests.support.players import SYNC_EVERY, Player, World, complete
-
-SHARES = 3
-FALSE = torch.full((2,), -1.0).view(torch.uint8)
-KEYS = {name: KeyPair(bytes([k + 1]) * 32) for k, name in enumerate("abcd")}
+from tests.support.players import SYNC_EVERY, Player, World
+from tests.support.sharing import SHARES, crowd, rounds_of, small_pieces, together
 
 
 @pytest.fixture(autouse=True)
-def small_pieces(monkeypatch):
-    """Fragments of 6 values in pieces of 2."""
-    monkeypatch.setattr(deltas, "LEAST", 4)
-    monkeypatch.setattr(deltas, "UNIT", 2)
-
-
-def crowd(world, count=4, **options):
-    """Members that know each other."""
-    players = [Player(world, "abcdefgh"[k], rate=float(1 + k), **options) for k in range(count)]
-    for player in (*players, *players):
-        player.turn()
-    return players
-
-
-def together(players, rounds, seconds=0.2, most=200):
-    """Train in step until all hold so many rounds of the first fragment."""
-    world = players[0].world
-    for _ in range(most):
-        for player in players:
-            player.step()
-            player.turn()
-        world.now += seconds
-        if min(player.held[0] for player in players) >= rounds:
-            return
-    raise AssertionError([player.held for player in players])
+def pieces(monkeypatch):
+    small_pieces(monkeypatch)
 
 
 def with_stranger(players, head, bodies, index):
@@ -69,10 +39,6 @@ def next_round(players):
     while (0, world.closed(0)) not in world.states:
         together(players, world.closed(0))
     return world.closed(0) + 1
-
-
-def rounds_of(player, fragment=0):
-    return [o for f, o in player.reduce.outcomes if f == fragment and isinstance(o, Round)]
 
 
 def test_every_member_averages_a_share_and_all_hold_the_mean():
@@ -154,121 +120,6 @@ def test_a_share_of_a_member_that_died_is_made_by_the_next_one():
         assert world.now - before < 30
     together(living, 3)
     assert "d" in rounds_of(living[0])[2].members
-
-
-def test_a_bad_share_is_passed_over_and_made_again():
-    world = World(1, values=6)
-    players = crowd(world)
-    together(players, 2)
-    for share in range(SHARES):
-        world.objects[share_name(0, 3, share, 0)] = b"garbage"
-    together(players, 4)
-    assert all(share_name(0, 3, share, 1) in world.objects for share in range(SHARES))
-    named = {event.get("object") for event in players[0].reduce.events() if event["event"] == "invalid"}
-    assert named == {share_name(0, 3, share, 0) for share in range(SHARES)}
-
-
-class Deceived(World):
-    """As soon as the first round is closed, a false share is there, no larger than the deltas allow."""
-
-    SLOT = 0
-    """Of the record."""
-
-    def attempt(self, operation):
-        answer = super().attempt(operation)
-        if isinstance(operation, Create) and operation.name == record_name(0, 1, self.SLOT):
-            false = self.false()
-            self.objects.setdefault(false.name, false.body)
-        return answer
-
-    def false(self):
-        return seal_share(Envelope(self.run), self.record(0, 1, Link()), 0, 0, FALSE)
-
-
-def test_a_false_share_is_noticed_by_chance_and_all_hold_the_same_bits(monkeypatch):
-    monkeypatch.setattr(averaging, "chance", lambda: 0.0)
-    players = crowd(Deceived(1, values=6))
-    together(players, 3)
-    mean = rounds_of(players[0])[0].mean.tolist()
-    assert mean[:2] == [-1.0] * 2 and len(set(mean[2:])) == 1 and mean[2] < -1  # only the share is false
-    for player in players:
-        told = [e for e in player.reduce.events() if e["event"] == "false share"]
-        assert told == [{"event": "false share", "object": share_name(0, 1, 0, 0)}]
-
-
-def test_a_false_share_is_noticed_by_who_has_made_the_same(monkeypatch):
-    monkeypatch.setattr(averaging, "chance", lambda: 1.0)
-    world = World(1, values=6)
-    players = crowd(world)
-    wanted = None
-    while not isinstance(wanted, Create):
-        for player in players:
-            player.step()
-            while (wanted := player.want(1)) is not None:
-                if isinstance(wanted, Create) and "/s0" in wanted.name:
-                    break
-                if not player.go(1):
-                    break
-            if isinstance(wanted, Create):
-                break
-        world.now += 0.2
-    share = int(wanted.name[-6:-2])
-    record = player.reduce._protocols[0]._round.averaging.record
-    false = seal_share(Envelope(world.run), record, share, 0, FALSE)
-    world.objects[false.name] = false.body
-    player.turn()
-    assert {"event": "false share", "object": wanted.name} in player.reduce.events()
-
-
-class Keyed(Deceived):
-    """Members have keys of their own; the false share is signed by one of these. The first slots hold the lists, to
-    which they were added one after the other."""
-
-    SLOT = 3
-
-    def __init__(self, signer):
-        super().__init__(1, values=6)
-        self.signer = signer
-
-    def check(self):
-        pass
-
-    def false(self):
-        roster = Roster(KEYS["a"].public, Listed(0, {name: key.public for name, key in KEYS.items()}))
-        name = record_name(0, 1, self.SLOT)
-        opened = Envelope(self.run, KEYS["a"], roster).open(name, "record", self.objects[name], None)
-        record = read_record(opened, 0, 1, None)
-        return seal_share(Envelope(self.run, self.signer), record, 0, 0, FALSE)
-
-
-def keyed(signer):
-    """What four members whom the founder lists take from the first round, with a false share that this one signs."""
-    world = Keyed(signer)
-    players = [Player(world, "a", key=KEYS["a"])]
-    players[0].turn()
-    for rate, name in enumerate("bcd", 2):
-        envelope = complete(world, read_run(None)).envelope(KEYS["a"])
-        complete(world, load_lists(envelope))
-        complete(world, change(envelope, 1, changed(envelope, name, KEYS[name].public)))
-        players.append(Player(world, name, key=KEYS[name], rate=float(rate)))
-    for player in (*players, *players):
-        player.turn()
-    together(players, 2)
-    return [(rounds_of(player)[0], player.reduce.events()) for player in players]
-
-
-def test_where_members_have_keys_a_false_share_names_who_has_made_it(monkeypatch):
-    monkeypatch.setattr(averaging, "chance", lambda: 0.0)
-    for round, events in keyed(KEYS["c"]):
-        assert len(round.members) == 4 and round.mean.tolist()[:2] == [-1.0] * 2
-        told = [e for e in events if e["event"] == "false share"]
-        assert told == [{"event": "false share", "object": share_name(0, 1, 0, 0), "by": "c"}]
-
-
-def test_a_share_of_one_who_is_not_listed_is_passed_over_and_made_again():
-    for round, events in keyed(KeyPair(bytes([9]) * 32)):
-        assert len(round.encoded) == SHARES and len(set(round.mean.tolist())) == 1 and round.mean[0] < -1
-        assert share_name(0, 1, 0, 0) in {e["object"] for e in events if e["event"] == "invalid"}
 
 
 def test_a_newcomer_makes_what_is_missing_when_all_others_are_dead(monkeypatch):
