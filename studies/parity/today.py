@@ -32,7 +32,7 @@ PATH = Path(__file__).parent / "today.jsonl"
 ALL = 1 << 21
 """More than all of the held-out text, which has 0.6 MB."""
 SEEDS = 3
-LR, LOWER = 0.0113, 0.008
+LR = 0.0113
 TAIL = 60
 _dp = replace(data_parallel(lr=LR), evaluated=ALL)
 _streaming = Cell(lr=LR, momentum=0, outer="growing", evaluated=ALL)
@@ -47,7 +47,7 @@ FIXED, FED = "streaming, Muon, outer 0.7/0.5", "streaming, Muon, E3M0 with feedb
 SHORT, LONG = (f"streaming, Muon, outer {rule} that follows the lr" for rule in ("0.7/0.5", "0.28/0.9"))
 MORE = {4: "1/0.5", 8: "1.41/0.5"}
 """Replicas, and the fixed outer rule of which the learning rate is 0.5·√M."""
-LARGEST = "1M parameters"
+SAME, LARGEST = "streaming, AdamW", "1M parameters"
 AVERAGED = f"data-parallel, Muon, mean of the last {TAIL} steps' weights"
 
 
@@ -74,7 +74,7 @@ ROWS: dict[str, Cell] = {
     DEFAULTS: _muon,
     ADAMW: _dp,
     MUON: replace(_dp, inner="muon"),
-    "streaming, AdamW": _streaming,
+    SAME: _streaming,
     TWO_BITS: replace(_muon, codec="twobit", feedback=0.9),
     RARELY: replace(_muon, codec="twobit", feedback=0.9, sync_every=270),
     TOPK: _topk,
@@ -86,8 +86,6 @@ ROWS: dict[str, Cell] = {
     FED: replace(_fixed, outer="paper", feedback=0.9),
     SHORT: _fixed,
     LONG: replace(_fixed, outer_lr=0.28, momentum=0.9),
-    f"streaming, Muon, lr {LOWER:g}": replace(_muon, lr=LOWER),
-    f"data-parallel, Muon, lr {LOWER:g}": replace(_dp, inner="muon", lr=LOWER),
     "streaming, Muon, M = 4": replace(_muon, replicas=4),
     "streaming, Muon, M = 4, outer 1/0.5": replace(_fixed, replicas=4, outer_lr=1.0),
     "streaming, Muon, M = 8": replace(_muon, replicas=8),
@@ -160,9 +158,13 @@ def run(cell: Cell) -> float | None:
 
 def gap(row: str, against: str, results: Results) -> Spread | None:
     """Difference in percent of the loss, paired by seed."""
-    found = [100 * (ours["final"] / theirs["final"] - 1) for ours, theirs in _pairs(row, against, results)]
+    found = differences(row, against, results)
     shared = noise(results) if row in _alike() and against in _alike() else None
     return spread(found, shared) if found else None
+
+
+def differences(row: str, against: str, results: Results) -> list[float]:
+    return [100 * (ours["final"] / theirs["final"] - 1) for ours, theirs in _pairs(row, against, results)]
 
 
 def _pairs(row: str, against: str, results: Results) -> list[tuple[dict[str, Any], dict[str, Any]]]:
@@ -196,13 +198,14 @@ def _bits(result: dict[str, Any]) -> float:
 
 
 def summary(results: Results, first: Results) -> str:
-    below, own, growing = gap(DEFAULTS, ADAMW, results), gap(DEFAULTS, MUON, results), growth(results, first)
+    below, own, same = gap(DEFAULTS, ADAMW, results), gap(DEFAULTS, MUON, results), gap(SAME, ADAMW, results)
+    growing = growth(results, first)
     return f"""
 With the trainer's defaults (Muon inside, an outer rule that grows with the rounds and follows the inner learning rate,
 overlap 1, 4 bits) two replicas of 0.34M parameters end {percent(below)} from data-parallel training with AdamW, and
-{percent(own)} from data-parallel training with Muon. The outer rule alone, with AdamW inside, at 0.09M parameters:
-{percent(growing[DP])} from data-parallel, {percent(growing[STREAMING])} from the fixed rule of 0.7 and momentum 0.5.
-Below 0 is better.
+{percent(own)} from data-parallel training with Muon. With AdamW in both it is {percent(same)} at 0.34M parameters, and
+{percent(growing[DP])} at 0.09M, where the same outer rule is {percent(growing[STREAMING])} from the fixed one of 0.7
+and momentum 0.5. Below 0 is better.
 """
 
 
@@ -211,6 +214,7 @@ def bars(results: Results) -> str:
         Bar("the defaults, to data-parallel AdamW", gap(DEFAULTS, ADAMW, results), high=-1.5),
         Bar(f"the same with {LARGEST}", gap(f"{LARGEST}: {DEFAULTS}", f"{LARGEST}: {ADAMW}", results), high=-1.5),
         Bar("the defaults, to data-parallel Muon", gap(DEFAULTS, MUON, results), high=0.5),
+        Bar("the defaults with AdamW, to data-parallel AdamW", gap(SAME, ADAMW, results), high=0.5),
         Bar("the defaults and feedback 0.9, to data-parallel Muon", gap(E3M0, MUON, results), high=0.5),
         Bar("2 bits with feedback, to 4 bits", gap(TWO_BITS, DEFAULTS, results), high=0.3),
         Bar("top-k with feedback, to 4 bits", gap(TOPK, DEFAULTS, results), high=1.0),
@@ -250,9 +254,10 @@ for Muon, whose updates have the size of AdamW's, √2 times as much was tried a
 
 Losses are in nats a byte on all of the held-out text (0.6 MB). Differences are paired by seed. Data-parallel and the
 rows with two replicas share one estimate of noise ({noise(results).deviation:.2f} % for a difference at one seed,
-{noise(results).freedom} degrees of freedom), but for top-k; other rows have the Student interval of their own
-differences, and none with one seed. Intervals are of 95 %. {len(results)} runs, {hours:.1f} hours of one core
-({there.get("cpu", "")}); `python -m studies.parity.today` goes on where it was stopped.
+{noise(results).freedom} degrees of freedom), but for top-k; AdamW varies most (from data-parallel at each seed:
+{", ".join(f"{each:+.2f}" for each in differences(SAME, ADAMW, results))} %). Other rows have the Student interval
+of their own differences, and none with one seed. Intervals are of 95 %. {len(results)} runs, {hours:.1f} hours of one
+core ({there.get("cpu", "")}); `python -m studies.parity.today` goes on where it was stopped.
 {f"{missing} rows are not run yet; with `--list` it names them." if missing else ""}
 """
 
@@ -275,16 +280,21 @@ def _line(name: str, cell: Cell, results: Results) -> tuple[str, ...]:
 
 def early(results: Results) -> str:
     """The anchors over the run, against data-parallel as it is and averaged over its last steps."""
-    gaps = {against: [[100 * (a / b - 1) for a, b in zip(ours["curve"], theirs["curve"], strict=True)]
-                      for ours, theirs in _pairs(DEFAULTS, against, results)]
-            for against in (MUON, AVERAGED)}  # fmt: skip
-    if not all(gaps.values()):
+    ours, *others = (runs(row, results) for row in (DEFAULTS, MUON, AVERAGED))
+    seeds = sorted(ours.keys() & others[0].keys() & others[1].keys())
+    if not seeds:
         return ""
-    shown = [[f"{fmean(points):+.1f}" for points in zip(*each, strict=True)] for each in gaps.values()]
+    means = [[fmean(100 * (a / b - 1) for a, b in points)
+              for points in zip(*(zip(ours[seed]["curve"], theirs[seed]["curve"], strict=True) for seed in seeds),
+                                strict=True)]
+             for theirs in others]  # fmt: skip
+    shown = [[f"{mean:+.1f}" for mean in each] for each in means]
     lines = zip((str(CURVE_EVERY * (i + 1)) for i in range(len(shown[0]))), *shown, strict=True)
     return f"""
-**The lead in the middle of a run.** The anchors are a mean of two replicas, data-parallel has the weights of one step.
-Against the mean of its last {TAIL} steps' weights, which only the evaluation sees, the anchors stand otherwise:
+**The lead in the middle of a run.** The anchors are a mean of two replicas, data-parallel has the weights of one step:
+the anchors are up to {min(means[0]):+.1f} % from it. Against the mean of its last {TAIL} steps' weights, which only
+the evaluation sees, they are {min(means[1]):+.1f} % at best: the lead comes from averaging. On fewer held-out bytes
+than the final losses, seed {", ".join(map(str, seeds))}.
 
 {table(("step", "to data-parallel Muon, %", f"to the mean of its last {TAIL} steps, %"), lines)}
 """
