@@ -35,6 +35,8 @@ RESTART = 20.0
 """Seconds in which all that were killed together are waited for, before anything else happens."""
 END = 180.0
 """Seconds in which everybody must join, close rounds and leave in the end."""
+SPENT = ("seconds", "cpu", "waited", "others ran", "others waited", "rounds", "step")
+"""What is kept of the longest hooks."""
 KINDS = {"kill": 5, "stop": 5, "start": 9, "all killed at once": 1, "same name twice": 2, "leave": 3,
          "leave and join": 3, "medium": 5}  # fmt: skip
 """Events and how often they come, where they can."""
@@ -278,6 +280,8 @@ class Campaign:
             "leaves": _spread([line["seconds"] for line in said.get("left", [])]),
             "longest hook": max(hooks, default=0.0), "hooks above 50 ms": sum(hook > 0.05 for hook in hooks),
             "longest hook with a core": max((line["seconds"] - line["waited"] for line in slow), default=0.0),
+            "longest hooks": [{what: line[what] for what in SPENT}
+                              for line in sorted(slow, key=lambda line: -line["seconds"])[:10]],
             "most CPU of a hook": max((line["cpu"] for line in slow), default=0.0),
             "longest first hook": max((line["seconds"] for line in said.get("first hook", [])), default=0.0),
             "loss at first": statistics.mean(losses[:5]), "loss at last": statistics.median(losses[-20:]),
