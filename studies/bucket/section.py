@@ -122,10 +122,9 @@ def chaos(record: Record) -> str:
         average; {found["states compared"]:,} states were compared. Joins took {joins["median"]:.1f} s in the median and
         {joins["90 %"]:.1f} s in nine of ten cases while nothing else was wrong, up to {found["joins"]["most"]:.0f} s
         with the store failing. After all had been killed at once ({restarts["count"]} times), the first had joined
-        again after {restarts["median"]:.1f} s (median). The hook, from where the optimizer's own step ends, took at most
-        {1000 * found["longest hook"]:.0f} ms of the training thread; in the first step of a member that returns, where
-        it takes the rounds that were closed
-        meanwhile, {found["longest first hook"]:.1f} s. The loss fell from {found["loss at first"]:.3f} to
+        again after {restarts["median"]:.1f} s (median). The hook, from where the optimizer's own step ends, took at
+        most {1000 * found["longest hook"]:.0f} ms of the training thread; in the first step of a member that returns,
+        where it takes the rounds that were closed meanwhile, {found["longest first hook"]:.1f} s. The loss fell from {found["loss at first"]:.3f} to
         {found["loss at last"]:.3f}; in the end all joined, closed rounds and left within
         {found["seconds to the end"]:.0f} s.""")
         )
