@@ -124,9 +124,9 @@ def chaos(record: Record) -> str:
         with the store failing. After all had been killed at once ({restarts["count"]} times), the first had joined
         again after {restarts["median"]:.1f} s (median). The hook, from where the optimizer's own step ends, took at
         most {1000 * found["longest hook"]:.0f} ms of the training thread; in the first step of a member that returns,
-        where it takes the rounds that were closed meanwhile, {found["longest first hook"]:.1f} s. The loss fell from {found["loss at first"]:.3f} to
-        {found["loss at last"]:.3f}; in the end all joined, closed rounds and left within
-        {found["seconds to the end"]:.0f} s.""")
+        where it takes the rounds that were closed meanwhile, {found["longest first hook"]:.1f} s. The loss fell from
+        {found["loss at first"]:.3f} to {found["loss at last"]:.3f}; in the end all joined, closed rounds and left
+        within {found["seconds to the end"]:.0f} s.""")
         )
     head = fill("""`make chaos`: real processes that train a small regression, disturbed in every way; a witness follows
     the records past all faults. A time without a round counts while some member has joined and is not stopped, and the
