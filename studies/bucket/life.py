@@ -140,8 +140,10 @@ def _since(begun: _Moment) -> tuple[float, dict[str, float]]:
     seconds, cpu = time.perf_counter() - begun.at, time.thread_time() - begun.cpu
     if seconds <= LONG:
         return seconds, {}
-    spent = {thread: (ran - begun.threads.get(thread, (0.0, 0.0))[0], waited - begun.threads.get(thread, (0.0, 0.0))[1])
-             for thread, (ran, waited) in _now().threads.items()}  # fmt: skip
+    spent = {}
+    for thread, (ran, waited) in _now().threads.items():
+        had = begun.threads.get(thread, (0.0, 0.0))
+        spent[thread] = ran - had[0], waited - had[1]
     _, own = spent.pop(threading.get_native_id())
     return seconds, {"cpu": cpu, "waited": own, "others ran": sum(ran for ran, _ in spent.values()),
                      "others waited": sum(waited for _, waited in spent.values())}  # fmt: skip

@@ -30,9 +30,9 @@ from diloco.errors import ConfigError
 CONNECTIONS = 16
 """Operations of one task that are under way at once. Of those with large bodies fewer are: see `TransferLimit`."""
 LONGEST_PAUSE = 5.0
-"""Seconds between two tries of an operation while no other operation succeeds, times 0.5 to 1.5 by chance. A member
-with n fragments has n + 1 of them, and the first that succeeds wakes the others: with four fragments a store that is
-back is noticed after about a second."""
+"""Seconds between two tries of an operation while no other operation succeeds, times 0.5 to 1.5 by chance. In a member
+with n fragments n + 1 operations wait like this, and the first that succeeds wakes the others: with four fragments a
+store that is back is noticed after about a second."""
 REFUSED = 900.0
 """Seconds for which a store may refuse everything that it has allowed before."""
 REFUSALS = 3
