@@ -19,7 +19,7 @@ from diloco.cli.help import render
 from diloco.errors import ConfigError
 from diloco.flags import meaning, parse, spelled, stored, to_toml
 from diloco.outer import Nesterov
-from diloco.runs.config import METHODS, TrainConfig, distinguishes, names, reads, stored_settings
+from diloco.runs.config import METHODS, TrainConfig, distinguishes, reads, stored_settings
 from diloco.train import setup
 from diloco.train.defaults import lr_at, resolve
 from diloco.world import World, address_from, job_from, world_from
@@ -127,18 +127,6 @@ def test_flags_are_read_as_people_write_them():
                            (["x", "y", "--to", "z"], "'y' is not the value of a flag")):  # fmt: skip
         with pytest.raises(ConfigError, match=message):
             parse(export, words)
-
-
-def test_what_is_not_the_runs_is_the_members_or_of_this_start():
-    assert names("start") == ("join_only", "dashboard", "resume", "json", "dry_run")
-    assert set(names("member")) == {
-        "data", "accumulate", "eval_every", "eval_tokens", "save_every", "keep", "compile", "device", "track", "name",
-        "text_key", "out", "bucket", "member", "pace", "quorum", "grace", "key_file", "founder", "encrypt",
-        "streams", "timeout", "tokens", "auto", "kept", "retune",
-    }  # fmt: skip
-    stored_names = {line.split(" = ")[0] for line in to_toml(TrainConfig(resume=True, json=True)).splitlines()}
-    assert "name" not in stored_names and {"sync_every", "out"} <= stored_names
-    assert not stored_names & set(names("start"))
 
 
 def test_a_method_reads_its_own_settings_only():

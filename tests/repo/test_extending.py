@@ -1,36 +1,18 @@
 """The snippets of docs/extending.md are run as they stand there, and what it says about shipped parts is tried."""
 
 import re
-import sys
-import threading
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
-from diloco import Bucket, Collective, ConfigError, DiLoCo, Float32, formats, outer
-from diloco.advance import NextState
-from diloco.bucket.deltas import Layout
-from diloco.bucket.open_round import OpenRound
-from diloco.bucket.outbox import Outbox
-from diloco.bucket.protocol import FragmentProtocol
-from diloco.bucket.ranks import First
-from diloco.bucket.rounds import Contribution
-from diloco.bucket.store.envelope import Envelope
-from diloco.bucket.store.folder import Folder
-from diloco.bucket.store.operations import All, Create
-from diloco.bucket.store.store import Store
+from diloco import ConfigError, formats, outer
 from diloco.codec import _Shipped, codec_named
-from diloco.reduce import Delta, State
-from diloco.reduce.groups import Groups, Transfer
 from diloco.reduce.header import NBYTES
 from diloco.runs.config import TrainConfig
-from diloco.sync import FragmentSync
 from diloco.train import setup
 from diloco.train.defaults import resolve
-from tests.support.members import until
 from tests.support.models import Tiny, adamw, loss_of, steps
 from tests.support.processes import run
 
@@ -119,82 +101,3 @@ def test_a_class_and_a_row_make_a_codec_of_the_flag(monkeypatch):
     assert TrainConfig(codec="twice").codec == "twice"
     assert codec_named("twice") == Twice()
     assert Twice().nbytes(100) == 800
-
-
-def test_the_way_of_a_delta_goes_through_what_there_is():
-    way = TEXT.partition("## The way of a delta")[2].partition("\n## ")[0]
-    homes = {home.__name__: home for home in (Bucket, Collective, DiLoCo, Envelope, First, Folder, FragmentProtocol,
-                                              FragmentSync, Groups, Layout, NextState, OpenRound, Outbox, Store,
-                                              Transfer)}  # fmt: skip
-    named = re.findall(r"`(\w+)\.(\w+)`", way)
-    assert {home for home, _ in named} == homes.keys()
-    assert all(callable(getattr(homes[home], name)) for home, name in named)
-
-
-MARK = torch.tensor([1.25, -3.5, 7.75, 0.625])
-
-
-def _given(value, later):
-    """Whether a value is the delta, in any form: what takes it, its values, its bytes, or an operation with them."""
-    match value:
-        case Tensor() | bytes():
-            return MARK.numpy().tobytes() in (value.numpy().tobytes() if isinstance(value, Tensor) else value)
-        case list() | tuple():
-            return any(_given(each, later) for each in value)
-        case All(operations=inner) | Create(data=inner) | Delta(values=inner) | Contribution(payloads=inner):
-            return _given(inner, later)
-    return value is later
-
-
-def _walk(folder):
-    """The methods of the bucket that are given a delta: the first one of each class, until the delta stands."""
-    walked, stands, bucket = {}, threading.Event(), Bucket("", "a", backend=Folder(folder), heartbeat=0.2, poll=0.02)
-    state = State(0, torch.zeros(len(MARK)), torch.zeros(0))
-
-    def later():
-        return Delta(MARK.clone(), 1.0, True, state.fingerprint())
-
-    def watch(frame, event, _):
-        code = frame.f_code
-        if event != "call" or stands.is_set() or not frame.f_globals.get("__name__", "").startswith("diloco.bucket"):
-            return
-        mine, *rest = [frame.f_locals.get(name) for name in code.co_varnames[: code.co_argcount]] or [None]
-        if code.co_varnames[:1] == ("self",) and any(_given(value, later) for value in rest):
-            walked.setdefault(type(mine).__name__, code.co_name)
-            if code.co_name == "saw":
-                stands.set()
-
-    threading.setprofile(watch)  # of the threads that the bucket starts
-    try:
-        bucket.join({"sync_every": 10}, [state], [Float32()])
-        sys.setprofile(watch)
-        bucket.send(0, 1, later)
-        sys.setprofile(None)
-        until(stands.is_set)
-    finally:
-        sys.setprofile(None)
-        threading.setprofile(None)
-        bucket.leave()
-    return [f"{home}.{name}" for home, name in walked.items() if not name.startswith("__")]
-
-
-def test_a_delta_changes_object_on_its_way_into_a_bucket_as_often_as_the_page_says(tmp_path):
-    page = TEXT.partition("Into a bucket, six changes:")[2].partition("With DDP")[0]
-    first, *changes = re.findall(r"(?:→\s+`|: `)(\w+\.\w+)`", page)
-    assert len(changes) == page.count("→") == 6
-    assert _walk(tmp_path) == [first, *changes, "OpenRound.saw"]
-
-
-def test_the_files_and_names_of_the_list_exist():
-    rows = re.findall(r"^\| [\w ]+ \| (.*) \|$", TEXT.partition("## What to touch")[2], re.MULTILINE)
-    assert len(rows) == 7
-    for row in rows:
-        names = re.findall(r"`([^`]+)`", row)
-        files = [name for name in names if "/" in name]
-        text = "".join((ROOT / name).read_text() for name in files if (ROOT / name).is_file())
-        for name in files:
-            assert (ROOT / name).exists(), name
-        for name in {"ALL", "OUTERS", "VERBS", "CONFIG", "EXAMPLES", "Step", "PER_STEP", "STYLES", "_HOME"} & set(
-            names
-        ):
-            assert re.search(rf"\b{name}\b", text), name

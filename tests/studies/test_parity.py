@@ -8,13 +8,11 @@ from random import Random
 import pytest
 import torch
 
-from studies.parity import claims, page, study, today, tuning
-from studies.parity.__main__ import PATH
+from studies.parity import claims, study, tuning
 from studies.parity.__main__ import run_all as study_run_all
 from studies.parity.cell import Cell, data_parallel
 from studies.parity.controls import KEPT, Zeroing
 from studies.parity.paired import FEW, MANY, compared, differences, judged, noise
-from studies.parity.results import load
 from studies.parity.rows import DILOCO, DP, NAMED, OUTER, ROWS, STREAMING, Row
 from studies.parity.run import train
 from studies.parity.spread import Spread, residual, spread
@@ -125,26 +123,8 @@ def test_zeroing_keeps_one_value_in_eight():
     assert kept.mean().item() == pytest.approx(KEPT, abs=0.005)
 
 
-def test_the_page_is_made_from_the_results():
-    written, made = (page.DOCS / "parity.md").read_text(), page.wrapped(page.page(load(PATH), load(today.PATH)))
-    assert written == made, "run python -m studies.parity.page"
-
-
-def test_the_readme_has_the_figure_of_the_results():
-    text = " ".join((page.DOCS.parent / "README.md").read_text().split())
-    assert claims.percent(compared(NAMED[STREAMING], NAMED[DP], load(PATH))) in text
-    for against in (today.ADAMW, today.MUON):
-        assert claims.percent(today.gap(today.DEFAULTS, against, load(today.PATH))) in text
-
-
 def test_results_of_another_corpus_are_not_added_to(tmp_path):
     path = tmp_path / "results.jsonl"
     path.write_text(json.dumps({"key": "a", "corpus": "that of another Python"}) + "\n")
     with pytest.raises(SystemExit, match="standard library of another Python: move it away"):
         study_run_all(path, ROWS, 1, FEW)
-
-
-def test_every_claim_has_a_figure_of_ours():
-    results = load(PATH)
-    assert all(bar.found is not None for bar in claims.bars(results))
-    assert [claim for claim, _, _, holds in claims.of_the_paper(results) if holds == "not run"] == []

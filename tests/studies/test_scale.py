@@ -1,6 +1,5 @@
 """The study of many members: its world is the protocol's, and its page shows what was measured."""
 
-import json
 
 import pytest
 
@@ -43,9 +42,3 @@ def test_a_large_fragment_costs_what_an_all_reduce_costs_and_what_was_counted_be
     moved, kept = scale.moved(row, scale.LARGE, outer=0), scale.snapshots(scale.LARGE, 0, members)
     assert moved == pytest.approx((large[0] + kept + 11, large[1] + scale.audited(scale.LARGE, members) + 25))
     assert 1 < max(moved) / scale.bound(scale.LARGE, members) < 1.3
-
-
-def test_the_page_shows_what_was_measured():
-    found = json.loads(scale.RESULTS.read_text())
-    page = scale.PAGE.read_text().split(scale.BEGIN)[1].split(scale.END)[0]
-    assert page == scale.page(found["values"])
