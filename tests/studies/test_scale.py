@@ -1,6 +1,5 @@
 """The study of many members: its world is the protocol's, and its page shows what was measured."""
 
-
 import pytest
 
 from diloco.bucket import averaging, deltas
