@@ -15,7 +15,7 @@ help:  ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## */\1\t/p' $(MAKEFILE_LIST) | expand -t 16
 
 demo: .venv/ready  ## two replicas train a small model on this machine
-	$(BIN)/diloco train recipes/demo.toml
+	$(BIN)/diloco train demo
 
 picture: .venv/ready  ## the pictures of docs/, of a demo that is run for them; needs Chromium (make browser)
 	$(BIN)/python -m docs.pictures

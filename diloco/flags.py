@@ -1,6 +1,6 @@
-"""Flags are the fields of a dataclass, each with its meaning. A recipe is a TOML file of stored flags. No torch.
+"""Flags are the fields of a dataclass, each with its meaning. A recipe is a TOML file of flags. No torch.
 
-All facts about a flag stand where its field is declared: `x: int = flag(…)`.
+Everything about a flag is declared with its field: `x: int = flag(…)`.
 """
 
 import difflib
@@ -16,6 +16,9 @@ from diloco.errors import ConfigError
 REQUIRED: Any = MISSING
 """The default of a flag that must be given."""
 Scope = Literal["run", "member", "start"]
+PACKAGE = Path(__file__).parent
+HOME = PACKAGE.parent if (PACKAGE.parent / "pyproject.toml").exists() else PACKAGE
+"""The folder that holds `recipes` and `examples`: next to the package in a checkout, inside it in a wheel."""
 
 
 @dataclass(frozen=True)
@@ -108,10 +111,21 @@ def convert(field: Field[Any], text: str) -> Any:
         raise ConfigError(f"{spelled(field.name)} {text}: give {_listed([number, *words])}") from None
 
 
+def shipped_recipes() -> dict[str, Path]:
+    return {path.stem: path for path in sorted((HOME / "recipes").glob("*.toml"))}
+
+
+def recipe_of(words: Sequence[str]) -> Path | None:
+    """The recipe that comes before the flags: a path that ends in .toml, or the name of a shipped one."""
+    first = words[0] if words else ""
+    return Path(first) if first.endswith(".toml") else shipped_recipes().get(first)
+
+
 def parse(kind: type, words: Sequence[str]) -> Any:
-    """The config given by the words. A first word that ends in .toml is a recipe; later flags take precedence."""
-    if words and words[0].endswith(".toml"):
-        words = [*_known(kind, Path(words[0])), *words[1:]]
+    """The config that the command line describes: a recipe, if the command takes one, then flags that override it."""
+    takes_recipe = not any(meaning(field).positional for field in fields(kind))
+    if takes_recipe and (path := recipe_of(words)):
+        words = [*_known(kind, path), *words[1:]]
     known = {f.name: f for f in fields(kind)}
     values: dict[str, Any] = {}
     left, loose = list(words), []
@@ -132,9 +146,9 @@ def parse(kind: type, words: Sequence[str]) -> Any:
         values[name] = _value(known[name], [text] if equals else None, left)
     places = [f for f in known.values() if meaning(f).positional]
     if len(loose) > len(places) and not (places and value_type(places[-1])[1]):
-        first = "a recipe comes first" if loose[-1].endswith(".toml") else ""
-        hint = first or "flags begin with --" + (", and a recipe ends in .toml" if not places else "")
-        raise ConfigError(f"{loose[-1]!r} is not the value of a flag: {hint}")
+        hint = "a recipe comes before the flags" if recipe_of(loose[-1:]) else "flags begin with --"
+        recipes = f"; recipes: a path that ends in .toml, or {_listed([*shipped_recipes()])}" if takes_recipe else ""
+        raise ConfigError(f"unexpected argument {loose[-1]!r}: {hint}{recipes}")
     for place, each in enumerate(places):
         if given := loose[place:] if value_type(each)[1] else loose[place : place + 1]:
             values[each.name] = _value(each, given, [])
@@ -175,7 +189,8 @@ def stored(path: Path) -> list[str]:
         with path.open("rb") as file:
             values = tomllib.load(file)
     except FileNotFoundError:
-        raise ConfigError(f"there is no recipe {path}") from None
+        raise ConfigError(f"{path} does not exist; these recipes come with diloco, by name: "
+                          f"{', '.join(shipped_recipes())}") from None  # fmt: skip
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
     words = []

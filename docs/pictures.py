@@ -18,7 +18,7 @@ SETTLED = "new Promise(done => setTimeout(done, 500))"
 
 def main() -> None:
     shutil.rmtree(RUNS, ignore_errors=True)
-    words = ["train", "recipes/demo.toml", "--name", "demo", "--out", str(RUNS), "--dashboard"]
+    words = ["train", "demo", "--name", "demo", "--out", str(RUNS), "--dashboard"]
     run = subprocess.Popen([sys.executable, "-m", "diloco", *words], cwd=ROOT, stderr=subprocess.PIPE, text=True)
     assert run.stderr is not None
     address = next(found[1] for line in run.stderr if (found := re.search(r"dashboard at (\S+)", line)))

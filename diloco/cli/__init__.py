@@ -1,7 +1,7 @@
-"""`diloco VERB`: each verb is a module of this package, imported when it is used.
+"""`diloco COMMAND`: each command is a module of this package, imported when it is used.
 
-A verb is a row of `VERBS` and a file of that name with `CONFIG` (its flags, a dataclass), `EXAMPLES` (for its help) and
-`main(config)`, which returns the exit code; and, if it needs it, `complete(words)`, which may add words.
+A command is a row of `COMMANDS` and a file of that name with `CONFIG` (its flags, a dataclass), `EXAMPLES` (for its
+help), `main(config)`, which returns the exit code, and optionally `complete(words)`, which may add words.
 
 Results go to stdout, progress to stderr. Exit codes: 0 done, 1 failed, 2 wrong input, 130 interrupted.
 """
@@ -15,21 +15,20 @@ from importlib import import_module
 from diloco import __version__
 from diloco.errors import ConfigError, DiLoCoError, Mismatch
 
-VERBS = {
+COMMANDS = {
     "train": "train a language model on several replicas",
     "compare": "run several methods or settings at equal tokens, side by side",
-    "report": "show a run: table here, curves and timeline as one HTML file",
-    "dashboard": "serve runs as a page that lives, while they train",
-    "ls": "list the runs, each with its state",
-    "watch": "show a run that meets in a bucket, live, from anywhere",
+    "report": "summarize a run: a table here, curves and timeline in one HTML file",
+    "dashboard": "serve a live dashboard",
+    "ls": "list runs and their state",
+    "watch": "watch a run in a bucket, live, from anywhere",
     "keys": "make a key, list who may take part in a run in a bucket",
-    "sample": "let the model of a run write: one answer, or a conversation",
+    "sample": "generate text with the model of a run",
     "export": "write the agreed weights as a Hugging Face folder",
-    "plan": "know before the run whether the link suffices",
-    "fleet": "know what failures cost many chips",
-    "recipes": "list, print or copy the recipes and examples that come with it",
+    "plan": "predict whether the link is fast enough",
+    "fleet": "estimate goodput under failures",
+    "recipes": "list, print or copy the shipped recipes and examples",
     "doctor": "check this machine, and the link between replicas",
-    "completion": "print what makes a shell complete verbs and flags",
 }
 
 
@@ -43,10 +42,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words[0] in ("-V", "--version"):
         print(f"diloco {__version__}")
         return 0
-    if words[0] not in VERBS:
-        close = difflib.get_close_matches(words[0], VERBS, 1)
+    if words[0] not in COMMANDS:
+        close = difflib.get_close_matches(words[0], COMMANDS, 1)
         hint = f"; did you mean {close[0]}?" if close else "."
-        print(f"diloco: there is no verb {words[0]!r}{hint} There are {', '.join(VERBS)}.", file=sys.stderr)
+        print(f"diloco: unknown command {words[0]!r}{hint} Commands: {', '.join(COMMANDS)}.", file=sys.stderr)
         return 2
     try:
         code = _perform(words[0], words[1:])
@@ -55,8 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ConfigError, Mismatch) as error:
         print(f"diloco: {error}", file=sys.stderr)
         return 2
-    except BrokenPipeError:  # whoever read the output has seen enough, as `head` has
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left is flushed at exit
+    except BrokenPipeError:  # the reader has closed the pipe, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the flush at exit raises again
         return 1
     except (DiLoCoError, OSError) as error:
         print(f"diloco: {error}", file=sys.stderr)
@@ -65,27 +64,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _perform(verb: str, words: list[str]) -> int:
+def _perform(command: str, words: list[str]) -> int:
     from diloco.flags import parse
 
-    module = import_module(f"diloco.cli.{verb}")
+    module = import_module(f"diloco.cli.{command}")
     if "-h" in words or "--help" in words:
         from diloco.cli.help import render
 
-        print(render(verb, module.CONFIG, module.EXAMPLES))
+        print(render(command, module.CONFIG, module.EXAMPLES))
         return 0
     words = module.complete(words) if hasattr(module, "complete") else words
     return module.main(parse(module.CONFIG, words))
 
 
 def _usage() -> str:
-    width = max(map(len, VERBS))
-    verbs = "\n".join(f"  {verb:{width}}  {text}" for verb, text in VERBS.items())
+    width = max(map(len, COMMANDS))
+    commands = "\n".join(f"  {name:{width}}  {text}" for name, text in COMMANDS.items())
     return (
-        "usage: diloco VERB [RECIPE.toml] [flags]\n\n"
-        "Train one model on machines that are far apart, over slow links, without\nwaiting for them.\n\n"
-        f"{verbs}\n\n"
-        "diloco VERB --help lists the flags of a verb; diloco --version gives the version."
+        "usage: diloco COMMAND [RECIPE] [flags]\n\n"
+        "Train one model on machines that are far apart, without waiting for the slow\nlinks between them.\n\n"
+        f"{commands}\n\n"
+        "diloco COMMAND --help lists the flags of a command; diloco --version prints the version."
     )
 
 

@@ -34,7 +34,7 @@ class CompareConfig(TrainConfig):
 
 CONFIG = CompareConfig
 EXAMPLES = (
-    "diloco compare recipes/demo.toml --seeds 3",
+    "diloco compare demo --seeds 3",
     "diloco compare --methods dp,streaming --vary overlap=0,1,5 codec=e3m0,float32",
 )
 

@@ -1,4 +1,4 @@
-"""The help of a verb, from the meanings of its flags: groups, one flag after another, each with its default."""
+"""The help of a command, made from its flags: in groups, each with its default."""
 
 import shutil
 import textwrap
@@ -18,13 +18,13 @@ SHORT = 18
 VALUES = {int: "N", float: "X", Path: "PATH", str: "TEXT"}
 
 
-def render(verb: str, kind: type, examples: Sequence[str], width: int | None = None) -> str:
+def render(command: str, kind: type, examples: Sequence[str], width: int | None = None) -> str:
     width = min(width or shutil.get_terminal_size((80, 24)).columns, WIDEST)
     paragraphs = [" ".join(part.split()) for part in (kind.__doc__ or "").split("\n\n")]
     shown = [field for field in fields(kind) if not meaning(field).positional]
-    # A verb's own flags come before those that it takes from another verb.
+    # A command's own flags come before inherited ones.
     shown.sort(key=lambda field: field.name not in kind.__annotations__)
-    parts = [_usage(verb, kind), *(textwrap.fill(part, width) for part in paragraphs)]
+    parts = [_usage(command, kind), *(textwrap.fill(part, width) for part in paragraphs)]
     if arguments := [field for field in fields(kind) if meaning(field).positional]:
         parts.append("\n".join(_entry(field, width) for field in arguments))
     for group in dict.fromkeys(meaning(field).group for field in shown):
@@ -33,11 +33,11 @@ def render(verb: str, kind: type, examples: Sequence[str], width: int | None = N
     return "\n\n".join([*parts, "\n".join(["examples:", *(_command(text, width) for text in examples)])])
 
 
-def _usage(verb: str, kind: type) -> str:
+def _usage(command: str, kind: type) -> str:
     places = [field for field in fields(kind) if meaning(field).positional]
     arguments = [_name(field) if field.default is MISSING else f"[{_name(field)}]" for field in places]
     needed = [_name(f) for f in fields(kind) if f.default is MISSING and not meaning(f).positional]
-    return " ".join(["usage: diloco", verb, *(arguments or ["[RECIPE.toml]"]), *needed, "[flags]"])
+    return " ".join(["usage: diloco", command, *(arguments or ["[RECIPE]"]), *needed, "[flags]"])
 
 
 def _entry(field: Field[Any], width: int) -> str:

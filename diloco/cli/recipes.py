@@ -6,11 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from diloco.errors import ConfigError
-from diloco.flags import flag
+from diloco.flags import HOME, flag
 
-PACKAGE = Path(__file__).parents[1]
-HOME = PACKAGE.parent if (PACKAGE.parent / "pyproject.toml").exists() else PACKAGE
-"""Where both folders are: in a checkout beside the package, in the wheel inside it."""
 FOLDERS = ("recipes", "examples")
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from diloco.cli import stopped, supervise
 from diloco.errors import ConfigError, DiLoCoError, Mismatch
-from diloco.flags import parse, spelled, stored, to_toml
+from diloco.flags import parse, recipe_of, spelled, stored, to_toml
 from diloco.outer import OUTERS
 from diloco.runs import folder as folders
 from diloco.runs.config import TUNED, TrainConfig, names, outer_settings, stored_settings
@@ -23,7 +23,7 @@ from diloco.world import World, alone, own_world, started_here
 CONFIG = TrainConfig
 EXAMPLES = (
     "diloco train --model tiny --replicas 2 --steps 700",
-    "diloco train recipes/demo.toml --overlap 5 --name slow-link",
+    "diloco train demo --overlap 5 --name slow-link",
     "torchrun --nnodes 2 --nproc_per_node 1 --node_rank 0 --master_addr FIRST -m diloco train --auto",
     "diloco train --model 35m --bucket s3://bucket/run --data corpus/",
 )
@@ -39,7 +39,8 @@ def complete(words: Sequence[str]) -> list[str]:
 
 def _kept(words: Sequence[str], whole: list[str]) -> list[str]:
     """The settings that the autopilot leaves alone: those that are given, here or in a recipe, and those of before."""
-    recipe = stored(Path(words[0])) if words[0].endswith(".toml") and "--auto" in words else []
+    path = recipe_of(words) if "--auto" in words else None
+    recipe = stored(path) if path else []
     given = {word.partition("=")[0][2:].replace("-", "_") for word in (*recipe, *words) if word.startswith("--")}
     before = whole[whole.index("--kept") + 1 :] if "--kept" in whole else []
     before = before[: next((i for i, word in enumerate(before) if word.startswith("--")), len(before))]
@@ -51,8 +52,8 @@ def _with_stored(words: Sequence[str]) -> list[str]:
         return list(words)
     apart = [part for word in words for part in (word.split("=", 1) if word.startswith("--") else [word])]
     given = {flag: value for flag, value in pairwise(apart) if flag.startswith("--")}
-    if words[0].endswith(".toml"):
-        if "--name" not in given and "--name" not in stored(Path(words[0])):
+    if path := recipe_of(words):
+        if "--name" not in given and "--name" not in stored(path):
             raise ConfigError(f"--resume with {words[0]}: which run? Add --name, or leave the recipe out to continue "
                               "the newest run with its own settings")  # fmt: skip
         return list(words)

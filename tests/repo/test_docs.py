@@ -59,7 +59,6 @@ def folder(tmp_path_factory):
     place = tmp_path_factory.mktemp("docs")
     sources = Path(shlex.__file__), Path(subprocess.__file__)
     (place / "notes.txt").write_text("\n\n".join(path.read_text() for path in sources))
-    (place / "recipes").symlink_to(ROOT / "recipes")
     return place
 
 

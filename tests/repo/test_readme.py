@@ -86,6 +86,7 @@ def folder(tmp_path_factory):
 def test_the_commands_run_in_their_order(folder):
     """Those that need no torch by the program that is installed, the others forked."""
     shown = [shlex.split(command) for command in COMMANDS if command.startswith("diloco")]
+    assert shown[0] == ["diloco", "train", "demo"]
     more = {"train": FEWER, "compare": [*FEWER, "--seeds", "1", "--methods", "streaming"]}  # the rest is test_compare's
     for program, verb, *words in shown:
         words = [verb, *words, *more.get(verb, [])]
@@ -121,10 +122,9 @@ def test_the_two_machine_commands_make_one_run(folder):
 
 
 def test_make_runs_the_demo_recipe(folder):
-    assert [command for command in COMMANDS if command.startswith("make")] == ["make demo"]
     plan = subprocess.run(["make", "-n", "demo"], cwd=ROOT, capture_output=True, text=True).stdout
-    assert "diloco train recipes/demo.toml" in plan
-    code, out, err = commands.run(folder, "train", ROOT / "recipes/demo.toml", "--steps", "4", "--eval-tokens", "512")
+    assert "diloco train demo" in plan
+    code, out, err = commands.run(folder, "train", "demo", "--steps", "4", "--eval-tokens", "512")
     assert code == 0, err
     assert "loss of the anchors" in out and "report.html" in out
 
@@ -143,7 +143,7 @@ def test_a_command_is_run_here_or_says_what_it_needs():
     needs = {line.removeprefix("$ "): text for text, kind, block in FENCE.findall(TEXT) if kind == "console"
              for line in block.splitlines()}  # fmt: skip
     assert list(needs) == COMMANDS
-    assert {command.split()[0] for command, text in needs.items() if not text} == {"make", "diloco", "torchrun"}
+    assert {command.split()[0] for command, text in needs.items() if not text} == {"diloco", "torchrun"}
 
 
 def test_the_links_name_files_that_exist():
