@@ -220,7 +220,7 @@ def _be_member(config: TrainConfig) -> int:
     import torch.distributed as dist
 
     from diloco.rendezvous import meet
-    from diloco.train.elastic import as_the_run, check_folder, member_name
+    from diloco.train.elastic import as_the_run, member_folder, member_name
     from diloco.train.run import train
 
     _log_to_stderr()
@@ -229,11 +229,10 @@ def _be_member(config: TrainConfig) -> int:
         raise ConfigError(f"shards={config.shards} with a bucket: start the ranks of this member with torchrun "
                           f"--nproc-per-node {config.shards} -m diloco train …")  # fmt: skip
     config = as_the_run(config)
-    folder = config.out / (config.name or f"bucket-{member_name(config)}")
-    config = replace(config, name=folder.name)
+    folder, resume = member_folder(config)
+    config = replace(config, name=folder.name, resume=resume)
     taken = f"member {member_name(config)!r} trains here already, in {folder}: give this one another --member"
     with folders.locked(folder, taken) if world.shard == 0 else contextlib.nullcontext():
-        config = replace(config, resume=check_folder(folder, config))
         if world.size > 1:
             meet(world, _backend())
         else:  # the loop and its checkpoints need a process group, even for one process

@@ -1,6 +1,7 @@
 """A member of a run in a bucket, where members come and go: its settings, lr and data, and when the run is over."""
 
 import hashlib
+import itertools
 import logging
 import math
 import re
@@ -181,16 +182,25 @@ class Elastic:
         return values.tolist()
 
 
-def check_folder(folder: Path, config: TrainConfig) -> bool:
-    """Whether the folder holds an earlier life of this member in this run."""
-    known = folder / "run-id"
-    if not known.exists():
-        return False
+def member_folder(config: TrainConfig) -> tuple[Path, bool]:
+    """The folder of this member, and whether it holds an earlier life of the member in this run.
+
+    Unless `name` is given, it is named after the bucket and the member, with a number if an earlier run has that name.
+    """
+    assert config.bucket is not None
     run = _run(config)
-    if run is None or run.id != known.read_text():
-        raise ConfigError(f"{folder} is of run {known.read_text()}, the bucket has {run.id if run else 'none'}: give "
-                          "another --name")  # fmt: skip
-    return True
+    last = re.sub(r"[^\w.-]", "-", config.bucket.rstrip("/").rpartition("/")[2]).strip(".-") or "bucket"
+    stem = config.name or f"{last}-{member_name(config)}"
+    for folder in (config.out / (stem if n == 1 else f"{stem}-{n}") for n in itertools.count(1)):
+        known = folder / "run-id"
+        if not known.exists():
+            return folder, False
+        if run is not None and run.id == known.read_text():
+            return folder, True
+        if config.name is not None:
+            raise ConfigError(f"{folder} belongs to run {known.read_text()}, but the bucket has "
+                              f"{run.id if run else 'no run'}: give another --name")  # fmt: skip
+    raise AssertionError
 
 
 def _run(config: TrainConfig) -> Run | None:

@@ -64,7 +64,7 @@ def test_two_members_of_two_processes_end_equal(tmp_path):
     ]
     outs = [member.communicate(timeout=800)[0] for member in members]
     assert [member.returncode for member in members] == [0, 0], outs
-    ends = [json.loads((tmp_path / f"runs/bucket-{name}/summary.json").read_text()) for name in ("east", "west")]
+    ends = [json.loads((tmp_path / f"runs/run-{name}/summary.json").read_text()) for name in ("east", "west")]
     assert ends[0]["eval/loss"] == ends[1]["eval/loss"]  # of the anchors
 
 

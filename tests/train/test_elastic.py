@@ -4,14 +4,17 @@ import json
 import os
 import re
 import signal
+from dataclasses import replace
 
+import pytest
 from torch import nn
 
 import diloco.train.run
 from diloco import Balanced, DiLoCo
+from diloco.errors import ConfigError
 from diloco.runs.config import TrainConfig
 from diloco.train.data.corpus import prepare
-from diloco.train.elastic import Elastic
+from diloco.train.elastic import Elastic, member_folder
 from diloco.world import World
 from studies.bucket.restarts import chaos
 from tests.support.commands import (
@@ -55,6 +58,27 @@ def test_one_command_begins_a_run_and_joins_it_and_it_ends_for_all(place):
     assert json.loads(out)["steps"] == 0 and json.loads(out)["eval/loss"] == last[0]["eval/loss"]
     code, _, err = run_here(place, "export", "runs/bucket-c", "--to", "of-a-late-one")
     assert code == 0, err
+
+
+def test_each_run_in_a_bucket_gets_a_folder_of_its_own_and_a_member_finds_it_again(tmp_path):
+    def folder(bucket, **given):
+        config = TrainConfig(bucket=str(tmp_path / bucket), member="a", out=tmp_path / "runs", **given)
+        place, resume = member_folder(config)
+        place.mkdir(parents=True, exist_ok=True)
+        if not resume:
+            elastic = Elastic(replace(config, steps=10, sync_every=5, name=place.name), 16, World(0, 1, 0), "")
+            model = nn.Linear(2, 2)
+            elastic.begin(DiLoCo(model, fragments=Balanced(1), sync_every=5, reduce=elastic.reduce), 0, place)
+            elastic.reduce.leave()
+        return place.name, resume
+
+    assert folder("one/run") == ("run-a", False)
+    assert folder("two/run") == ("run-a-2", False)
+    assert folder("two/other/") == ("other-a", False)
+    assert folder("one/run") == ("run-a", True) and folder("two/run") == ("run-a-2", True)
+    assert folder("one/run", name="mine") == ("mine", False)
+    with pytest.raises(ConfigError, match="belongs to run"):
+        folder("two/run", name="mine")
 
 
 def test_watching_a_folder_without_a_run_says_so(tmp_path):
