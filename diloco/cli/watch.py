@@ -19,7 +19,7 @@ class WatchConfig:
     )
     encrypt: Path | None = flag(None, "The file with which the run is encrypted.", why="it is not encrypted")
     every: float = flag(2.0, "Seconds between two looks.")
-    once: bool = flag(False, "Look once and end.")
+    once: bool = flag(False, "Print the state once and exit. Takes up to 30 s, if members give no sign of life.")
 
 
 CONFIG = WatchConfig
@@ -40,7 +40,7 @@ def main(config: WatchConfig) -> int:
     watch = Watch(config.url, key, None if config.encrypt is None else read_secret(config.encrypt))
     console = Console()
     if config.once or not console.is_terminal:
-        console.print(watch.look())
+        console.print(watch.table(watch.settle()))
         return 0
     with Live(watch.look(), console=console, auto_refresh=False) as live:
         while True:

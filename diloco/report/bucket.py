@@ -49,7 +49,7 @@ COLUMNS = {
 @dataclass(frozen=True)
 class MemberRow:
     kind: str
-    """trains, joining, quiet, lost or left."""
+    """training, joining, unknown (no sign of life since the first look), quiet, lost or left."""
     cells: tuple[str, ...]
 
 
@@ -67,10 +67,11 @@ class Sight:
 
 @dataclass
 class _Seen:
-    """The counter of a member, and when it was first seen."""
+    """The counter of a member, when it was first seen, and whether it has changed since the first look."""
 
     counter: int
     since: float
+    alive: bool
 
 
 class Watch:
@@ -94,9 +95,18 @@ class Watch:
         self._clock = clock
         self._pace: list[tuple[float, int, int]] = []  # time, rounds of all fragments, rounds of each: first and last
 
+    def settle(self, pause: Callable[[float], None] = time.sleep) -> Sight:
+        """Look until every member has left, has given a sign of life, or is lost."""
+        sight = self.see()
+        while any(row.kind in ("unknown", "quiet") for row in sight.members):
+            pause(1.0)
+            sight = self.see()
+        return sight
+
     def look(self) -> RenderableType:
-        """What can be seen, as tables."""
-        seen = self.see()
+        return self.table(self.see())
+
+    def table(self, seen: Sight) -> RenderableType:
         rows = [member.cells for member in seen.members]
         columns = [
             Column(name, [row[k] for row in rows], left=k < 2, spare=spare)
@@ -168,14 +178,15 @@ class Watch:
         """In a word, and as text."""
         key = (member.name, member.incarnation)
         if key not in self._seen or self._seen[key].counter != member.counter:
-            self._seen[key] = _Seen(member.counter, self._clock())
+            self._seen[key] = _Seen(member.counter, self._clock(), alive=key in self._seen)
         quiet = self._clock() - self._seen[key].since
         if member.left:
             return "left", "left"
         if quiet > QUIET:
             kind = "lost" if quiet > LOST else "quiet"
             return kind, f"{kind} for {units.duration(round(quiet))}"
-        return ("joining", "joining") if member.joining else ("trains", "trains")
+        kind = "unknown" if not self._seen[key].alive else "joining" if member.joining else "training"
+        return kind, kind
 
     def _reject(self, name: str, reason: Exception) -> None:
         self._rejected += 1

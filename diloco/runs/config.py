@@ -144,8 +144,8 @@ class TrainConfig:
         result=False)
     track: tuple[Sink, ...] = _output((), "Also log to these; each needs its extra.", why="none", scope="member",
         result=False)
-    name: str | None = _output(None, "Name of the run.", why="MODEL-METHOD-N; with --bucket, the last part of its address and the member", scope="member",
-        result=False)
+    name: str | None = _output(None, "Name of the run.",
+        why="MODEL-METHOD-N; with --bucket, the last part of its address and the member", scope="member", result=False)
     out: Path = _output(Path("runs"), "Folder of all runs.", scope="member", result=False)
     dashboard: bool = _output(False, "Serve the run as a page that lives, on this machine, while it trains.",
         scope="start")

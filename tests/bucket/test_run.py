@@ -2,6 +2,7 @@
 
 import io
 import json
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -127,14 +128,46 @@ def test_a_member_that_is_not_heard_of_is_quiet_then_lost_and_the_run_says_how_f
     (tmp_path / silent.object_name).write_bytes(silent.sealed(Envelope(find_run(str(tmp_path)).id)))
     now = [100.0]
     watch = Watch(str(tmp_path), None, clock=lambda: now[0])
+
+    def states():
+        return [(row.kind, row.cells[1]) for row in watch.see().members if row.cells[0] == "z"]
+
     seen = {}
     for later in (0.0, 12.0, 33.0):
         now[0] = 100.0 + later
-        sight = watch.see()
-        seen[later] = [(row.kind, row.cells[1]) for row in sight.members if row.cells[0] == "z"]
-    assert seen == {0.0: [("trains", "trains")], 12.0: [("quiet", "quiet for 12 s")], 33.0: [("lost", "lost for 33 s")]}
+        seen[later] = states()
+    sight = watch.see()
+    assert seen == {0.0: [("unknown", "unknown")], 12.0: [("quiet", "quiet for 12 s")],
+                    33.0: [("lost", "lost for 33 s")]}  # fmt: skip
+    alive = replace(silent, counter=4)
+    (tmp_path / silent.object_name).write_bytes(alive.sealed(Envelope(find_run(str(tmp_path)).id)))
+    assert states() == [("training", "training")]
     reached = min(int(round) for _, round, _, _ in sight.rounds)
     assert sight.progress.startswith(f"round {reached}") and "the last one 33 s ago" in sight.progress
+
+
+def test_a_single_look_waits_until_a_dead_member_is_lost_and_no_longer(tmp_path):
+    begin(tmp_path)
+    envelope = Envelope(find_run(str(tmp_path)).id)
+    for name in ("dead", "live"):
+        (tmp_path / f"members/{name}").mkdir(parents=True)
+    members = {name: Member(name, 0, counter=3, held=(1,), joining=False) for name in ("dead", "live")}
+    now = [0.0]
+
+    def pause(seconds):
+        now[0] += seconds
+        members["live"] = replace(members["live"], counter=3 + int(now[0] // 5))
+        for member in members.values():
+            (tmp_path / member.object_name).write_bytes(member.sealed(envelope))
+
+    pause(0.0)
+    sight = Watch(str(tmp_path), None, clock=lambda: now[0]).settle(pause)
+    assert {row.cells[0]: row.kind for row in sight.members} == {"a": "left", "dead": "lost", "live": "training"}
+    members.pop("dead")
+    (tmp_path / "members/dead/000000").unlink()
+    began = now[0]
+    Watch(str(tmp_path), None, clock=lambda: now[0]).settle(pause)
+    assert now[0] - began <= 5
 
 
 def test_a_run_that_says_how_long_it_is_has_a_share_and_an_estimate(tmp_path):

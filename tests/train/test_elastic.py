@@ -163,7 +163,7 @@ def test_the_ranks_of_a_member_are_started_by_torchrun(place):
     assert re.search(r"created run \w+, as a", results[0][2])
     assert (place / "sharded/shard-0/run.json").exists() and (place / "sharded/shard-1/run.json").exists()
     code, out, _ = run_here(place, "watch", "sharded", "--once")
-    assert code == 0 and re.search(r"^a +(left|trains|joining)", out, re.MULTILINE)
+    assert code == 0 and re.search(r"^a +(left|training|joining)", out, re.MULTILINE)
 
 
 def test_wrong_use_is_one_line(place):
