@@ -1,6 +1,8 @@
-"""What replicas compare before the first round, as pure functions of what each of them said."""
+"""What replicas compare: settings and states before the first round, and their deltas in every round."""
 
-from collections.abc import Sequence
+import warnings
+from collections import deque
+from collections.abc import Mapping, Sequence
 
 from diloco.errors import Diverged, Mismatch
 from diloco.reduce import Contract
@@ -55,3 +57,38 @@ def sources(held: Sequence[Sequence[tuple[int, int]]]) -> list[int | None]:
             )
         out.append(ahead[0] if any(state != states[0] for state in states) else None)
     return out
+
+
+class SameData:
+    """Warns, once, of two replicas whose deltas are equal to the bit: both train on the same data.
+
+    One fragment is no proof: AdamW moves embedding rows that no batch has touched in the same way on every replica. So
+    the deltas must be equal in as many rounds in a row as there are fragments. Rounds in which nothing moved are left
+    out: finish() syncs fragments that it has just synced.
+    """
+
+    def __init__(self) -> None:
+        self._rounds: deque[Mapping[str, int]] = deque()
+        self._warned = False
+
+    def compare(self, digests: Mapping[str, int], fragments: int, warn: bool = True) -> None:
+        """Args: digests: of the deltas in the next round, by replica; 0 if all values are 0."""
+        if self._warned or not any(digests.values()):
+            return
+        self._rounds.append(digests)
+        if len(self._rounds) > fragments:
+            self._rounds.popleft()
+        first: dict[tuple[int | None, ...], str] = {}
+        for name in digests if len(self._rounds) == fragments else ():
+            sent = tuple(round.get(name) for round in self._rounds)
+            if not all(sent) or first.setdefault(sent, name) == name:
+                continue
+            self._warned = True
+            if warn:
+                warnings.warn(
+                    f"replicas {first[sent]} and {name} sent identical updates: they are training on the same data. "
+                    "Give each replica its own shard, for example dataset.shard(num_shards=replicas, index=replica), "
+                    "or shuffle with a seed that includes the replica's number",
+                    stacklevel=2,
+                )
+            return

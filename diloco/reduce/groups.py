@@ -156,7 +156,7 @@ class Groups:
         out = torch.empty(NBYTES * self._replicas, dtype=torch.uint8)
         mine = torch.frombuffer(bytearray(header.pack()), dtype=torch.uint8)
         self.wait([self._control._allgather_base(out, mine)])
-        return [Header.unpack(bytes(row.tolist())) for row in out.view(self._replicas, -1)]
+        return [Header.unpack(bytes(row.tolist()), m) for m, row in enumerate(out.view(self._replicas, -1))]
 
     def gather_json(self, value: object) -> list[Any]:
         """What each replica says."""

@@ -8,10 +8,8 @@ from dataclasses import astuple, dataclass
 from diloco.errors import Diverged, Mismatch
 from diloco.terms import Terms, from_numbers
 
-_FORMAT = struct.Struct("<BB?xiqddqiii12x")  # with room for more: gloo aborts where two sizes meet
-_PROTOCOL = 5
-"""Since 3 a delta is encoded after its header; since 4 the header carries what a replica would like to change; since 5
-what the autopilot asks has a header too."""
+_FORMAT = struct.Struct("<BB?xiqddqiiiQ4x")  # with room for more: gloo aborts where two sizes meet
+_PROTOCOL = 6
 NBYTES = _FORMAT.size
 
 
@@ -34,15 +32,19 @@ class Header:
     fault: int = -1
     sync_every: int = 0  # with `codec`: the wish of this replica (terms.py)
     codec: int = -1
+    digest: int = 0  # of the delta
 
     def pack(self) -> bytes:
         return _FORMAT.pack(_PROTOCOL, *astuple(self))
 
     @staticmethod
-    def unpack(data: bytes) -> "Header":
+    def unpack(data: bytes, replica: int) -> "Header":
         protocol, kind, *rest = _FORMAT.unpack(data)
-        if protocol != _PROTOCOL:
-            raise Mismatch(f"a replica speaks protocol {protocol}, this one {_PROTOCOL}: install the same version")
+        if protocol != _PROTOCOL or kind not in set(Kind):
+            raise Mismatch(
+                f"replica {replica} sent a header of protocol {protocol}, kind {kind}, that this one, of protocol "
+                f"{_PROTOCOL}, does not know: install the same version of diloco on all replicas"
+            )
         return Header(Kind(kind), *rest)
 
 

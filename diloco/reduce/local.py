@@ -15,8 +15,8 @@ from torch import Tensor
 
 from diloco.codec import Codec
 from diloco.errors import ConfigError, DiLoCoError, Mismatch, PeerLost
-from diloco.reduce import Contract, Delta, Dropped, Round, State
-from diloco.reduce.contract import compare, sources
+from diloco.reduce import Contract, Delta, Dropped, Round, State, words
+from diloco.reduce.contract import SameData, compare, sources
 from diloco.reduce.header import Header, Kind, check_round, wishes
 from diloco.reduce.mean import codec_of_mean, decode_cuts, encode_cuts, gathers, mean_lr_sum, mean_of_encoded
 from diloco.terms import to_numbers
@@ -70,6 +70,7 @@ class _Board:
         self.dropped: set[tuple[int, tuple[int, int]]] = set()
         self.settled: set[int] = set()
         self.gone: set[int] = set()
+        self.same_data = SameData()
 
     def clear(self) -> None:
         for left in (self.deltas, self.outcomes, self.places, self.dropped, self.settled):
@@ -181,6 +182,7 @@ class Local:
         if key not in board.outcomes:
             ordered = [deltas[m] for m in range(self.replicas)]
             _check_places(what, board.places.pop(key))
+            board.same_data.compare({str(m): words(d.values) for m, d in enumerate(ordered)}, len(self._codecs))
             board.outcomes[key] = _Outcome(*_outcome(index, ordered, fragment, board.mean_codec, codec))
         outcome, asked = board.outcomes[key], deltas[self.replica].feedback
         outcome.taken.add(self.replica)
