@@ -139,7 +139,7 @@ class ServerMedium:
         empty = [f"{name.rpartition('/')[0]}//x" for name in names[:2]]
         with self.server.one:
             for name in [*names, *empty]:
-                self.server.objects.setdefault(f"run/{name}", (b"garbage", time.time()))
+                self.server.objects.setdefault(f"run/{name}", (b"garbage", time.monotonic()))
 
     def heal(self) -> None:
         none: Fault = "none"

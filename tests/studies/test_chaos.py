@@ -1,15 +1,17 @@
 """The chaos in short, and the server that it disturbs members with."""
 
 import os
+import time
 
 import pytest
 
+from diloco import ConfigError, DiLoCoError
 from diloco.bucket.rounds import place_of, record_name
 from diloco.bucket.store.backend import Failure, open_store, probe
 from diloco.bucket.store.operations import Create, Delete, List, Oversized, Read, Size, Write
 from studies.bucket.chaos import campaign
 from studies.bucket.faults import HOSTILE, FolderMedium, ServerMedium
-from studies.bucket.s3_server import PAGE, REFUSALS, Server
+from studies.bucket.s3_server import PAGE, REFUSALS, STATUS, Server
 
 
 @pytest.fixture
@@ -44,7 +46,7 @@ def test_the_server_does_what_the_protocol_asks_of_a_store(server):
     assert server.spoiled == 1
 
 
-@pytest.mark.parametrize("fault", ["500", "429/503", "cut", "reply lost", "reset", "gone", *REFUSALS])
+@pytest.mark.parametrize("fault", [*STATUS, "cut", "reply lost", "reset", "gone", *REFUSALS])
 def test_each_fault_does_harm_and_nothing_remains_of_it(server, fault):
     store = open_store("s3://bucket/run")
     store.attempt(Write("x", os.urandom(100)))
@@ -60,6 +62,59 @@ def test_each_fault_does_harm_and_nothing_remains_of_it(server, fault):
     assert server.harmed > 0 and failures > 0
     server.fault = "none"
     assert len(store.attempt(Read("x", 100))) == 100
+
+
+OPERATIONS = [Create("y", b"1"), Write("y", b"1"), Read("x", 100), Read("x", 0, first=10), Read("x", 0, first=9, at=9),
+              Size("x"), List("none/"), Delete("none")]  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", STATUS)
+@pytest.mark.parametrize("operation", OPERATIONS, ids=repr)
+def test_a_status_that_makes_no_sense_is_a_failure_and_not_an_answer(server, operation, fault):
+    """Some stores answer 409 to a GET. Only a create-only put may be told 409 or 412."""
+    store = open_store("s3://bucket/run")
+    store.attempt(Write("x", os.urandom(100)))
+    right = store.attempt(operation)
+    server.fault = fault
+    wrong = False if isinstance(operation, Create) and fault in ("409", "412") else Failure
+    answers = []
+    for _ in range(20):
+        try:
+            answers.append(store.attempt(operation))
+        except Failure:
+            answers.append(Failure)
+    taken = isinstance(operation, Create)  # by the first put
+    assert all(answer == right or answer is wrong or (taken and answer is False) for answer in answers), answers
+    assert wrong in answers
+
+
+@pytest.mark.parametrize("fault", ["409", "412", "429/503", "reply lost", "stale lists"])
+def test_the_probe_does_not_blame_a_store_that_answers_oddly(server, monkeypatch, fault):
+    """It says that the store does not answer, which is true, and tries again."""
+    monkeypatch.setattr("diloco.bucket.store.backend.PAUSES", ())
+    store = open_store("s3://bucket/run")
+    server.fault = fault
+    for _ in range(8):
+        try:
+            probe(store)
+        except ConfigError:
+            raise
+        except DiLoCoError:
+            continue
+
+
+def test_a_stale_list_shows_what_was_there(server):
+    store = open_store("s3://bucket/run")
+    now = time.monotonic()
+    server.objects |= {"run/old/kept": (b"x", now - 99), "run/old/gone": (b"x", now - 99), "run/old/new": (b"x", now)}
+    store.attempt(Delete("old/gone"))
+    assert set(store.attempt(List("old/"))) == {"old/kept", "old/new"}
+    server.fault = "stale lists"
+    lists = [set(store.attempt(List("old/"))) for _ in range(20)]
+    assert {"old/kept", "old/gone"} in lists and all("old/kept" in names for names in lists)
+    server.fault = "none"
+    server.roll_back(5.0)
+    assert set(store.attempt(List("old/"))) == {"old/kept", "old/gone"} and server.spoiled == 0
 
 
 def test_hostile_names_are_planted_where_members_look(tmp_path, server, monkeypatch):

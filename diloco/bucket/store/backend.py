@@ -61,7 +61,7 @@ def open_store(url: str, *, create: bool = True) -> Backend:
         raise ConfigError(f"{url}: give {SCHEMES}")
     # http is for a server of one's own that was given as the endpoint; the clouds' addresses are all https.
     options: Any = {"timeout": f"{TIMEOUT:.0f}s", "connect_timeout": "10s", "allow_http": True}
-    retries: Any = {"max_retries": 1}
+    retries: Any = {"max_retries": 0}  # `Store` repeats what fails
     try:
         return Obstore(stores.from_url(url, client_options=options, retry_config=retries), url)
     except Exception as error:
@@ -109,6 +109,8 @@ def _race(backend: Backend) -> None:
         attempt(bodies[8])
         first, second = read.result(), backend.attempt(Read(name, 16))
     backend.attempt(Delete(name))
+    if len(won) < 2 and not (isinstance(first, bytes) and isinstance(second, bytes)):
+        raise Failure(f"the store stored {name} and could not read it back")
     if not won and first == second:
         raise Failure("9 puts raced for one name, and none was told that it won: replies were lost")
     if len(won) != 1 or first != won[0] or second != first:
@@ -149,8 +151,10 @@ class Obstore:
             if isinstance(operation, (Create, Write)) or "NoSuchBucket" in str(error):
                 raise Refused(f"{self._url}: there is no such bucket ({_first_line(error)})") from None
             return {} if isinstance(operation, List) else None
-        except (exceptions.AlreadyExistsError, exceptions.PreconditionError):
-            return False
+        except (exceptions.AlreadyExistsError, exceptions.PreconditionError) as error:
+            if isinstance(operation, Create):
+                return False
+            raise Failure(_first_line(error)) from None
         except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError, PermissionError) as error:
             raise self._refused(error) from None
         except (exceptions.NotSupportedError, exceptions.InvalidPathError, NotImplementedError) as error:
