@@ -11,7 +11,7 @@ import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from diloco.errors import ConfigError, DiLoCoError
+from diloco.errors import ConfigError, DiLoCoError, install_command
 from diloco.flags import flag
 from diloco.report import units
 from diloco.speed import remeasured
@@ -94,7 +94,7 @@ def look_here() -> list[Finding]:
     for extra, modules in EXTRAS.items():
         missing = [m for m in modules if importlib.util.find_spec(m) is None]
         text = f"no {', '.join(missing)}" if missing else "installed"
-        found.append(Finding(f"extra {extra}", text, None, f"pip install 'diloco[{extra}]'" if missing else ""))
+        found.append(Finding(f"extra {extra}", text, None, install_command(extra) if missing else ""))
     return found
 
 

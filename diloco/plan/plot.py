@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 
-from diloco.errors import ConfigError
+from diloco.errors import ConfigError, install_command
 from diloco.plan.sheet import Sheet
 
 Curves = Mapping[str, tuple[Sequence[float], Sequence[float]]]
@@ -122,7 +122,7 @@ def _png(path: Path, plot: Plot) -> None:
         from matplotlib.figure import Figure
     except ImportError:
         raise ConfigError(
-            "a PNG needs matplotlib: pip install 'diloco[plots]', or take a name ending in .html"
+            f"a PNG needs matplotlib: {install_command('plots')}; or give a name that ends in .html"
         ) from None
     figure = Figure(figsize=(8.4, 5.6), dpi=150, layout="constrained")
     axes = figure.subplots()

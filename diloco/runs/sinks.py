@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from diloco.errors import ConfigError
+from diloco.errors import ConfigError, install_command
 
 MODULES = {"tensorboard": "tensorboardX", "wandb": "wandb", "trackio": "trackio"}
 """What each of them imports."""
@@ -60,4 +60,4 @@ _OPEN = {
 
 
 def missing(name: str) -> ConfigError:
-    return ConfigError(f"track={name}: it is not installed; pip install 'diloco[{name}]'")
+    return ConfigError(f"track={name} is not installed: {install_command(name)}")

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from diloco.errors import ConfigError
+from diloco.errors import ConfigError, install_command
 from diloco.presets import Shape, shape_named
 from diloco.train.data.tokenizer import Tokenizer
 
@@ -226,7 +226,7 @@ def _pretrained(source: str, vocabulary: int, context: int, seed: int) -> Pretra
         from transformers import AutoModelForCausalLM
         from transformers.utils.logging import disable_progress_bar
     except ImportError as error:
-        raise ConfigError(f"model='hf:{source}' needs transformers: pip install 'diloco[hf]'") from error
+        raise ConfigError(f"model='hf:{source}' needs transformers: {install_command('hf')}") from error
     disable_progress_bar()  # the commands say themselves what they do
     try:
         with torch.random.fork_rng(devices=()):  # for weights that the checkpoint lacks, such as a new head

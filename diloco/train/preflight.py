@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from diloco.errors import ConfigError
+from diloco.errors import ConfigError, install_command
 from diloco.presets import shape_named
 from diloco.runs.config import TrainConfig
 from diloco.runs.reader import read_summary
@@ -73,7 +73,7 @@ def _check_model(spec: str) -> None:
         if not (folder / "config.json").is_file():
             raise ConfigError(f"model={spec!r}: the folder has no config.json; give that of a causal LM")
     if importlib.util.find_spec("transformers") is None:
-        raise ConfigError(f"model={spec!r} needs transformers: pip install 'diloco[hf]'")
+        raise ConfigError(f"model={spec!r} needs transformers: {install_command('hf')}")
 
 
 def _check_bucket(url: str, join_only: bool) -> None:
@@ -86,7 +86,7 @@ def _check_bucket(url: str, join_only: bool) -> None:
     if scheme not in ("file", "s3", "gs", "az", "memory"):
         raise ConfigError(f"bucket={url}: give a folder, file://, s3://, gs://, az:// or memory://")
     if scheme != "file" and importlib.util.find_spec("obstore") is None:
-        raise ConfigError("the bucket needs obstore: pip install 'diloco[bucket]'")
+        raise ConfigError(f"the bucket needs obstore: {install_command('bucket')}")
 
 
 def _check_data(sources: Sources) -> None:
@@ -95,7 +95,7 @@ def _check_data(sources: Sources) -> None:
     for item in sources.items:
         library, extra = needed.get(item[:3] if isinstance(item, str) else item.suffix, ("", ""))
         if library and importlib.util.find_spec(library) is None:
-            raise ConfigError(f"{item} needs {library}: pip install 'diloco[{extra}]'")
+            raise ConfigError(f"{item} needs {library}: {install_command(extra)}")
         if isinstance(item, Path) and item.suffix == ".jsonl":
             next(documents.texts(Sources(sources.name, (item,), text_key=sources.text_key)), None)
 

@@ -2,6 +2,7 @@
 
 import ast
 import importlib.metadata
+import json
 import os
 import re
 import runpy
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from diloco.errors import install_command
 from tests.support.commands import ended, start_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -35,6 +37,28 @@ def test_importing_the_package_imports_no_torch_and_knows_its_names():
     flags, names = result.stdout.splitlines()
     assert flags == "set()"
     assert {"DiLoCo", "E3M0", "Nesterov", "Strided", "Collective", "PeerLost"} <= set(names.split())
+
+
+@pytest.mark.parametrize(
+    ("origin", "command"),
+    [
+        ({"url": "file://{folder}", "dir_info": {}}, "pip install '{folder}[hf]'"),
+        ({"url": "file://{folder}", "dir_info": {"editable": True}}, "pip install -e '{folder}[hf]'"),
+        ({"url": "file://{folder}/gone", "dir_info": {}}, "pip install 'diloco[hf]'"),
+        ({"url": "https://a.b/c", "vcs_info": {"vcs": "git"}}, "pip install 'diloco[hf] @ git+https://a.b/c'"),
+        ({"url": "file:///d/e.whl", "archive_info": {}}, "pip install 'diloco[hf] @ file:///d/e.whl'"),
+        (None, "pip install 'diloco[hf]'"),
+    ],
+)
+def test_the_hint_to_install_an_extra_fits_how_this_package_was_installed(tmp_path, monkeypatch, origin, command):
+    """Every message asks the same function; `doctor` shows what it says of each extra that is missing."""
+    home = tmp_path / "diloco-0.1.0.dist-info"
+    home.mkdir()
+    (home / "METADATA").write_text("Metadata-Version: 2.1\nName: diloco\nVersion: 0.1.0\n")
+    if origin:
+        (home / "direct_url.json").write_text(json.dumps(origin).replace("{folder}", str(tmp_path)))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert install_command("hf") == command.replace("{folder}", str(tmp_path))
 
 
 def test_the_version_stands_in_one_place():

@@ -297,10 +297,10 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path, book):
 @pytest.mark.parametrize(
     ("module", "data", "tokenizer", "text"),
     [
-        ("datasets", ["hf:x"], "bytes", "data='hf:x' needs datasets: pip install 'diloco[hf]'"),
-        ("pyarrow", ["x.parquet"], "bytes", "x.parquet needs pyarrow: pip install 'diloco[parquet]'"),
-        ("tokenizers", ["x.txt"], "train:300", "tokenizer='train:300' needs the tokenizers library: "
-         "pip install 'diloco[bpe]'"),
+        ("datasets", ["hf:x"], "bytes", r"data='hf:x' needs datasets: pip install .*\[hf\]'"),
+        ("pyarrow", ["x.parquet"], "bytes", r"x.parquet needs pyarrow: pip install .*\[parquet\]'"),
+        ("tokenizers", ["x.txt"], "train:300", r"tokenizer='train:300' needs the tokenizers library: "
+         r"pip install .*\[bpe\]'"),
     ],
 )  # fmt: skip
 def test_a_missing_library_is_named_with_its_extra(tmp_path, monkeypatch, module, data, tokenizer, text):
@@ -308,6 +308,5 @@ def test_a_missing_library_is_named_with_its_extra(tmp_path, monkeypatch, module
     (tmp_path / "x.txt").write_text("text")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, module, None)  # what `import` finds if it is not installed
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=text):
         prepare(data, tokenizer, tmp_path / "cache")
-    assert str(caught.value) == text

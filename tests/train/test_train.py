@@ -98,7 +98,7 @@ def test_processes_that_torchrun_started_are_the_same_trainer(place, whole):
     (["--device", "gpu"], "did you mean cuda?"),
     (["--tokenizer", "train:abc"], "give train:SIZE with at least 257"),
     (["--tokenizer", "no/tokenizer.json"], "no such file; give bytes"),
-    (["--track", "wandb"], "track=wandb: it is not installed"),
+    (["--track", "wandb"], "track=wandb is not installed"),
     (["--key-file", "none"], "--key-file without --bucket: it would be ignored"),
     (["--pace", "strict"], "--pace without --bucket"),
     (["--quorum", "5"], "--quorum without --bucket"),

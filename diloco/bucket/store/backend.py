@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar
 
 from diloco.bucket.store.folder import Folder
 from diloco.bucket.store.operations import Create, Delete, List, Operation, Oversized, Read, Size, Write
-from diloco.errors import ConfigError, DiLoCoError
+from diloco.errors import ConfigError, DiLoCoError, install_command
 
 TIMEOUT = 60.0
 """Seconds of one request. A part of 16 MB needs 2.2 Mbit/s if it travels alone, as `TransferLimit` makes it on a slow
@@ -54,7 +54,7 @@ def open_store(url: str, *, create: bool = True) -> Backend:
     try:
         import obstore.store as stores
     except ImportError:
-        raise ConfigError("the bucket needs obstore: pip install 'diloco[bucket]'") from None
+        raise ConfigError(f"the bucket needs obstore: {install_command('bucket')}") from None
     if scheme == "memory":
         return _MEMORIES.setdefault(rest, Obstore(stores.MemoryStore(), url))
     if scheme not in ("s3", "gs", "az"):

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from diloco.errors import ConfigError
+from diloco.errors import ConfigError, install_command
 
 PIECE = 1 << 14
 """Bytes of a piece of a .txt file, up to the end of a line; tokens of a shard without ends."""
@@ -179,7 +179,7 @@ def _parquet(path: Path, key: str) -> Iterator[bytes]:
         parquet: Any = import_module("pyarrow.parquet")
         invalid = import_module("pyarrow").ArrowInvalid
     except ImportError as error:
-        raise ConfigError(f"{path} needs pyarrow: pip install 'diloco[parquet]'") from error
+        raise ConfigError(f"{path} needs pyarrow: {install_command('parquet')}") from error
     try:
         for rows in parquet.ParquetFile(path).iter_batches(batch_size=1024, columns=[key]):
             for text in rows.column(key).to_pylist():
@@ -198,7 +198,7 @@ def _stream(spec: str, key: str) -> Iterator[bytes]:
     try:
         load_dataset: Any = import_module("datasets").load_dataset
     except ImportError as error:
-        raise ConfigError(f"data={spec!r} needs datasets: pip install 'diloco[hf]'") from error
+        raise ConfigError(f"data={spec!r} needs datasets: {install_command('hf')}") from error
     name, *rest = spec.removeprefix("hf:").split(":")
     count = int(rest.pop()) if rest and rest[-1].isdigit() else None
     try:

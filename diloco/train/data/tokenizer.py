@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from diloco.errors import ConfigError
+from diloco.errors import ConfigError, install_command
 
 END = "<|endoftext|>"
 """The token between documents. The same characters inside a text do not become this token."""
@@ -232,7 +232,7 @@ def _downloaded(spec: str) -> Path:
     try:
         from huggingface_hub import hf_hub_download
     except ImportError as error:
-        raise ConfigError(f"tokenizer={spec!r} needs huggingface_hub: pip install 'diloco[hf]'") from error
+        raise ConfigError(f"tokenizer={spec!r} needs huggingface_hub: {install_command('hf')}") from error
     try:
         with contextlib.suppress(OSError):
             hf_hub_download(spec[3:], "tokenizer_config.json")
@@ -248,5 +248,5 @@ def _library(needed_by: str) -> Any:
     try:
         import tokenizers
     except ImportError as error:
-        raise ConfigError(f"{needed_by} needs the tokenizers library: pip install 'diloco[bpe]'") from error
+        raise ConfigError(f"{needed_by} needs the tokenizers library: {install_command('bpe')}") from error
     return tokenizers
