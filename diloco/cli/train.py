@@ -85,6 +85,7 @@ def main(config: TrainConfig) -> int:
         from diloco.train import preflight
 
         preflight.check(config, 1)
+        preflight.say(config, 1)
         return _show_member(config) if config.dry_run else _be_member(config)
     world = own_world(config.shards, config.replicas)
     if world is None:

@@ -41,11 +41,12 @@ class TrainConfig:
     model: str = _model("tiny",
         f"A preset ({', '.join(PRESETS)}), or hf:PATH_OR_ID for a Hugging Face causal LM.",
         why="which trains on two cores in minutes")
-    data: tuple[str, ...] = _model((), "Files or folders of .txt, .jsonl, .parquet or token shards, or hf:NAME.",
+    data: tuple[str, ...] = _model((),
+        "Files or folders of text, .jsonl, .parquet or token shards (.bin), or hf:NAME for a dataset.",
         why="the sources of Python's own standard library", scope="member")
     text_key: str = _model("text", "The field of .jsonl, .parquet and hf:NAME that holds the text.", scope="member")
     tokenizer: str | None = _model(None,
-        "bytes, train:SIZE for a BPE trained on the corpus, or the path of a tokenizer.json.",
+        "bytes, train:SIZE for a BPE trained on the corpus, the path of a tokenizer.json, or hf:NAME for a model's.",
         why="bytes, which need no training; for hf: models their own")
     context: int = _model(128, "Tokens in a sequence.", why="for the tiny model")
     steps: int | None = _optimisation(None, "Steps of every replica.", why="from the tokens")
@@ -151,7 +152,8 @@ class TrainConfig:
         scope="start")
     resume: bool = _output(False, "Continue from the newest checkpoint that all replicas have.", scope="start")
     json: bool = _output(False, "Print the summary as JSON.", scope="start")
-    dry_run: bool = _output(False, "Check everything, print the derived settings and the memory, and end.",
+    dry_run: bool = _output(False, "Check the settings, the model and the first documents of every file; print the "
+        "derived settings and the memory; and end.",
         scope="start")
     # fmt: on
 

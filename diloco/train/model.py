@@ -44,7 +44,9 @@ def build(spec: str, vocabulary: int, context: int, seed: int) -> nn.Module:
         seed: for the weights of a preset.
     """
     if spec.startswith("hf:"):
-        return _pretrained(spec.removeprefix("hf:"), vocabulary, context, seed)
+        with torch.random.fork_rng(devices=()):  # for weights that the checkpoint lacks, such as a new head
+            torch.manual_seed(seed)
+            return Pretrained(pretrained(spec.removeprefix("hf:"), vocabulary, context).train())
     shape = shape_named(spec)
     with torch.device("meta"):  # skips the default initialisation, which draws global random numbers
         model = Decoder(replace(shape, vocabulary=vocabulary), context)
@@ -221,17 +223,20 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + torch.cat((second, first), -1) * sin
 
 
-def _pretrained(source: str, vocabulary: int, context: int, seed: int) -> Pretrained:
+def pretrained(source: str, vocabulary: int, context: int, *, weights: bool = True) -> Any:
+    """A Hugging Face causal LM that fits the tokenizer and the context. Without `weights`, on the meta device."""
     try:
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoConfig, AutoModelForCausalLM
         from transformers.utils.logging import disable_progress_bar
     except ImportError as error:
         raise ConfigError(f"model='hf:{source}' needs transformers: {install_command('hf')}") from error
     disable_progress_bar()  # the commands say themselves what they do
     try:
-        with torch.random.fork_rng(devices=()):  # for weights that the checkpoint lacks, such as a new head
-            torch.manual_seed(seed)
+        if weights:
             network: Any = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+        else:
+            with torch.device("meta"):
+                network = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source))
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ConfigError(f"model='hf:{source}': {reason}; give the folder or the hub's name of a causal LM") from error
@@ -244,4 +249,4 @@ def _pretrained(source: str, vocabulary: int, context: int, seed: int) -> Pretra
     most = getattr(network.config, "max_position_embeddings", None)
     if most is not None and most < context:
         raise ConfigError(f"model='hf:{source}' takes {most} tokens at most: lower --context {context}")
-    return Pretrained(network.train())
+    return network

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from diloco.errors import ConfigError, install_command
 from diloco.presets import shape_named
-from diloco.runs.config import TrainConfig
+from diloco.runs.config import SYNCED, TrainConfig
 from diloco.runs.reader import read_summary
 from diloco.runs.sinks import MODULES, missing
 from diloco.train.data import documents
@@ -25,8 +25,9 @@ FEW_ROUNDS = 5
 def check(config: TrainConfig, processes: int) -> None:
     """Raise on what would fail in every process. `processes`: how many train together."""
     _check_model(config.model)
-    _check_data(documents.find(config.data, config.text_key))
-    check_tokenizer(config.tokenizer or default_tokenizer(config.model))
+    tokenizer = config.tokenizer or default_tokenizer(config.model)
+    check_tokenizer(tokenizer)
+    _check_data(documents.find(config.data, config.text_key), tokenizer, online=config.dry_run)
     if config.device.partition(":")[0] not in DEVICES:
         hint = "; did you mean cuda?" if config.device.startswith("gpu") else ""
         raise ConfigError(f"device={config.device!r}: give {', '.join(DEVICES)}{hint}")
@@ -47,12 +48,12 @@ def wrong_batch(batch: int, multiple: int) -> ConfigError:
 
 def warnings(config: TrainConfig, processes: int) -> Iterator[str]:
     """What is allowed and probably not meant."""
-    rounds = config.steps // config.sync_every if config.steps else None
     chosen = config.auto and "sync_every" not in config.kept
-    if config.method in ("streaming", "diloco") and not chosen and rounds is not None and rounds < FEW_ROUNDS:
-        often = max(config.steps or 0, 50) // 10
+    if config.method in SYNCED and not chosen and config.steps and config.steps < FEW_ROUNDS * config.sync_every:
+        rounds = config.steps // config.sync_every
         what = f"each part of the model is synced {rounds} times" if rounds else "the replicas meet at the end only"
-        yield f"{config.steps} steps with sync_every {config.sync_every}: {what}; try --sync-every {often}"
+        advice = f"--sync-every {config.steps // 10}" if config.steps >= 10 else "more --steps"
+        yield f"{config.steps} steps with sync_every {config.sync_every}: {what}; try {advice}"
     if processes > cores() and config.device in ("auto", "cpu") and not config.bucket:
         yield f"{processes} processes on {cores()} cores: without an accelerator they take turns, and start slowly"
     if config.model.startswith("hf:") and config.tokenizer == "bytes":
@@ -89,15 +90,17 @@ def _check_bucket(url: str, join_only: bool) -> None:
         raise ConfigError(f"the bucket needs obstore: {install_command('bucket')}")
 
 
-def _check_data(sources: Sources) -> None:
-    """The libraries that its files need, and the first line of each .jsonl."""
-    needed = {".parquet": ("pyarrow", "parquet"), "hf:": ("datasets", "hf")}
-    for item in sources.items:
-        library, extra = needed.get(item[:3] if isinstance(item, str) else item.suffix, ("", ""))
-        if library and importlib.util.find_spec(library) is None:
-            raise ConfigError(f"{item} needs {library}: {install_command(extra)}")
-        if isinstance(item, Path) and item.suffix == ".jsonl":
-            next(documents.texts(Sources(sources.name, (item,), text_key=sources.text_key)), None)
+def _check_data(sources: Sources, tokenizer: str, online: bool) -> None:
+    """Read the first documents of every file. Datasets are left to the replicas, unless `online`."""
+    if sources.standard_library:
+        return
+    local = tuple(item for item in sources.items if online or isinstance(item, Path))
+    if len(local) < len(sources.items) and importlib.util.find_spec("datasets") is None:
+        raise ConfigError(f"data={sources.name!r} needs datasets: {install_command('hf')}")
+    shards = sources.tokenized and not tokenizer.startswith("train:")
+    vocabulary = load_tokenizer(tokenizer).vocabulary if shards else None
+    if local:
+        documents.check(replace(sources, items=local), utf8=tokenizer != "bytes", vocabulary=vocabulary)
 
 
 def outline(config: TrainConfig, replicas: int) -> str:
@@ -110,25 +113,24 @@ def outline(config: TrainConfig, replicas: int) -> str:
         rules = [rule for rule in rules if rule.name not in ("tokens", "steps", "warmup", "weight_decay")]
         rules.append(Rule("steps", "by the data", "one pass over the data; its length is known once they are read"))
     text = describe(rules, parameters, resolved, sources.name, 0)
-    held = "weights, gradients and moments, activations not counted"
-    return f"{text}\n  memory of a replica: {16 * parameters / 1e9:.3g} GB for {held}"
+    assert resolved.batch is not None
+    tokens = resolved.batch // replicas // config.accumulate * config.context
+    return (f"{text}\n  memory of a replica: {16 * parameters / 1e9:.3g} GB for weights, gradients and moments; the "
+            f"activations of {tokens} tokens at a time come on top and are not estimated")  # fmt: skip
 
 
 def _parameters(config: TrainConfig) -> int:
-    if config.model.startswith("hf:"):
-        import torch
-        from transformers import AutoConfig, AutoModelForCausalLM
-
-        with torch.device("meta"):
-            network = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config.model[3:]))
-        return sum(p.numel() for p in network.parameters())
     spec = config.tokenizer or "bytes"
     vocabulary = int(spec[6:]) if spec.startswith("train:") else load_tokenizer(spec).vocabulary
-    return replace(shape_named(config.model), vocabulary=vocabulary).parameters
+    if not config.model.startswith("hf:"):
+        return replace(shape_named(config.model), vocabulary=vocabulary).parameters
+    from diloco.train.model import pretrained
+
+    return sum(p.numel() for p in pretrained(config.model[3:], vocabulary, config.context, weights=False).parameters())
 
 
 def say(config: TrainConfig, processes: int) -> None:
-    for text in warnings(config, processes):
+    for text in (*documents.find(config.data, config.text_key).skipped, *warnings(config, processes)):
         print(f"note: {text}", file=sys.stderr)  # noqa: T201
 
 

@@ -10,10 +10,13 @@ import pytest
 import torch
 
 from diloco.errors import ConfigError
+from diloco.runs.config import TrainConfig
 from diloco.runs.phase import Phase
 from diloco.speed import default_cache
+from diloco.train import preflight
 from diloco.train.data import corpus as corpora
 from diloco.train.data.corpus import documents, prepare
+from diloco.train.data.tokenizer import BPE
 from tests.support.processes import context
 
 LINES = [f"line {i}: {'abcdefghij'[i % 10] * (i % 37)} end" for i in range(2000)]
@@ -113,6 +116,72 @@ def test_a_folder_and_its_files_give_each_file_once_in_order(tmp_path):
     folder = tmp_path / "data"
     found = documents.find([str(folder), str(folder / "b.txt")]).items
     assert [Path(f).name for f in found] == ["a.jsonl", "b.txt", "c.txt"]
+
+
+def test_a_folder_of_text_is_read_whole_and_says_what_it_skips(tmp_path):
+    for name, content in {"readme.md": b"# x", "code/x.py": b"x = 1", "LICENSE": b"free", "a.json": b"{}",
+                          "logo.png": b"\x89PNG\0", ".git/config": b"[core]"}.items():  # fmt: skip
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(content)
+    sources = documents.find([str(tmp_path)])
+    assert [Path(f).name for f in sources.items] == ["LICENSE", "a.json", "x.py", "readme.md"]
+    assert len(sources.skipped) == 2
+    assert "skipped 1 of 6 files (hidden)" in sources.skipped[0]
+    assert "skipped 1 of 6 files (binary)" in sources.skipped[1]
+    assert b"".join(documents.texts(sources, utf8=True)) == b"free{}x = 1# x"
+
+
+@pytest.mark.parametrize("tokenizer", ["train:300", "hf"])
+def test_text_that_is_not_utf_8_is_refused_with_its_place_except_as_bytes(tmp_path, tokenizer):
+    pytest.importorskip("tokenizers")
+    if tokenizer == "hf":
+        BPE.train([b"a text"], 260).save(tmp_path)
+        tokenizer = f"hf:{tmp_path}"
+    path = tmp_path / "latin.txt"
+    content = b"plain\n" * 10_000 + "Grüße aus Köln".encode("latin1")
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=r"latin\.txt: byte 60002 \(0xfc\) is not UTF-8; .*iconv.*--tokenizer bytes"):
+        prepare([str(path)], tokenizer, tmp_path / "cache")
+    corpus = prepare([str(path)], "bytes", tmp_path / "cache")
+    ids = np.concatenate([_ids(corpus.train), _ids(corpus.held_out)])
+    assert ids[ids < 256].astype(np.uint8).tobytes() == content
+    (tmp_path / "latin.jsonl").write_bytes(b'{"text": "a"}\n' + '{"text": "ü"}\n'.encode("latin1"))
+    (tmp_path / "half.jsonl").write_bytes(b'{"text": "a"}\n{"text": "\\ud800"}\n')
+    for name in ("latin.jsonl", "half.jsonl"):
+        with pytest.raises(ConfigError, match=rf"{name}, line 2: not UTF-8"):
+            prepare([str(tmp_path / name)], tokenizer, tmp_path / "cache")
+
+
+def test_a_long_line_is_not_cut_inside_a_character(tmp_path):
+    path = tmp_path / "one.txt"
+    path.write_text("a" + "€😀" * 50_000, encoding="utf-8")
+    pieces = list(documents.texts(documents.find([str(path)]), utf8=True))
+    assert len(pieces) > 5 and b"".join(pieces) == path.read_bytes()
+
+
+def test_a_dry_run_reads_the_first_documents_of_every_file(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow", reason="reading .parquet needs the extra diloco[parquet]")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    (tmp_path / "good.txt").write_text("good " * 1000)
+    (tmp_path / "bad.jsonl").write_text('{"text": "a"}\nno\n')
+    parquet.write_table(pyarrow.table({"body": ["x"]}), tmp_path / "body.parquet")
+    parquet.write_table(pyarrow.table({"text": [b"\xff"]}), tmp_path / "binary.parquet")
+    (tmp_path / "latin.txt").write_bytes(b"\xfc")
+    (tmp_path / "ids.bin").write_bytes(b"abcd")
+    (tmp_path / "ids.json").write_text('{"dtype": "uint16", "vocabulary": 257}')
+    for names, tokenizer, text in [
+        (["good.txt", "bad.jsonl"], "bytes", r"bad\.jsonl, line 2"),
+        (["good.txt", "body.parquet"], "bytes", r'body\.parquet.*column "text"'),
+        (["binary.parquet"], "bytes", r'binary\.parquet.*column "text"'),
+        (["good.txt", "latin.txt"], "train:300", "byte 0 .* is not UTF-8"),
+        (["ids.bin"], "train:300", r"ids\.bin holds token ids, not text"),
+    ]:
+        data = tuple(str(tmp_path / name) for name in names)
+        with pytest.raises(ConfigError, match=text):
+            preflight.check(TrainConfig(data=data, tokenizer=tokenizer, dry_run=True), 2)
+        with pytest.raises(ConfigError, match=text):
+            prepare(data, tokenizer, tmp_path / "cache")
+    preflight.check(TrainConfig(data=(str(tmp_path / "ids.bin"),), dry_run=True), 2)
 
 
 def test_jsonl_documents_are_lines(tmp_path):
@@ -249,8 +318,8 @@ def test_the_cache_is_where_the_platform_has_it(monkeypatch, tmp_path):
     ("data", "text"),
     [
         (["{tmp}/nowhere.txt"], "no such file or folder; check the path"),
-        (["{tmp}/x.csv"], r"unknown ending '\.csv'; give \.txt, \.jsonl, \.parquet, \.bin"),
-        (["{tmp}/none"], r"the folder holds no \.txt"),
+        (["{tmp}/x.png"], "a binary file; give text"),
+        (["{tmp}/none"], r"the folder holds no text"),
         (["{tmp}/empty.txt"], "the corpus is empty; give --data that holds text"),
         (["{tmp}/bad.jsonl"], r"bad\.jsonl, line 3: not of the form .* correct or remove the line"),
         (["{tmp}/field.jsonl"], r"field\.jsonl, line 1: not of the form"),
@@ -264,16 +333,19 @@ def test_the_cache_is_where_the_platform_has_it(monkeypatch, tmp_path):
 def test_bad_data_is_refused_with_the_remedy(tmp_path, data, text):
     (tmp_path / "none").mkdir()
     for name, content in {
-        "x.csv": "a,b", "none/readme.md": "", "empty.txt": "", "bad.jsonl": '{"text": "a"}\n\n{"text": \n',
+        "x.png": "a\0b", "none/x.png": "a\0b", "empty.txt": "", "bad.jsonl": '{"text": "a"}\n\n{"text": \n',
         "field.jsonl": '{"content": "a"}', "list.jsonl": "[1]", "alone.bin": "ab", "odd.bin": "abc",
         "odd.json": '{"dtype": "uint16", "vocabulary": 257}', "other.bin": "ab",
         "other.json": '{"dtype": "uint16", "vocabulary": 999}',
     }.items():  # fmt: skip
         (tmp_path / name).write_text(content)
     cache = tmp_path / "cache"
+    data = [spec.format(tmp=tmp_path) for spec in data]
     with pytest.raises(ConfigError, match=text) as caught:
-        prepare([spec.format(tmp=tmp_path) for spec in data], "bytes", cache)
+        prepare(data, "bytes", cache)
     assert "\n" not in str(caught.value)
+    with pytest.raises(ConfigError, match=text):
+        preflight.check(TrainConfig(data=tuple(data), dry_run=True), 2)
     assert not cache.exists() or not list(cache.iterdir())  # nothing half done stays
 
 
@@ -307,6 +379,7 @@ def test_a_missing_library_is_named_with_its_extra(tmp_path, monkeypatch, module
     (tmp_path / "x.parquet").touch()
     (tmp_path / "x.txt").write_text("text")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(sys.modules, module, None)  # what `import` finds if it is not installed
+    for name in (module, f"{module}.parquet"):
+        monkeypatch.setitem(sys.modules, name, None)  # what `import` finds if it is not installed
     with pytest.raises(ConfigError, match=text):
         prepare(data, tokenizer, tmp_path / "cache")

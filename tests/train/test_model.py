@@ -10,6 +10,8 @@ import torch.nn.functional as F
 
 from diloco.errors import ConfigError
 from diloco.presets import PRESETS, Shape
+from diloco.runs.config import TrainConfig
+from diloco.train import preflight
 from diloco.train.model import Decoder, Loss, Pretrained, _rotary, _rotate, build, loss_of
 
 SMALL = Shape(layers=2, width=32, heads=2, mlp=48, vocabulary=61)
@@ -203,6 +205,9 @@ def test_a_hugging_face_model_has_the_same_contract(llama):
 def test_a_hugging_face_model_that_does_not_fit_is_refused(llama, vocabulary, context, text):
     with pytest.raises(ConfigError, match=text):
         build(f"hf:{llama}", vocabulary, context, seed=0)
+    config = TrainConfig(model=f"hf:{llama}", tokenizer=f"train:{vocabulary}", context=context)
+    with pytest.raises(ConfigError, match=text):
+        preflight.outline(config, 2)
 
 
 def test_a_folder_without_a_model_is_refused_in_one_line(tmp_path):

@@ -89,6 +89,13 @@ def test_a_bad_tokenizer_is_refused(spec):
         load_tokenizer(spec)
 
 
+def test_a_model_without_a_tokenizer_is_named_and_a_name_without_hf_too(tmp_path):
+    with pytest.raises(ConfigError, match=r"the folder .* has no tokenizer\.json: give a tokenizer with --tokenizer"):
+        check_tokenizer(default_tokenizer(f"hf:{tmp_path}"))
+    with pytest.raises(ConfigError, match=r"no such file; .*hf:NAME"):
+        check_tokenizer("gpt2")
+
+
 def test_a_pretrained_model_takes_its_own_tokenizer_and_fine_tuning_values(tmp_path):
     pytest.importorskip("tokenizers")
     own = BPE.train([b"a small text about small things, again and again"] * 9, 280)

@@ -91,8 +91,8 @@ def test_processes_that_torchrun_started_are_the_same_trainer(place, whole):
     (["--model", "tinny"], "did you mean tiny?"),
     (["--model", "hf:/no/such"], "there is no folder /no/such"),
     (["--data", "no/such"], "data='no/such': no such file or folder"),
-    (["--data", "empty"], "the folder holds no .txt"),
-    (["--data", "table.csv"], "unknown ending '.csv'"),
+    (["--data", "empty"], "the folder holds no text"),
+    (["--data", "picture.png"], "a binary file"),
     (["--data", "content.jsonl"], "content.jsonl, line 1: not of the form"),
     (["--batch", "3"], "batch=3: give a multiple of ranks · accumulate, 2, such as 4"),
     (["--device", "gpu"], "did you mean cuda?"),
@@ -107,7 +107,7 @@ def test_processes_that_torchrun_started_are_the_same_trainer(place, whole):
 ])  # fmt: skip
 def test_wrong_input_is_one_line_with_the_remedy_before_anything_starts(place, tmp_path, words, message):
     (place / "empty").mkdir(exist_ok=True)
-    (place / "table.csv").touch()
+    (place / "picture.png").write_bytes(b"\0")
     (place / "content.jsonl").write_text('{"content": "text"}\n')
     words = words if "--out" in words or "--resume" in words else [*words, "--out", tmp_path]
     with mock.patch("diloco.cli.supervise.start", side_effect=AssertionError("a process was started")):
@@ -129,6 +129,8 @@ def test_a_name_with_a_space_or_a_dot_is_the_name_of_the_folder(place, tmp_path)
 @pytest.mark.parametrize(("words", "notes"), [
     (["--replicas", "100", "--batch", "100"], ["100 processes on"]),
     (["--steps", "400"], ["each part of the model is synced 4 times; try --sync-every 40"]),
+    (["--steps", "12", "--sync-every", "4"], ["synced 3 times; try --sync-every 1"]),
+    (["--steps", "4"], ["the replicas meet at the end only; try more --steps"]),
     (["--steps", "400", "--auto"], []),
     (["--steps", "400", "--method", "dp"], []),
 ])  # fmt: skip

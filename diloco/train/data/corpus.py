@@ -29,7 +29,7 @@ from diloco.train.data.documents import Sources
 from diloco.train.data.tokenizer import Tokenizer, dtype_of, load_tokenizer, tokenizer_identity
 
 HELD_OUT = 0.05
-_FORMAT = 1
+_FORMAT = 2
 """Part of the cache's key: raise it when the files or the split change."""
 _CHUNK = 1 << 22
 _EVALUATED_AT_ONCE = 16
@@ -183,14 +183,16 @@ def _write(temporary: Path, sources: Sources, tokenizer: str, phase: Phase) -> N
     folder.mkdir()
     if tokenizer.startswith("train:"):
         phase.say("training the tokenizer")
-    encoder = load_tokenizer(tokenizer, (t for t in documents.texts(sources) if not _is_held_out(_digest(t))))
+    utf8 = tokenizer != "bytes"
+    train_texts = (text for text in documents.texts(sources, utf8=utf8) if not _is_held_out(_digest(text)))
+    encoder = load_tokenizer(tokenizer, train_texts)
     if tokenizer.startswith("train:"):
         encoder.save(folder)
     digest = hashlib.sha256()
     total = 0 if sources.tokenized else sum(item.stat().st_size for item in sources.items if isinstance(item, Path))
     with (folder / "train.bin").open("wb") as train, (folder / "held_out.bin").open("wb") as held_out:
         counts = {"train": [0, 0], "held_out": [0, 0]}
-        for document, nbytes, ids in _encoded(sources, encoder):
+        for document, nbytes, ids in _encoded(sources, encoder, utf8):
             digest.update(document)
             part, file = ("held_out", held_out) if _is_held_out(document) else ("train", train)
             file.write(np.append(ids, encoder.end).astype(dtype_of(encoder.vocabulary)).tobytes())
@@ -198,7 +200,7 @@ def _write(temporary: Path, sources: Sources, tokenizer: str, phase: Phase) -> N
             counts[part][1] += nbytes
             phase.progress("tokenising", counts["train"][1] + counts["held_out"][1], total)
     if not any(n for n, _ in counts.values()):
-        raise ConfigError(f"{sources.name}: the corpus is empty; give --data that holds text")
+        raise documents.no_text(sources)
     _even_out(folder, counts, encoder)
     kind = dtype_of(encoder.vocabulary).name
     for part in counts:
@@ -208,13 +210,13 @@ def _write(temporary: Path, sources: Sources, tokenizer: str, phase: Phase) -> N
     (folder / "corpus.json").write_text(json.dumps(content, indent=1), encoding="utf-8")
 
 
-def _encoded(sources: Sources, encoder: Tokenizer) -> Iterator[tuple[bytes, int, np.ndarray]]:
+def _encoded(sources: Sources, encoder: Tokenizer, utf8: bool) -> Iterator[tuple[bytes, int, np.ndarray]]:
     """(hash, bytes of text, ids) of every document."""
     if sources.tokenized:
         for ids in documents.shards(sources, encoder.vocabulary, encoder.end):
             yield _digest(ids.astype("<u4").tobytes()), encoder.nbytes(ids), ids
         return
-    texts = documents.texts(sources)
+    texts = documents.texts(sources, utf8=utf8)
     with ThreadPoolExecutor() as pool:  # the tokenizers library releases the interpreter's lock
         while group := list(islice(texts, 256)):
             for text, ids in zip(group, pool.map(encoder.encode, group), strict=True):

@@ -1,7 +1,7 @@
 """Where documents come from: Python's own standard library, files, or a streamed Hugging Face dataset.
 
-A document is a file of sources, a line of .jsonl, a row of .parquet, the tokens up to an end token, or a
-piece of about 16 KiB of a .txt file: such files are often few and large, and a part of each should be held out.
+A document is a Python file, a line of .jsonl, a row of .parquet, the tokens up to an end token, or a piece of about
+16 KiB of any other text file: such files are often few and large, and a part of each should be held out.
 """
 
 import hashlib
@@ -9,9 +9,11 @@ import json
 import os
 import platform
 import sysconfig
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +22,13 @@ import numpy as np
 from diloco.errors import ConfigError, install_command
 
 PIECE = 1 << 14
-"""Bytes of a piece of a .txt file, up to the end of a line; tokens of a shard without ends."""
+"""Bytes of a piece of a text file, up to the end of a line; tokens of a shard without ends."""
 _BLOCK = 1 << 20
 """Tokens of a shard that are read at once; a longer document is cut."""
-ENDINGS = (".txt", ".jsonl", ".parquet", ".bin")
+_RECORDS = (".jsonl", ".parquet", ".bin")
+"""Files with a form of their own. Every other file is text, unless its first bytes hold a zero."""
+_CHECKED = 100
+"""Documents of each file that `check` reads."""
 _LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 
@@ -35,6 +40,8 @@ class Sources:
     standard_library: bool = False
     text_key: str = "text"
     """The field of a line or row that holds its text."""
+    skipped: tuple[str, ...] = ()
+    """What was passed over in folders, in words."""
 
     @property
     def tokenized(self) -> bool:
@@ -58,36 +65,96 @@ def find(data: Sequence[str], text_key: str = "text") -> Sources:
     if not data:
         return _standard_library()
     items: dict[Path | str, None] = {}
+    skipped: list[str] = []
     for spec in data:
         if spec.startswith("hf:"):
             items[spec] = None
             continue
         path = Path(spec).expanduser()
-        if not path.exists():
-            raise ConfigError(f"data={spec!r}: no such file or folder; check the path (or give hf:NAME for a dataset)")
         if path.is_dir():
-            below = sorted(path.rglob("*"), key=lambda file: file.relative_to(path).parts)
-            files = [file for file in below if file.is_file() and file.suffix in ENDINGS]
-            if not files:
-                raise ConfigError(f"data={spec!r}: the folder holds no {', '.join(ENDINGS)}; give one that does")
+            files, passed_over = _in_folder(path)
             items.update(dict.fromkeys(files))
-        elif path.suffix in ENDINGS:
-            items[path] = None
+            skipped += passed_over
+        elif not path.exists():
+            raise ConfigError(f"data={spec!r}: no such file or folder; check the path (or give hf:NAME for a dataset)")
+        elif _is_binary(path):
+            raise ConfigError(f"data={spec!r}: a binary file; give text (from UTF-16, iconv makes UTF-8), .jsonl, "
+                              ".parquet or token shards in .bin")  # fmt: skip
         else:
-            raise ConfigError(f"data={spec!r}: unknown ending {path.suffix!r}; give {', '.join(ENDINGS)} or a folder")
-    sources = Sources(
-        data[0] if len(data) == 1 else f"{data[0]} and {len(data) - 1} more", tuple(items), text_key=text_key
-    )
+            items[path] = None
+    name = data[0] if len(data) == 1 else f"{data[0]} and {len(data) - 1} more"
+    sources = Sources(name, tuple(items), text_key=text_key, skipped=tuple(skipped))
     if sources.tokenized and not all(isinstance(item, Path) and item.suffix == ".bin" for item in items):
         raise ConfigError(f"data={list(data)}: token shards (.bin) and text in one corpus; give one kind")
     return sources
 
 
-def texts(sources: Sources) -> Iterator[bytes]:
-    """The documents as they are on disk. Equal files of the standard library are given once."""
+def _in_folder(folder: Path) -> tuple[list[Path], list[str]]:
+    """The files to read, and what is skipped. Next to records, any text but .txt is taken for a description of them."""
+    files = sorted((file for file in folder.rglob("*") if file.is_file()), key=lambda file: file.parts)
+    files = [file for file in files if not (file.suffix == ".json" and file.with_suffix(".bin").exists())]
+    records = any(file.suffix in _RECORDS for file in files)
+
+    def reason(file: Path) -> str:
+        if any(part.startswith(".") for part in file.relative_to(folder).parts):
+            return "hidden"
+        if records and file.suffix not in (*_RECORDS, ".txt"):
+            return "not .txt, next to .jsonl, .parquet or .bin"
+        return "binary" if _is_binary(file) else ""
+
+    reasons = {file: reason(file) for file in files}
+    counts = Counter(reasons.values())
+    if not counts[""]:
+        raise ConfigError(
+            f"data={str(folder)!r}: the folder holds no text, .jsonl, .parquet or .bin; give one that does"
+        )
+    skipped = [f"{folder}: skipped {n} of {len(files)} files ({why})" for why, n in counts.items() if why]
+    return [file for file in files if not reasons[file]], skipped
+
+
+def _is_binary(path: Path) -> bool:
+    if path.suffix in _RECORDS:
+        return False
+    try:
+        with path.open("rb") as file:
+            return b"\0" in file.read(8192)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}; check its permissions") from error
+
+
+def check(sources: Sources, *, utf8: bool, vocabulary: int | None = None) -> None:
+    """Read the first documents of every source, and raise what reading all of them would raise.
+
+    Args:
+        utf8: as for `texts`.
+        vocabulary: that of the tokenizer, if the sources are token shards.
+    """
+    empty = True
+    for item in sources.items:
+        if vocabulary is not None and isinstance(item, Path):
+            empty &= not len(open_shard(item, vocabulary))
+        else:
+            empty &= not list(islice(texts(replace(sources, items=(item,)), utf8=utf8), _CHECKED))
+    if empty:
+        raise no_text(sources)
+
+
+def no_text(sources: Sources) -> ConfigError:
+    return ConfigError(f"{sources.name}: the corpus is empty; give --data that holds text")
+
+
+def texts(sources: Sources, *, utf8: bool = False) -> Iterator[bytes]:
+    """The documents as they are on disk. Equal files of the standard library are given once.
+
+    `utf8`: raise where a document is not UTF-8, which only a tokenizer of bytes can read.
+    """
     seen: set[bytes] = set()
     for item in sources.items:
+        position = 0
         for document in _read(item, sources.text_key):
+            if utf8:
+                _check_utf8(document, item, position)
+            position += len(document)
             if sources.standard_library:
                 digest = hashlib.sha256(document).digest()
                 if digest in seen:
@@ -95,6 +162,16 @@ def texts(sources: Sources) -> Iterator[bytes]:
                 seen.add(digest)
             if document:
                 yield document
+
+
+def _check_utf8(document: bytes, item: Path | str, position: int) -> None:
+    try:
+        document.decode()
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{item}: byte {position + error.start} ({document[error.start]:#04x}) is not UTF-8; convert the file, "
+            "as in iconv -f LATIN1 -t UTF-8, or train on its bytes as they are with --tokenizer bytes"
+        ) from None
 
 
 def shards(sources: Sources, vocabulary: int, end: int) -> Iterator[np.ndarray]:
@@ -151,13 +228,19 @@ def _read(item: Path | str, key: str) -> Iterator[bytes]:
         return _stream(item, key)
     if item.suffix == ".py":
         return iter((item.read_bytes(),))
-    return _text(item) if item.suffix == ".txt" else _BY_ROW[item.suffix](item, key)
+    if item.suffix == ".bin":
+        raise ConfigError(f"{item} holds token ids, not text: give the tokenizer that made them with --tokenizer")
+    return _BY_ROW[item.suffix](item, key) if item.suffix in _BY_ROW else _text(item)
 
 
 def _text(path: Path) -> Iterator[bytes]:
     with path.open("rb") as file:
         while piece := file.read(PIECE):
-            yield piece + file.readline(PIECE)
+            piece += file.readline(PIECE)
+            for _ in range(3):  # do not cut a character
+                if b"\x80" <= file.peek(1)[:1] < b"\xc0":
+                    piece += file.read(1)
+            yield piece
 
 
 def _jsonl(path: Path, key: str) -> Iterator[bytes]:
@@ -166,8 +249,13 @@ def _jsonl(path: Path, key: str) -> Iterator[bytes]:
             if not line.strip():
                 continue
             try:
-                yield json.loads(line)[key].encode(errors="replace")
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                yield json.loads(line)[key].encode()
+            except UnicodeError:
+                raise ConfigError(
+                    f"{path}, line {number}: not UTF-8; convert the file, as in "
+                    "iconv -f LATIN1 -t UTF-8, or remove the line"
+                ) from None
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
                 raise ConfigError(
                     f'{path}, line {number}: not of the form {{"{key}": "…"}}; if the text has another name, give it '
                     "with --text-key; otherwise correct or remove the line"
@@ -177,16 +265,15 @@ def _jsonl(path: Path, key: str) -> Iterator[bytes]:
 def _parquet(path: Path, key: str) -> Iterator[bytes]:
     try:
         parquet: Any = import_module("pyarrow.parquet")
-        invalid = import_module("pyarrow").ArrowInvalid
     except ImportError as error:
         raise ConfigError(f"{path} needs pyarrow: {install_command('parquet')}") from error
     try:
         for rows in parquet.ParquetFile(path).iter_batches(batch_size=1024, columns=[key]):
             for text in rows.column(key).to_pylist():
-                yield (text or "").encode(errors="replace")
-    except (invalid, KeyError, AttributeError) as error:
+                yield (text or "").encode()
+    except (ValueError, KeyError, AttributeError) as error:  # ArrowInvalid is a ValueError
         raise ConfigError(
-            f'{path}: not a parquet file with a column "{key}"; give the column of the text with --text-key'
+            f'{path}: not a parquet file with a column "{key}" of text; give the column of the text with --text-key'
         ) from error
 
 
@@ -204,7 +291,7 @@ def _stream(spec: str, key: str) -> Iterator[bytes]:
     try:
         rows = load_dataset(name, *rest, split="train", streaming=True)
         for row in rows if count is None else rows.take(count):
-            yield (row[key] or "").encode(errors="replace")
+            yield (row[key] or "").encode()
     except KeyError as error:
         raise ConfigError(
             f'data={spec!r}: the rows have no field "{key}"; give the field of the text with --text-key'

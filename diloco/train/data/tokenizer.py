@@ -20,6 +20,7 @@ END = "<|endoftext|>"
 _KNOWN_ENDS = (END, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
 _TRAINED_ON = 1 << 26
 """Largest amount of text, in bytes, that a BPE is trained on: with more the merges hardly change."""
+_FORMS = "bytes, train:SIZE, the path of a tokenizer.json or hf:NAME"
 
 Ids = np.ndarray | Sequence[int]
 
@@ -176,7 +177,7 @@ class BPE:
         return cls(tokenizer, {})
 
     def encode(self, text: bytes) -> np.ndarray:
-        ids = self._tokenizer.encode(text.decode(errors="replace"), add_special_tokens=False).ids
+        ids = self._tokenizer.encode(text.decode(), add_special_tokens=False).ids
         return np.array(ids, self._dtype)
 
     def decode(self, ids: Ids) -> str:
@@ -199,7 +200,7 @@ def _write_settings(folder: Path, settings: dict[str, Any], end: str) -> None:
 
 def _first(texts: Iterable[bytes], limit: int) -> Iterator[str]:
     for text in texts:
-        yield text.decode(errors="replace")
+        yield text.decode()
         limit -= len(text)
         if limit <= 0:
             return
@@ -221,9 +222,11 @@ def _file(spec: str) -> Path:
     if _on_hub(spec):
         return _downloaded(spec)
     path = Path(spec.removeprefix("hf:")).expanduser()
+    if path.is_dir() and not (path / "tokenizer.json").is_file():
+        raise ConfigError(f"the folder {path} has no tokenizer.json: give a tokenizer with --tokenizer, {_FORMS}")
     path = path / "tokenizer.json" if path.is_dir() else path
     if not path.is_file():
-        raise ConfigError(f"tokenizer={spec!r}: no such file; give bytes, train:SIZE or the path of a tokenizer.json")
+        raise ConfigError(f"tokenizer={spec!r}: no such file; give {_FORMS}")
     return path
 
 
@@ -240,7 +243,7 @@ def _downloaded(spec: str) -> Path:
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ConfigError(
-            f"tokenizer={spec!r}: {reason}; give the path of a tokenizer.json with --tokenizer"
+            f"no tokenizer of {spec}: {reason}; check the name and the network, or give --tokenizer, {_FORMS}"
         ) from error
 
 
