@@ -1,6 +1,9 @@
 """Meet the other processes of a run, at an address that all of them know."""
 
 import contextlib
+import ipaddress
+import os
+import socket
 import sys
 import threading
 from collections.abc import Iterator
@@ -28,7 +31,10 @@ def launched_store(world: World, patience: float = PATIENCE) -> dist.Store:
     host, port = own_address()
     limit = timedelta(seconds=patience)
     with _waiting(f"{world.size} processes", host, port, patience, world.local_rank == 0):
-        store, _, _ = next(dist.rendezvous(f"tcp://{host}:{port}", world.rank, world.size, timeout=limit))
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun holds the store
+            store, _, _ = next(dist.rendezvous(f"tcp://{host}:{port}", world.rank, world.size, timeout=limit))
+        else:
+            store = _store(host, port, world.rank == 0, limit)
         store = dist.PrefixStore(own_job(), store)  # two steps of one Slurm job may have come to the same port
         store.set(f"here/{world.rank}", "")
         store.wait([f"here/{rank}" for rank in range(world.size)], limit)
@@ -44,12 +50,26 @@ def meet_at(address: str, rank: int, replica: int, replicas: int, patience: floa
         raise ConfigError(f"at={address!r}: give host:port of the first process of replica 0")
     limit = timedelta(seconds=patience)
     with _waiting(f"{replicas} replicas", host, int(port), patience, rank == 0):
-        first = replica == 0 and rank == 0
-        store: dist.Store = dist.TCPStore(host.strip("[]"), int(port), None, first, limit, False, multi_tenant=True)
-        store = dist.PrefixStore(f"rank {rank}", store)
+        store = dist.PrefixStore(f"rank {rank}", _store(host.strip("[]"), int(port), replica == 0 and rank == 0, limit))
         store.set(f"here/{replica}", "")
         store.wait([f"here/{each}" for each in range(replicas)], limit)
     return store
+
+
+def _store(host: str, port: int, listens: bool, limit: timedelta) -> dist.Store:
+    """Anyone who can connect may read and write: so do not listen on all addresses of the machine, as torch would."""
+    listener = _listener(host, port) if listens else None
+    return dist.TCPStore(host, port, None, listens, limit, False, multi_tenant=True, master_listen_fd=listener)
+
+
+def _listener(host: str, port: int) -> int | None:
+    """A socket at this address only. None, for all addresses, if `host` is a name, which may mean another address on
+    this machine than elsewhere, or belongs to a router or container host that forwards to this machine."""
+    with contextlib.suppress(ValueError, OSError):  # if the port is taken, TCPStore shares its own server or says so
+        address = "127.0.0.1" if host == "localhost" else host
+        family = socket.AF_INET6 if ipaddress.ip_address(address).version == 6 else socket.AF_INET
+        return socket.create_server((address, port), family=family).detach()
+    return None
 
 
 @contextlib.contextmanager

@@ -60,6 +60,20 @@ def place_in(group: dist.ProcessGroup | None) -> Place:
     return Place(ranks.index(dist.get_rank()), len(ranks), store, ",".join(map(str, ranks)))
 
 
+def gather_json(group: Any, value: object, wait: Callable[[Any], object] = lambda work: work.wait()) -> list[Any]:
+    """What each process of a group says. Not torch's all_gather_object: unpickling would run code of a stranger who
+    has taken a seat in the group."""
+    data, size = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8), group.size()
+    lengths = torch.empty(size, dtype=torch.int64, device="cpu")
+    wait(group._allgather_base(lengths, torch.tensor([len(data)], device="cpu")))
+    padded = torch.zeros(int(lengths.max()), dtype=torch.uint8, device="cpu")
+    padded[: len(data)] = data
+    out = torch.empty(size * len(padded), dtype=torch.uint8, device="cpu")
+    wait(group._allgather_base(out, padded))
+    rows = zip(out.view(size, -1), lengths.tolist(), strict=True)
+    return [json.loads(row[:n].numpy().tobytes()) for row, n in rows]
+
+
 class RollCall:
     """Which replica does not answer, after an exchange has broken.
 
@@ -117,7 +131,6 @@ class Groups:
         self._payload: list[Any] = []
         self._ddp: Any = None
         self._shards: Any = None
-        self._ddp_size = self._shard_count = 1
         self.sent = 0  # bytes of payloads
 
     def _group(self, name: str, place: Place) -> Any:
@@ -136,7 +149,6 @@ class Groups:
         if self._payload:
             return
         self._payload = [self._group(f"payload {i}", self._across) for i in range(streams)]
-        self._ddp_size, self._shard_count = ddp_ranks.size, shards.size
         self._ddp = self._group("ddp", ddp_ranks) if ddp_ranks.size > 1 else None
         self._shards = self._group("shards", shards) if shards.size > 1 else None
 
@@ -160,25 +172,17 @@ class Groups:
 
     def gather_json(self, value: object) -> list[Any]:
         """What each replica says."""
-        return self._gather_json(self._control, self._replicas, value)
+        return self._gather_json(self._control, value)
 
     def gather_json_of_ranks(self, value: object) -> list[Any]:
         """What each rank of this replica says, in the same order on all of them."""
-        said = [value] if self._ddp is None else self._gather_json(self._ddp, self._ddp_size, value)
+        said = [value] if self._ddp is None else self._gather_json(self._ddp, value)
         if self._shards is None:
             return said
-        return [each for shard in self._gather_json(self._shards, self._shard_count, said) for each in shard]
+        return [each for shard in self._gather_json(self._shards, said) for each in shard]
 
-    def _gather_json(self, group: Any, size: int, value: object) -> list[Any]:
-        data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        lengths = torch.empty(size, dtype=torch.int64)
-        self.wait([group._allgather_base(lengths, torch.tensor([len(data)]))])
-        padded = torch.zeros(int(lengths.max()), dtype=torch.uint8)
-        padded[: len(data)] = data
-        out = torch.empty(size * len(padded), dtype=torch.uint8)
-        self.wait([group._allgather_base(out, padded)])
-        rows = zip(out.view(size, -1), lengths.tolist(), strict=True)
-        return [json.loads(row[:n].numpy().tobytes()) for row, n in rows]
+    def _gather_json(self, group: Any, value: object) -> list[Any]:
+        return gather_json(group, value, lambda work: self.wait([work]))
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         if len(tensor):
@@ -221,9 +225,10 @@ class Groups:
         """All n values, from the share that each rank of this replica has."""
         if self._ddp is None:
             return share
-        padded = torch.zeros(-(-n // self._ddp_size), dtype=torch.float32)
+        size = self._ddp.size()
+        padded = torch.zeros(-(-n // size), dtype=torch.float32)
         padded[: len(share)] = share
-        out = torch.empty(len(padded) * self._ddp_size, dtype=torch.float32)
+        out = torch.empty(len(padded) * size, dtype=torch.float32)
         self.wait([self._ddp._allgather_base(out, padded)])
         return out[:n]
 

@@ -17,6 +17,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from diloco.errors import ConfigError
+from diloco.reduce.groups import gather_json
 
 
 class Checkpoints:
@@ -34,9 +35,7 @@ class Checkpoints:
 
     def newest_common(self) -> int | None:
         """The newest step of which all replicas have a complete checkpoint."""
-        all_steps: list[list[int]] = [[] for _ in range(dist.get_world_size())]
-        dist.all_gather_object(all_steps, self.steps())
-        return max(set.intersection(*map(set, all_steps)), default=None)
+        return max(set.intersection(*map(set, gather_json(dist.group.WORLD, self.steps()))), default=None)
 
     def save(self, step: int, state: dict[str, Any]) -> None:
         final, temporary = self._path(step), self._folder / f"writing-{step:08d}"

@@ -27,6 +27,7 @@ from diloco.inner import INNERS
 from diloco.outer import OUTERS, Outer
 from diloco.reduce import Reduce
 from diloco.reduce.collective import Collective
+from diloco.reduce.groups import gather_json
 from diloco.runs import folder as folders
 from diloco.runs.config import TrainConfig, outer_settings
 from diloco.runs.phase import Phase
@@ -177,12 +178,11 @@ def _corpus(config: TrainConfig, world: World, phase: Phase) -> Corpus:
 
 def _agreed_tokenizer(corpus: Corpus) -> str:
     """Digest of the tokenizer, which must be the same on all replicas: other ids would mean other text."""
-    found = [""] * dist.get_world_size()
-    dist.all_gather_object(found, tokenizer_digest(corpus.tokenizer))
-    if len(set(found)) > 1:
+    digests = gather_json(dist.group.WORLD, tokenizer_digest(corpus.tokenizer))
+    if len(set(digests)) > 1:
         raise ConfigError("the replicas have different tokenizers: give all the same tokenizer.json, or with "
                           "train:SIZE the same --data")  # fmt: skip
-    return found[0]
+    return digests[0]
 
 
 def _members(config: TrainConfig, world: World, tokenizer: str) -> tuple[TrainConfig, Members]:

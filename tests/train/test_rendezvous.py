@@ -1,6 +1,7 @@
 """Processes that wait for others say so, and in the end who is missing."""
 
 import os
+import socket
 import sys
 
 import pytest
@@ -8,7 +9,7 @@ import torch.distributed as dist
 
 from diloco import rendezvous
 from diloco.errors import PeerLost
-from diloco.world import own_world
+from diloco.world import World, own_world
 from tests.support.commands import Command, ended
 from tests.support.s3 import free_port
 
@@ -40,3 +41,37 @@ def test_two_meet_without_a_word(tmp_path):
     port = free_port()
     pair = [Command(tmp_path, meet, rank, port, 600.0) for rank in (0, 1)]
     assert [ended(process) for process in pair] == [(0, "", "")] * 2
+
+
+def _reached(address, port):
+    try:
+        socket.create_connection((address, port), timeout=10).close()
+    except ConnectionRefusedError:
+        return False
+    return True
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux answers at all of 127.0.0.0/8")
+@pytest.mark.parametrize("at", ["127.0.0.1", "localhost", "127.0.0.3"])
+def test_the_store_listens_at_the_given_address_only(at):
+    port = free_port()
+    own = "127.0.0.1" if at == "localhost" else at
+    store = rendezvous.meet_at(f"{at}:{port}", 0, 0, 1, 60.0)
+    again = rendezvous.meet_at(f"{at}:{port}", 0, 0, 1, 60.0)  # a second reducer in the same process
+    store.set("key", "value")
+    assert again.get("key") == b"value"
+    assert _reached(own, port) and not _reached("127.0.0.2", port)
+
+
+def test_the_store_of_a_run_that_diloco_train_starts_is_closed_to_other_machines(monkeypatch):
+    port = free_port()
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    store = rendezvous.launched_store(World(0, 1, 0), 60.0)
+    assert _reached("127.0.0.1", port) and not _reached("127.0.0.2", port)
+    del store
+
+
+def test_an_address_of_a_router_in_front_of_this_machine_is_no_error():
+    port = free_port()
+    assert rendezvous._listener("192.0.2.1", port) is None  # reserved for documentation: no machine has it
