@@ -223,3 +223,34 @@ def test_a_store_without_credentials_is_told_which_to_set(monkeypatch):
     with pytest.raises(ConfigError, match=r"s3://b: there are no credentials.*set AWS_ACCESS_KEY_ID") as error:
         patiently(lambda: open_store("s3://b").attempt(Size("x")), "s3://b")
     assert "169.254" not in str(error.value)
+
+
+@pytest.mark.parametrize(("endpoint", "warns"), [
+    ("http://10.1.2.3:9000", True), ("http://minio.example", True), ("https://10.1.2.3:9000", False),
+    ("http://127.0.0.1:9000", False), ("http://localhost:9000", False), ("http://[::1]:9000", False),
+])  # fmt: skip
+def test_an_unencrypted_endpoint_on_another_machine_is_warned_about(monkeypatch, caplog, endpoint, warns):
+    pytest.importorskip("obstore")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+    for _ in range(2):
+        open_store("s3://b")
+    assert len([line for line in caplog.messages if "unencrypted" in line]) == warns
+
+
+def test_a_folder_that_is_not_there_is_never_made_in_silence(tmp_path, caplog):
+    with pytest.raises(ConfigError, match="there is no folder"):
+        open_store(f"{tmp_path}/mount/run", create=False)
+    assert not caplog.messages
+    open_store(f"{tmp_path}/mount/run")
+    assert "created the folder" in caplog.text and "--join-only" in caplog.text
+    caplog.clear()
+    open_store(f"{tmp_path}/mount/run")
+    assert not caplog.messages
+
+
+def test_a_file_where_a_folder_should_be_is_a_failure_and_not_a_name_that_is_taken(tmp_path):
+    store = open_store(str(tmp_path))
+    (tmp_path / "rounds").write_bytes(b"")
+    with pytest.raises(Failure):
+        store.attempt(Create("rounds/x", b"1"))
+    assert not list((tmp_path / "staging").iterdir())

@@ -1,12 +1,16 @@
 """One try of one operation: a folder or a bucket behind `obstore`, and the probe that refuses unfit stores."""
 
+import logging
+import os
 import secrets
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
+from urllib.parse import urlsplit
 
 from diloco.bucket.store.folder import Folder
 from diloco.bucket.store.operations import Create, Delete, List, Operation, Oversized, Read, Size, Write
@@ -23,6 +27,7 @@ METADATA = "169.254.169.254"
 """Where clients look for a role's credentials when the environment has none."""
 T = TypeVar("T")
 SCHEMES = "a folder, file://, s3://, gs://, az:// or memory://"
+log = logging.getLogger("diloco")
 
 
 class Failure(Exception):
@@ -44,12 +49,8 @@ def open_store(url: str, *, create: bool = True) -> Backend:
     scheme, separator, rest = url.partition("://")
     if not separator or scheme == "file":
         folder = Path(rest if separator else url).expanduser().absolute()
-        if not create and not folder.is_dir():
-            raise ConfigError(f"there is no folder {folder}")
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(f"{url}: {error}") from None
+        if not folder.is_dir():
+            _make(folder, url, create)
         return FolderStore(Folder(folder), url)
     try:
         import obstore.store as stores
@@ -60,6 +61,9 @@ def open_store(url: str, *, create: bool = True) -> Backend:
     if scheme not in ("s3", "gs", "az"):
         raise ConfigError(f"{url}: give {SCHEMES}")
     # http is for a server of one's own that was given as the endpoint; the clouds' addresses are all https.
+    for name, endpoint in os.environ.items():
+        if name.startswith(("AWS_", "AZURE_", "GOOGLE_")) and "ENDPOINT" in name:
+            _warn_unencrypted(name, endpoint)
     options: Any = {"timeout": f"{TIMEOUT:.0f}s", "connect_timeout": "10s", "allow_http": True}
     retries: Any = {"max_retries": 0}  # `Store` repeats what fails
     try:
@@ -69,6 +73,26 @@ def open_store(url: str, *, create: bool = True) -> Backend:
 
 
 _MEMORIES: dict[str, Backend] = {}
+
+
+def _make(folder: Path, url: str, create: bool) -> None:
+    if not create:
+        raise ConfigError(f"there is no folder {folder}")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{url}: {error}") from None
+    log.warning("created the folder %s. If it should already hold a run, stop and check that it is mounted; with "
+                "--join-only a member never creates one", folder)  # fmt: skip
+
+
+@cache
+def _warn_unencrypted(name: str, endpoint: str) -> None:
+    url = urlsplit(endpoint)
+    host = url.hostname or ""
+    if url.scheme == "http" and host not in ("localhost", "::1") and not host.startswith("127."):
+        log.warning("%s is %s: everything travels unencrypted, and whoever is on the way can read and change it; "
+                    "use https://", name, endpoint)  # fmt: skip
 
 
 def patiently(attempt: Callable[[], T], url: str = "") -> T:

@@ -58,7 +58,10 @@ class Folder:
 
     def _place(self, name: str) -> Path:
         place = self.root / name
-        place.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            place.parent.mkdir(parents=True, exist_ok=True)
+        except FileExistsError as error:  # a file lies where its folder should be: the name itself is not taken
+            raise NotADirectoryError(str(error)) from None
         return place
 
     def _stage(self, data: bytes) -> Path:
