@@ -4,9 +4,11 @@ Everything about a flag is declared with its field: `x: int = flag(…)`.
 """
 
 import difflib
+import re
 import tomllib
 from collections.abc import Iterable, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
+from decimal import Decimal
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
@@ -16,6 +18,9 @@ from diloco.errors import ConfigError
 REQUIRED: Any = MISSING
 """The default of a flag that must be given."""
 Scope = Literal["run", "member", "start"]
+COUNTS = {"": 0, "k": 3, "m": 6, "b": 9, "t": 12}
+"""Suffixes of large numbers, and the power of ten that each stands for."""
+_WHOLE = re.compile(r"\s*([-+]?[0-9][0-9_]*(?:\.[0-9]+)?)(?:e\+?([0-9]{1,2}))?\s*([kmbt]?)\s*", re.IGNORECASE)
 PACKAGE = Path(__file__).parent
 HOME = PACKAGE.parent if (PACKAGE.parent / "pyproject.toml").exists() else PACKAGE
 """The folder that holds `recipes` and `examples`: next to the package in a checkout, inside it in a wheel."""
@@ -105,10 +110,27 @@ def convert(field: Field[Any], text: str) -> Any:
     if kind is bool:
         return text == "true"
     try:
-        return kind(text) if kind in (int, float, Path) else text
+        return whole_number(text) if kind is int else kind(text) if kind in (float, Path) else text
     except ValueError:
-        number = "a whole number" if kind is int else "a number"
+        number = "a whole number, such as 500, 10k or 1e6" if kind is int else "a number"
         raise ConfigError(f"{spelled(field.name)} {text}: give {_listed([number, *words])}") from None
+
+
+def whole_number(text: str) -> int:
+    """Raises ValueError if it is none.
+
+    >>> whole_number("-1"), whole_number("7_000"), whole_number("1e3"), whole_number("1.3b")
+    (-1, 7000, 1000, 1300000000)
+    """
+    if not (match := _WHOLE.fullmatch(text)):
+        raise ValueError(text)
+    digits, exponent = match[1].replace("_", ""), int(match[2] or 0) + COUNTS[match[3].lower()]
+    if len(digits) > 20 or abs(exponent) > 20:
+        raise ValueError(text)
+    number = Decimal(digits).scaleb(exponent)
+    if number != (whole := int(number)):
+        raise ValueError(text)
+    return whole
 
 
 def shipped_recipes() -> dict[str, Path]:
@@ -191,7 +213,9 @@ def stored(path: Path) -> list[str]:
     except FileNotFoundError:
         raise ConfigError(f"{path} does not exist; these recipes come with diloco, by name: "
                           f"{', '.join(shipped_recipes())}") from None  # fmt: skip
-    except tomllib.TOMLDecodeError as error:
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
     words = []
     for key, value in values.items():

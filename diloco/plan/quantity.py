@@ -4,20 +4,19 @@ import math
 import re
 
 from diloco.errors import ConfigError
+from diloco.flags import whole_number
 
 RATES = {f"{prefix}{unit}": scale for prefix, scale in (("", 1.0), ("k", 1e3), ("m", 1e6), ("g", 1e9), ("t", 1e12))
          for unit in ("bit", "bps")}  # fmt: skip
 TIMES = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0, "y": 365.25 * 86400.0}
 LONG = {"second": "s", "sec": "s", "minute": "min", "hour": "h", "hr": "h", "day": "d", "year": "y"}
 """Names of times that are taken too, also with an s at the end."""
-COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 SIZES = {"b": 1.0, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12,
          "kib": 2.0**10, "mib": 2.0**20, "gib": 2.0**30, "tib": 2.0**40}  # fmt: skip
 
-_NUMBER = re.compile(r"\s*([-+]?[0-9.]+(?:e[-+]?[0-9]+)?)\s*([a-z]*)(?:/s)?\s*", re.IGNORECASE)
-
-
-_BYTES = re.compile(r"\s*([0-9.]+)\s*([kKmMgGtT]?)(?:B(?:/s|ps)?|b(?:/s)?|[bB]ytes?(?:/s)?)\s*")
+_DECIMAL = r"(?:[0-9]+\.?[0-9]*|\.[0-9]+)"
+_NUMBER = re.compile(rf"\s*([-+]?{_DECIMAL}(?:e[-+]?[0-9]+)?)\s*([a-z]*)(?:/s)?\s*", re.IGNORECASE | re.ASCII)
+_BYTES = re.compile(rf"\s*({_DECIMAL})\s*([kKmMgGtT]?)(?:B(?:/s|ps)?|b(?:/s)?|[bB]ytes?(?:/s)?)\s*")
 """A rate that may be of bytes: MB/s, MBps, and gb, which people write for either."""
 
 
@@ -47,7 +46,14 @@ def count(text: str, name: str = "tokens") -> int:
     >>> count("1.3b"), count("70000")
     (1300000000, 70000)
     """
-    return round(_quantity(text, name, COUNTS, "25b, 700m, 64k or a whole number"))
+    examples = "25b, 700m, 64k or a whole number"
+    try:
+        number = whole_number(text)
+    except ValueError:
+        raise ConfigError(f"{name}={text!r}: write {examples}") from None
+    if number < 1:
+        raise ConfigError(f"{name}={text!r}: must be above 0; write {examples}")
+    return number
 
 
 def size(text: str, name: str = "memory") -> float:
@@ -78,17 +84,15 @@ def up_down(text: str) -> tuple[float, float]:
 
 
 def _quantity(text: str, name: str, units: dict[str, float], examples: str, *, zero: bool = False) -> float:
-    match = _NUMBER.fullmatch(text)
-    try:
-        number = float(match[1]) if match else math.nan
-    except ValueError:
-        number = math.nan
-    if match is None or math.isnan(number):
-        raise ConfigError(f"{name}={text!r}: no quantity; write {examples}")
+    if not (match := _NUMBER.fullmatch(text)):
+        raise ConfigError(f"{name}={text!r}: write {examples}")
     unit = match[2].lower()
     unit = LONG.get(unit.removesuffix("s"), unit) if units is TIMES else unit
     if unit not in units:
         raise ConfigError(f"{name}={text!r}: unit {match[2] or 'missing'}; allowed: {', '.join(filter(None, units))}")
+    number = float(match[1]) * units[unit]
     if number < 0 or (number == 0 and not zero) or math.isinf(number):
-        raise ConfigError(f"{name}={text!r}: must be {'0 or more' if zero else 'above 0'}; write {examples}")
-    return number * units[unit]
+        raise ConfigError(
+            f"{name}={text!r}: must be {'0 or more' if zero else 'above 0'}, and finite; write {examples}"
+        )
+    return number

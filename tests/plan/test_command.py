@@ -9,10 +9,13 @@ import tomllib
 from itertools import product
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from diloco import laws, speed
 from diloco.cli.plan import PlanConfig, main
 from diloco.errors import ConfigError
+from diloco.plan import quantity
 from diloco.plan.check import compare
 from diloco.plan.choose import Limits, Settings, choose, method_of
 from diloco.plan.model import model_of_layers, model_of_preset, parse_fragments
@@ -397,3 +400,23 @@ def test_the_rate_is_that_of_a_usual_round_of_the_replica_that_waited_for_nobody
 def test_a_folder_that_is_not_a_run_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="diloco train"):
         compare(tmp_path)
+
+
+QUANTITIES = st.one_of(st.text(max_size=30), st.text("0123456789.eE+-_ kmgtbKMGTBipsd/uonw=,²∞", max_size=30),
+                       st.from_regex(r"[0-9.]{1,9}(e[0-9]{1,4})?[kmgtKMGT]?(B|b|bit|bps|B/s|ms|min|gb|t)?",
+                                     fullmatch=True))  # fmt: skip
+
+
+@given(QUANTITIES)
+@example("1.2.3MB/s")
+@example("1e308t")
+@example("1e308tbit")
+@example("up=..MB,down=1gbit")
+@example("up=1gbit,down=..MB")
+def test_any_text_is_a_finite_quantity_or_a_config_error(text):
+    for read in (quantity.rate, quantity.seconds, quantity.count, quantity.size, quantity.up_down):
+        try:
+            value = read(text)
+        except ConfigError:
+            continue
+        assert all(0 <= number < float("inf") for number in (value if isinstance(value, tuple) else [value]))

@@ -191,7 +191,7 @@ def test_the_tables_fit_and_cut_no_number(monkeypatch, capsys, width):
     ("words", "says"),
     [
         ([], "--chips is missing"),
-        (["--chips", "few"], "chips='few': no quantity"),
+        (["--chips", "few"], "chips='few': write 25b"),
         (["--chips", "1k", "--members", "1"], "give numbers from 2 on"),
         (["--chips", "64", "--slice", "8"], "too few for 16 members"),
         (["--chips", "1k", "--quorum", "3"], "give 1 to 2, the smallest of --members"),

@@ -130,6 +130,17 @@ def test_flags_are_read_as_people_write_them():
             parse(export, words)
 
 
+@pytest.mark.parametrize(("text", "value"), [("1m", 1_000_000), ("10k", 10_000), ("1e3", 1000), ("1.5K", 1500)])
+def test_a_whole_number_may_be_written_short(text, value):
+    assert parse(TrainConfig, ["--tokens", text]).tokens == parse(TrainConfig, ["--steps", text]).steps == value
+
+
+@pytest.mark.parametrize("text", ["1.5", "k", "1e99", "1" * 5000, "1e-3", "", "1kk", "²"])
+def test_what_is_no_whole_number_is_refused(text):
+    with pytest.raises(ConfigError, match="give a whole number, such as"):
+        parse(TrainConfig, ["--steps", text])
+
+
 def test_a_method_reads_its_own_settings_only():
     known = [field.name for field in fields(TrainConfig)]
     unread = {method: {name for name in known if not reads(method, name)} for method in METHODS}
@@ -203,10 +214,17 @@ def test_a_config_written_as_a_recipe_comes_back_the_same(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "message"), [("[sync]\nevery = 3\n", "is a table"), ("sync_every = = 3", "is not valid TOML")]
+    ("text", "message"),
+    [
+        (b"[sync]\nevery = 3\n", "is a table"),
+        (b"sync_every = = 3", "is not valid TOML"),
+        (b"name = '\xff'", "is not valid TOML"),
+        (b"steps = " + b"1" * 5000, "is not valid TOML"),
+        (b"steps = " + b"[" * 3000, "is not valid TOML"),
+    ],
 )
 def test_a_broken_recipe_is_refused_with_the_reason(tmp_path, text, message):
-    (tmp_path / "recipe.toml").write_text(text)
+    (tmp_path / "recipe.toml").write_bytes(text)
     with pytest.raises(ConfigError, match=message):
         stored(tmp_path / "recipe.toml")
 
