@@ -21,12 +21,12 @@ import torch
 from benchmarks.record import RESULTS, Record, Target, write
 from diloco import kernels
 from diloco.advance import Memory, NextState
-from diloco.codec import E3M0, BFloat16, Codec, Float8, Float32, Int8, ThreeBit, TopK, TwoBit, chunks, pack, unpack
+from diloco.codec import E3M0, BFloat16, Codec, Float32, TopK, TwoBit, chunks, pack, unpack
 from diloco.outer import Nesterov
 from diloco.reduce import State
 from diloco.reduce.mean import Encoded
 
-CODECS: tuple[Codec, ...] = (E3M0(), Float8(), Int8(), BFloat16(), Float32(), ThreeBit(), TwoBit(), TopK())
+CODECS: tuple[Codec, ...] = (E3M0(), BFloat16(), Float32(), TwoBit(), TopK())
 WAYS = ("encode", "decode", "fresh", "next")
 WARM_UP = 2
 

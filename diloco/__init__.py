@@ -7,10 +7,7 @@ if TYPE_CHECKING:
     from diloco.bucket import Bucket as Bucket
     from diloco.codec import E3M0 as E3M0
     from diloco.codec import BFloat16 as BFloat16
-    from diloco.codec import Float8 as Float8
     from diloco.codec import Float32 as Float32
-    from diloco.codec import Int8 as Int8
-    from diloco.codec import ThreeBit as ThreeBit
     from diloco.codec import TopK as TopK
     from diloco.codec import TwoBit as TwoBit
     from diloco.diloco import DiLoCo as DiLoCo
@@ -33,7 +30,7 @@ if TYPE_CHECKING:
 
 _HOME = {
     "bucket": ("Bucket",),
-    "codec": ("E3M0", "BFloat16", "Float8", "Float32", "Int8", "ThreeBit", "TopK", "TwoBit"),
+    "codec": ("E3M0", "BFloat16", "Float32", "TopK", "TwoBit"),
     "diloco": ("DiLoCo",),
     "errors": ("ConfigError", "DiLoCoError", "Diverged", "Mismatch", "NotFinite", "PeerLost"),
     "inner": ("muon",),

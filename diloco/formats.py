@@ -64,12 +64,9 @@ FORMATS: dict[str, Format] = {
     row.name: row
     for row in (
         Format("e3m0", bits=4, scale=1),  # the exponent of a power of two
-        Format("float8", bits=8, scale=1),  # the same
-        Format("int8", bits=8, scale=4),  # fp32
         Format("bfloat16", bits=16),
         Format("float32", bits=32),
-        Format("threebit", bits=3, scale=2, mean="e3m0"),  # bfloat16
-        Format("twobit", bits=2, scale=2, feedback=0.9, mean="e3m0"),  # the same
+        Format("twobit", bits=2, scale=2, feedback=0.9, mean="e3m0"),  # bfloat16
         Sparse("topk", bits=2, feedback=0.95),
     )
 }

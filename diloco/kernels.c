@@ -19,7 +19,7 @@
 
 enum { BLOCK = 256, CHUNK = 1 << 17, PIECE = 512, LINE = 16, AHEAD = 6 * BLOCK };
 enum { INFINITE = 255 }; /* a scale that no encoder makes: 0 times inf has a sign that a table of magnitudes has not */
-enum { FLOAT32, BFLOAT16, INT8, E3M0, THREEBIT, TWOBIT, TOPK };
+enum { FLOAT32, BFLOAT16, E3M0, TWOBIT, TOPK, CODECS };
 enum { MEAN, SGD, NESTEROV };
 
 /* The payloads of a round, and what becomes of their mean. Mirrored in kernels.py. */
@@ -119,12 +119,9 @@ INLINE void e3m0_decode(const uint8_t *payload, int64_t count, int64_t from, int
     }
 }
 
-/* ---- 2 and 3 bits: levels of a block (levels.py describes it) ---- */
+/* ---- 2 bits: levels of a block (levels.py describes it) ---- */
 
-static const float MAGNITUDES[2][2][4] = {
-    {{0.5675f, 1.8930f}, {0.5936f, 2.5936f}},
-    {{0.3072f, 0.9475f, 1.6843f, 2.6970f}, {0.3301f, 1.1780f, 2.3653f, 4.3653f}},
-};
+static const float MAGNITUDES[2][2] = {{0.5675f, 1.8930f}, {0.5936f, 2.5936f}};
 static const float SMALLEST = 0x1p-100f;
 enum { LARGEST = 0x76800000, NOT_FINITE = 0x7F800000 }; /* the bits of 2^110 and of infinity */
 
@@ -167,24 +164,19 @@ INLINE uint32_t magnitudes(const float *x, int count, int width, float *out, uin
     return most;
 }
 
-/* 8 codes in `bits` bytes */
-INLINE void pack_codes(const uint8_t *code, int count, int bits, uint8_t *out)
+/* 4 codes in a byte */
+INLINE void pack_codes(const uint8_t *code, int count, uint8_t *out)
 {
-    for (int i = 0; i < count; i += 8) {
-        uint32_t word = 0;
-        for (int j = 0; j < 8; j++)
-            word |= (uint32_t)code[i + j] << (bits * j);
-        memcpy(out + i / 8 * bits, &word, (size_t)bits);
-    }
+    for (int i = 0; i < count; i += 4)
+        out[i / 4] = (uint8_t)(code[i] | code[i + 1] << 2 | code[i + 2] << 4 | code[i + 3] << 6);
 }
 
 /* Returns the head: scale and table. */
-INLINE uint16_t levels_block(const float *x, int count, int bits, uint8_t *codes, uint32_t *largest)
+INLINE uint16_t levels_block(const float *x, int count, uint8_t *codes, uint32_t *largest)
 {
-    float value[BLOCK], unit[BLOCK], level[BLOCK], product[BLOCK], border[3] = {0};
+    float value[BLOCK], unit[BLOCK], level[BLOCK], product[BLOCK];
     uint32_t words[BLOCK];
     uint8_t code[BLOCK];
-    int borders = (1 << (bits - 1)) - 1;
     uint32_t most = magnitudes(x, count, BLOCK, value, words);
     *largest = most > *largest ? most : *largest;
     memcpy(product, value, sizeof product);
@@ -194,19 +186,12 @@ INLINE uint16_t levels_block(const float *x, int count, int bits, uint8_t *codes
         product[i] = unit[i] * unit[i];
     }
     int tails = folded(product, BLOCK) / (float)count > 1.75f;
-    const float *table = MAGNITUDES[bits - 2][tails];
-    for (int j = 0; j < borders; j++)
-        border[j] = (table[j + 1] + table[j]) / 2;
+    const float *table = MAGNITUDES[tails];
+    float border = (table[1] + table[0]) / 2;
     for (int step = 0; step < 2; step++) {
-        float b0 = border[0] * scale, b1 = border[1] * scale, b2 = border[2] * scale, square[BLOCK];
-        for (int i = 0; i < BLOCK; i++) {
-            float l = unit[i] >= b0 ? table[1] : table[0];
-            if (bits == 3) {
-                l = unit[i] >= b1 ? table[2] : l;
-                l = unit[i] >= b2 ? table[3] : l;
-            }
-            level[i] = l;
-        }
+        float least_large = border * scale, square[BLOCK];
+        for (int i = 0; i < BLOCK; i++)
+            level[i] = unit[i] >= least_large ? table[1] : table[0];
         for (int i = count; i < BLOCK; i++)
             level[i] = 0;
         for (int i = 0; i < BLOCK; i++) {
@@ -217,20 +202,16 @@ INLINE uint16_t levels_block(const float *x, int count, int bits, uint8_t *codes
     }
     uint16_t head = to_bfloat16(mean < SMALLEST ? 0 : scale * size);
     scale = from_bfloat16(head);
-    float b0 = border[0] * scale, b1 = border[1] * scale, b2 = border[2] * scale;
-    for (int i = 0; i < BLOCK; i++) {
-        uint32_t place = value[i] >= b0;
-        if (bits == 3)
-            place += (uint32_t)(value[i] >= b1) + (uint32_t)(value[i] >= b2);
-        code[i] = (uint8_t)(place | words[i] >> 31 << (bits - 1));
-    }
+    border = border * scale;
+    for (int i = 0; i < BLOCK; i++)
+        code[i] = (uint8_t)((uint32_t)(value[i] >= border) | words[i] >> 31 << 1);
     memset(code + count, 0, (size_t)(BLOCK - count));
-    pack_codes(code, BLOCK, bits, codes);
+    pack_codes(code, BLOCK, codes);
     return (uint16_t)(head | tails << 15);
 }
 
 /* Returns whether all values are finite. */
-INLINE int levels_encode(const float *x, int64_t n, int bits, uint8_t *out)
+INLINE int levels_encode(const float *x, int64_t n, uint8_t *out)
 {
     uint32_t largest = 0;
     for (int64_t at = 0; at < n; at += CHUNK) {
@@ -238,44 +219,38 @@ INLINE int levels_encode(const float *x, int64_t n, int bits, uint8_t *out)
         uint8_t *codes = out + 2 * heads;
         for (int64_t b = 0; b < heads; b++) {
             int size = (int)least(BLOCK, count - b * BLOCK);
-            uint8_t block[BLOCK * 3 / 8];
-            uint16_t head = levels_block(x + at + b * BLOCK, size, bits, block, &largest);
+            uint8_t block[BLOCK / 4];
+            uint16_t head = levels_block(x + at + b * BLOCK, size, block, &largest);
             memcpy(out + 2 * b, &head, sizeof head);
-            memcpy(codes + b * (BLOCK * bits / 8), block, (size_t)(size * bits + 7) / 8);
+            memcpy(codes + b * (BLOCK / 4), block, (size_t)(size + 3) / 4);
         }
-        out = codes + (count * bits + 7) / 8;
+        out = codes + (count + 3) / 4;
     }
     return largest < NOT_FINITE;
 }
 
 /* The values of a block's codes, by code. */
-INLINE void levels_table(uint16_t head, int bits, float *table)
+INLINE void levels_table(uint16_t head, float *table)
 {
-    int half = 1 << (bits - 1);
     float scale = from_bfloat16(head & 0x7FFF);
-    for (int i = 0; i < half; i++) {
-        float value = MAGNITUDES[bits - 2][head >> 15][i] * scale;
+    for (int i = 0; i < 2; i++) {
+        float value = MAGNITUDES[head >> 15][i] * scale;
         table[i] = value;
-        table[half + i] = -value;
+        table[2 + i] = -value;
     }
 }
 
-INLINE void levels_decode(const uint8_t *payload, int64_t count, int bits, int64_t from, int64_t n, float *out)
+INLINE void levels_decode(const uint8_t *payload, int64_t count, int64_t from, int64_t n, float *out)
 {
     const uint8_t *codes = payload + 2 * blocks(count);
     for (int64_t at = from; at < from + n; at += BLOCK) {
-        float table[8];
+        float table[4];
         uint16_t head;
         memcpy(&head, payload + 2 * (at / BLOCK), sizeof head);
-        levels_table(head, bits, table);
+        levels_table(head, table);
         int64_t size = least(BLOCK, from + n - at);
-        for (int64_t i = 0; i < size; i += 8) {
-            uint32_t word = 0;
-            int64_t some = least(8, size - i);
-            memcpy(&word, codes + (at + i) * bits / 8, (size_t)(some * bits + 7) / 8);
-            for (int64_t j = 0; j < some; j++)
-                out[at - from + i + j] = table[word >> (bits * j) & ((1u << bits) - 1)];
-        }
+        for (int64_t i = 0; i < size; i++)
+            out[at - from + i] = table[codes[(at + i) / 4] >> (2 * (i % 4)) & 3];
     }
 }
 
@@ -363,7 +338,7 @@ INLINE void topk_row(const float *x, int n, uint8_t *out, uint32_t *largest)
         memcpy(out, &pair, i + 1 < k ? 3 : 2);
         out += i + 1 < k ? 3 : 2;
     }
-    pack_codes(code, KEPT, 2, codes);
+    pack_codes(code, KEPT, codes);
     memcpy(out, codes, (size_t)(k + 3) / 4);
 }
 
@@ -414,25 +389,11 @@ INLINE void bfloat16_decode(const uint8_t *payload, int64_t from, int64_t n, flo
     }
 }
 
-INLINE void int8_decode(const uint8_t *payload, int64_t count, int64_t from, int64_t n, float *out)
-{
-    const int8_t *codes = (const int8_t *)payload + 4 * blocks(count);
-    for (int64_t at = from; at < from + n; at += BLOCK) {
-        float scale;
-        memcpy(&scale, payload + 4 * (at / BLOCK), sizeof scale);
-        int64_t size = least(BLOCK, from + n - at);
-        for (int64_t i = 0; i < size; i++)
-            out[at - from + i] = (float)codes[at + i] * scale;
-    }
-}
-
 INLINE int64_t chunk_bytes(int codec, int64_t n)
 {
     switch (codec) {
     case FLOAT32: return 4 * n;
     case BFLOAT16: return 2 * n;
-    case INT8: return n + 4 * blocks(n);
-    case THREEBIT: return (3 * n + 7) / 8 + 2 * blocks(n);
     case TWOBIT: return (n + 3) / 4 + 2 * blocks(n);
     case TOPK: return topk_bytes(n);
     default: return (n + 1) / 2 + blocks(n);
@@ -446,9 +407,7 @@ INLINE void decode(int codec, const uint8_t *chunk, int64_t count, int64_t from,
     switch (codec) {
     case FLOAT32: float32_decode(chunk, from, n, out); break;
     case BFLOAT16: bfloat16_decode(chunk, from, n, out); break;
-    case INT8: int8_decode(chunk, count, from, n, out); break;
-    case THREEBIT: levels_decode(chunk, count, 3, from, n, out); break;
-    case TWOBIT: levels_decode(chunk, count, 2, from, n, out); break;
+    case TWOBIT: levels_decode(chunk, count, from, n, out); break;
     case TOPK: topk_decode(chunk, count, from, n, out); break;
     default: e3m0_decode(chunk, count, from, n, out);
     }
@@ -503,22 +462,21 @@ WIDE static void add_e3m0_blocks(const uint8_t *scales, const uint8_t *codes, in
     }
 }
 
-/* The same for full blocks of levels: a block has 4 or 8 signed values, in a table of one vector. */
-WIDE static inline void add_level_blocks(const uint8_t *heads, const uint8_t *codes, int bits, int64_t n, float factor,
-                                         int first, float *total)
+/* The same for full blocks of levels: a block has 4 signed values, in a table of one vector. */
+WIDE static inline void add_level_blocks(const uint8_t *heads, const uint8_t *codes, int64_t n, float factor, int first,
+                                         float *total)
 {
-    const __m256i shifts = _mm256_mullo_epi32(_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), _mm256_set1_epi32(bits));
+    const __m256i shifts = _mm256_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14);
     for (int64_t at = 0; at < n; at += BLOCK) {
         float values[8];
         uint16_t head;
         memcpy(&head, heads + 2 * (at / BLOCK), sizeof head);
-        levels_table(head, bits, values);
-        if (bits == 2) /* the look-up sees 3 bits, of which the last belongs to the next code */
-            memcpy(values + 4, values, 4 * sizeof(float));
+        levels_table(head, values);
+        memcpy(values + 4, values, 4 * sizeof(float)); /* the look-up sees 3 bits, the last of them the next code's */
         __m256 table = _mm256_mul_ps(_mm256_loadu_ps(values), _mm256_set1_ps(factor));
         for (int i = 0; i < BLOCK; i += 8) {
             int32_t eight = 0;
-            memcpy(&eight, codes + (at + i) / 8 * bits, (size_t)bits);
+            memcpy(&eight, codes + (at + i) / 4, 2);
             __m256i each = _mm256_srlv_epi32(_mm256_set1_epi32(eight), shifts);
             __m256 term = _mm256_permutevar8x32_ps(table, each);
             float *out = total + at + i;
@@ -530,11 +488,10 @@ WIDE static inline void add_level_blocks(const uint8_t *heads, const uint8_t *co
 WIDE static void add_decoded_wide(int codec, const uint8_t *chunk, int64_t count, int64_t from, int64_t n,
                                   float factor, int first, float *total)
 {
-    if (codec == THREEBIT || codec == TWOBIT) {
-        int bits = codec == THREEBIT ? 3 : 2;
+    if (codec == TWOBIT) {
         int64_t whole = n / BLOCK * BLOCK;
-        const uint8_t *heads = chunk + 2 * (from / BLOCK), *codes = chunk + 2 * blocks(count) + from / 8 * bits;
-        add_level_blocks(heads, codes, bits, whole, factor, first, total);
+        const uint8_t *heads = chunk + 2 * (from / BLOCK), *codes = chunk + 2 * blocks(count) + from / 4;
+        add_level_blocks(heads, codes, whole, factor, first, total);
         if (whole < n)
             add_decoded(codec, chunk, count, from + whole, n - whole, factor, first, total + whole);
         return;
@@ -686,8 +643,6 @@ INLINE void finish(Round *r, int wide, int64_t n)
     switch (r->codec) { /* a constant in each call, so that the compiler makes one loop for each codec */
     case FLOAT32: all_pieces(r, wide, FLOAT32, n); break;
     case BFLOAT16: all_pieces(r, wide, BFLOAT16, n); break;
-    case INT8: all_pieces(r, wide, INT8, n); break;
-    case THREEBIT: all_pieces(r, wide, THREEBIT, n); break;
     case TWOBIT: all_pieces(r, wide, TWOBIT, n); break;
     case TOPK: all_pieces(r, wide, TOPK, n); break;
     default: all_pieces(r, wide, E3M0, n);
@@ -698,8 +653,7 @@ INLINE void finish(Round *r, int wide, int64_t n)
 INLINE int encode(int codec, const float *x, int64_t n, uint8_t *out)
 {
     switch (codec) {
-    case THREEBIT: return levels_encode(x, n, 3, out);
-    case TWOBIT: return levels_encode(x, n, 2, out);
+    case TWOBIT: return levels_encode(x, n, out);
     case TOPK: return topk_encode(x, n, out);
     default: return e3m0_encode(x, n, out);
     }
@@ -748,8 +702,8 @@ WIDE int diloco_pack_wide(int32_t codec, const float *x, int64_t n, uint8_t *out
 void diloco_round_plain(Round *r, int64_t n) { finish(r, 0, n); }
 WIDE void diloco_round_wide(Round *r, int64_t n) { finish(r, 1, n); }
 
-/* A library that was compiled from another version is known by it. */
-int64_t diloco_layout(void) { return (int64_t)sizeof(Round); }
+/* Tells a library that was compiled from another version. */
+int64_t diloco_layout(void) { return (int64_t)(CODECS * sizeof(Round)); }
 
 /* Whether the processor has what the wide functions need. */
 int diloco_wide(void)

@@ -27,8 +27,8 @@ CHUNK = 1 << 17
 LEVELS = ("reference", "plain", "wide")
 VARIABLE = "DILOCO_KERNELS"
 """Environment variable: a level below the best one, or the path of a library that was compiled in another way."""
-_CODECS = {"float32": 0, "bfloat16": 1, "int8": 2, "e3m0": 3, "threebit": 4, "twobit": 5, "topk": 6}
-_ENCODED = ("e3m0", "threebit", "twobit", "topk")
+_CODECS = {"float32": 0, "bfloat16": 1, "e3m0": 2, "twobit": 3, "topk": 4}
+_ENCODED = ("e3m0", "twobit", "topk")
 _MEAN, _SGD, _NESTEROV = range(3)
 
 
@@ -70,7 +70,7 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
         return None, "not compiled: install a C compiler, then diloco from its sources (pip: --no-binary diloco)"
     try:
         library = ctypes.CDLL(str(path))
-        if library.diloco_layout() == ctypes.sizeof(_Round) and library.diloco_copy_plain:
+        if library.diloco_layout() == len(_CODECS) * ctypes.sizeof(_Round) and library.diloco_copy_plain:
             return library, ""
         return None, "compiled from another version of diloco: install diloco again"
     except (OSError, AttributeError) as error:

@@ -1,4 +1,4 @@
-"""A few levels for each block of values: how numbers are sent in 2 or 3 bits, one of them the sign.
+"""A few levels for each block of values: how numbers are sent in 2 bits, one of them the sign.
 
 A block has a scale and one of two tables of magnitudes: those with the least square error on Gaussian values (Lloyd and
 Max), or on Laplace values if the block has long tails. Real deltas lie between the two. The scale is the one with the
@@ -16,11 +16,9 @@ from diloco.formats import BLOCK, blocks
 
 Array = NDArray[Any]
 
-MAGNITUDES: dict[int, Array] = {
-    2: np.array([[0.5675, 1.8930], [0.5936, 2.5936]], np.float32),
-    3: np.array([[0.3072, 0.9475, 1.6843, 2.6970], [0.3301, 1.1780, 2.3653, 4.3653]], np.float32),
-}
-"""By bits: for Gaussian and for Laplace values with mean magnitude 1."""
+MAGNITUDES = np.array([[0.5675, 1.8930], [0.5936, 2.5936]], np.float32)
+"""For Gaussian and for Laplace values with mean magnitude 1."""
+BORDERS = (MAGNITUDES[:, :1] + MAGNITUDES[:, 1:]) / np.float32(2)
 TAILS = np.float32(1.75)
 """The mean square of values with mean magnitude 1 is π/2 if they are Gaussian, 2 if Laplace."""
 SMALLEST, LARGEST = np.float32(2.0**-100), np.float32(2.0**110)
@@ -29,7 +27,7 @@ and nothing is denormal, which some processors flush to zero."""
 STEPS = 2
 
 
-def encode(x: Array, bits: int) -> Array:
+def encode(x: Array) -> Array:
     """The scale of each block as bfloat16 (its sign bit says which table), then all codes: magnitude, sign above."""
     n, count = len(x), blocks(len(x))
     rows = np.zeros((count, BLOCK), np.float32)
@@ -41,30 +39,28 @@ def encode(x: Array, bits: int) -> Array:
     mean = folded(values) / sizes
     units = values / np.maximum(mean, SMALLEST)
     table = (folded(units * units) / sizes > TAILS).astype(np.uint8)
-    levels, borders = MAGNITUDES[bits][table[:, 0]], _borders(bits)[table[:, 0]]
+    levels, border = MAGNITUDES[table[:, 0]], BORDERS[table[:, 0]]
     scale = np.ones((count, 1), np.float32)
     for _ in range(STEPS):
-        level = np.take_along_axis(levels, _places(units, borders * scale), 1)
+        level = np.take_along_axis(levels, (units >= border * scale).astype(np.intp), 1)
         level.reshape(-1)[n:] = 0
         scale = folded(units * level) / folded(level * level)
     upper = to_bfloat16(np.where(mean < SMALLEST, np.float32(0), scale * np.maximum(mean, SMALLEST)))
-    code = _places(values, borders * from_bfloat16(upper)).astype(np.uint8)
-    code |= (words >> 31 << (bits - 1)).astype(np.uint8)
+    code = (values >= border * from_bfloat16(upper)).astype(np.uint8)
+    code |= (words >> 31 << 1).astype(np.uint8)
     heads = (upper | table.astype(np.uint16) << 15).view(np.uint8).reshape(-1)
-    return np.concatenate([heads, pack_codes(code.reshape(-1)[:n], bits)])
+    return np.concatenate([heads, pack_codes(code.reshape(-1)[:n])])
 
 
-def decode(payload: Array, n: int, bits: int) -> Array:
+def decode(payload: Array, n: int) -> Array:
     count = blocks(n)
     heads = payload[: 2 * count].copy().view(np.uint16)[:, None]
     scale, table = from_bfloat16(heads & 0x7FFF), (heads >> 15).astype(np.intp)
     code = np.zeros(count * BLOCK, np.intp)
-    code[:n] = unpack_codes(payload[2 * count :], n, bits)
-    signed = np.concatenate([MAGNITUDES[bits], -MAGNITUDES[bits]], axis=1).reshape(-1)
-    with np.errstate(
-        over="ignore", invalid="ignore"
-    ):  # of what no encoder has made; whoever reads it checks the result
-        return (signed[code.reshape(count, BLOCK) + (table << bits)] * scale).reshape(-1)[:n]
+    code[:n] = unpack_codes(payload[2 * count :], n)
+    signed = np.concatenate([MAGNITUDES, -MAGNITUDES], axis=1).reshape(-1)
+    with np.errstate(over="ignore", invalid="ignore"):  # malformed payloads may overflow; callers check the result
+        return (signed[code.reshape(count, BLOCK) + (table << 2)] * scale).reshape(-1)[:n]
 
 
 def folded(rows: Array) -> Array:
@@ -84,31 +80,12 @@ def from_bfloat16(upper: Array) -> Array:
     return (upper.astype(np.uint32) << 16).view(np.float32)
 
 
-def pack_codes(code: Array, bits: int) -> Array:
-    """8 codes in `bits` bytes, the first in the lowest bits; what is missing at the end is zero."""
-    eight = np.zeros((-(-len(code) // 8), 8), np.uint32)
-    eight.reshape(-1)[: len(code)] = code
-    words = np.bitwise_or.reduce(eight << (bits * np.arange(8, dtype=np.uint32)), axis=1)
-    return words.view(np.uint8).reshape(-1, 4)[:, :bits].reshape(-1)[: -(-len(code) * bits // 8)]
+def pack_codes(code: Array) -> Array:
+    """4 codes of 2 bits in a byte, the first in the lowest bits; what is missing at the end is zero."""
+    four = np.zeros((-(-len(code) // 4), 4), np.uint8)
+    four.reshape(-1)[: len(code)] = code
+    return np.bitwise_or.reduce(four << np.arange(0, 8, 2, dtype=np.uint8), axis=1)
 
 
-def unpack_codes(packed: Array, n: int, bits: int) -> Array:
-    padded = np.zeros((-(-n // 8), bits), np.uint8)
-    padded.reshape(-1)[: len(packed)] = packed
-    words = np.zeros((len(padded), 4), np.uint8)
-    words[:, :bits] = padded
-    code = words.view(np.uint32) >> (bits * np.arange(8, dtype=np.uint32)) & ((1 << bits) - 1)
-    return code.reshape(-1)[:n]
-
-
-def _places(values: Array, borders: Array) -> Array:
-    """How many of its row's borders each value has reached."""
-    place = np.zeros(values.shape, np.intp)
-    for border in borders.T:
-        place += values >= border[:, None]
-    return place
-
-
-def _borders(bits: int) -> Array:
-    levels = MAGNITUDES[bits]
-    return (levels[:, 1:] + levels[:, :-1]) / np.float32(2)
+def unpack_codes(packed: Array, n: int) -> Array:
+    return (packed[:, None] >> np.arange(0, 8, 2, dtype=np.uint8) & 3).reshape(-1)[:n]

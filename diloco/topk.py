@@ -54,7 +54,7 @@ def _encode_rows(x: Array) -> Array:
     low, high = (from_bfloat16(each) for each in np.split(magnitudes, 2, axis=1))
     code = (values >= (low + high) / np.float32(2)).astype(np.uint8) | (chosen >> 31 << 1).astype(np.uint8)
     # Either all rows are full, and their codes fill bytes exactly, or there is one row.
-    codes = pack_codes(code.reshape(-1), 2).reshape(count, -1)
+    codes = pack_codes(code.reshape(-1)).reshape(count, -1)
     return np.concatenate([magnitudes.view(np.uint8), _pack_places(places), codes], axis=1)
 
 
@@ -78,7 +78,7 @@ def _decode_rows(data: Array, k: int, out: Array) -> None:
     heads, packed, codes = np.split(data, [4, data.shape[1] - -(-k // 4)], axis=1)
     magnitudes = from_bfloat16(np.ascontiguousarray(heads).view(np.uint16))
     places = _unpack_places(packed, k)
-    code = unpack_codes(codes.reshape(-1), k * len(data), 2).reshape(-1, k).astype(np.intp)
+    code = unpack_codes(codes.reshape(-1), k * len(data)).reshape(-1, k).astype(np.intp)
     signed = np.concatenate([magnitudes, -magnitudes], axis=1)
     # If a place is given twice, which no encoder does, the last value counts.
     np.put_along_axis(out, places, np.take_along_axis(signed, code, 1), 1)

@@ -54,7 +54,7 @@ class Settings:
     fragments: str = "strided:3"
     """How the model is cut: strided:N, sequential:N, balanced:N or named:PATTERNS."""
     codec: str = "e3m0"
-    """Numbers on the wire: e3m0, float8, int8, bfloat16 or float32."""
+    """Numbers on the wire: e3m0, bfloat16, float32, twobit or topk."""
     outer: str = ""
     """The outer rule, as in nesterov:0.6,0.9 or sgd:1; empty: Nesterov, with momentum that grows with the rounds."""
     streams: int = 1

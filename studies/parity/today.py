@@ -80,8 +80,6 @@ ROWS: dict[str, Cell] = {
     TOPK: _topk,
     OFTEN: replace(_topk, sync_every=5),
     E3M0: replace(_muon, feedback=0.9),
-    "streaming, Muon, 3 bits": replace(_muon, codec="threebit"),
-    "streaming, Muon, 3 bits with feedback 0.9": replace(_muon, codec="threebit", feedback=0.9),
     FIXED: replace(_fixed, outer="paper"),
     FED: replace(_fixed, outer="paper", feedback=0.9),
     SHORT: _fixed,

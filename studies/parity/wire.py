@@ -25,7 +25,7 @@ from tests.support.netns import DEVICE, impossible, network
 
 PATH = Path(__file__).parent / "wire.json"
 DATA_PARALLEL = "data-parallel, bfloat16"
-CODECS = ("e3m0", "threebit", "twobit", "topk")
+CODECS = ("e3m0", "twobit", "topk")
 PARAMETERS, ROUNDS = 4_000_000, 20
 KINDS = ("payload", "counted")
 SYNC_EVERY = 100

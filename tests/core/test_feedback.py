@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from diloco import E3M0, SGD, Balanced, Collective, ConfigError, DiLoCo, ThreeBit, TopK, TwoBit
+from diloco import E3M0, SGD, Balanced, Collective, ConfigError, DiLoCo, TopK, TwoBit
 from diloco.bucket import Bucket
 from diloco.codec import pack, unpack
 from diloco.reduce import Dropped, Jump, Round, State, local
@@ -72,7 +72,7 @@ def test_a_codec_that_is_meant_for_feedback_has_it_unless_told_otherwise():
     def feedback(**settings):
         return start(Script(), **settings)[0]._fragments[0].feedback
 
-    assert [feedback(codec=c, outer=SGD()) for c in (E3M0(), ThreeBit(), TwoBit(), TopK())] == [0, 0, 0.9, 0.95]
+    assert [feedback(codec=c, outer=SGD()) for c in (E3M0(), TwoBit(), TopK())] == [0, 0.9, 0.95]
     assert feedback(codec=TwoBit(), feedback=0.0) == 0 and feedback(codec=E3M0(), feedback=0.5) == 0.5
 
 

@@ -34,7 +34,7 @@ def test_all_must_wish_the_same_direction_and_the_slowest_link_decides():
     assert agree([HELD, HELD], HELD) is None
     assert agree([Terms(300, "e3m0"), Terms(150, "twobit")], Terms(200, "twobit")) == Terms(300, "e3m0")  # both: more
     assert (
-        agree([Terms(300, "float8"), Terms(150, "twobit")], Terms(200, "twobit")) is None
+        agree([Terms(300, "bfloat16"), Terms(150, "twobit")], Terms(200, "twobit")) is None
     )  # no terms are more for all
     assert agree([], HELD) is None
 

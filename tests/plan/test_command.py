@@ -62,8 +62,8 @@ def test_a_fast_link_gets_gentle_settings_and_a_slow_one_the_widest():
 
 def test_what_is_given_is_taken_and_more_overlap_must_be_asked_for():
     model, group, link = model_of_preset("1b"), Group(0.1), Link.same(1e8)
-    fixed = Limits(sync_every=40, overlap=9, fragments="balanced:4", codec="int8")
-    assert choose(model, group, link, fixed).settings == Settings(40, "balanced:4", 9, "int8")
+    fixed = Limits(sync_every=40, overlap=9, fragments="balanced:4", codec="bfloat16")
+    assert choose(model, group, link, fixed).settings == Settings(40, "balanced:4", 9, "bfloat16")
     few = model_of_layers(1e9, 2)
     coarse = Limits(fragments="strided:1", sync_every=100)
     asked = Limits(fragments="strided:1", sync_every=100, most_overlap=50)
@@ -195,11 +195,11 @@ def test_a_link_that_does_not_suffice_is_told_what_top_k_would_give(capsys):
 
 def test_the_residual_of_a_codec_with_feedback_is_in_the_memory(capsys):
     host = {}
-    for codec in ("threebit", "twobit"):
+    for codec in ("e3m0", "twobit"):
         main(PlanConfig(**GIVEN, codec=codec, sync_every=100, overlap=1, fragments="strided:3", json=True))
         host[codec] = json.loads(capsys.readouterr().out)["methods"][-1]["host_bytes"]
     parameters = model_of_preset("1b").parameters
-    assert host["twobit"] - host["threebit"] == pytest.approx(4 * parameters, rel=0.05)
+    assert host["twobit"] - host["e3m0"] == pytest.approx(4 * parameters, rel=0.05)
 
 
 def test_the_recipe_is_one_that_train_accepts(tmp_path, capsys):

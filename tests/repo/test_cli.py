@@ -71,7 +71,7 @@ def test_the_help_says_what_a_default_is_and_why():
     text = " ".join(render("train", TrainConfig, ["diloco train"], width=80).split())
     for said in ("Default: by scaling law.", "Default: strided:3 (as in the paper).", "Default: 600.", "Default: off.",
                  "--[no-]outer-follow", "Default: on (otherwise",
-                 "e3m0, float8, int8, bfloat16, float32, threebit, twobit or topk.", "--pace decoupled|strict",
+                 "e3m0, bfloat16, float32, twobit or topk.", "--pace decoupled|strict",
                  "Outer rule: nesterov, nesterov:LR,MOMENTUM, sgd or sgd:LR.",
                  "Weight decay, applied to matrices only."):  # fmt: skip
         assert said in text
@@ -101,7 +101,7 @@ def test_the_examples_in_the_help_are_valid_in_any_folder(verb, monkeypatch, tmp
         (["--steps", "--json"], "--steps: give a value"),
         (["--method", "streming"], "--method streming: give streaming, diloco, dp or local; did you mean streaming?"),
         (["--json=yes"], "--json yes: give true or false"),
-        (["--codec", "int3"], "give e3m0, float8, int8, bfloat16, float32, threebit, twobit or topk"),
+        (["--codec", "int3"], "give e3m0, bfloat16, float32, twobit or topk"),
         (["--track", "wandb", "logbook"], "--track logbook: give tensorboard, wandb or trackio"),
         (["more"], "unexpected argument 'more': flags begin with --; recipes: a path that ends in .toml, or demo,"),
         (["--steps", "5", "demo.toml"], "unexpected argument 'demo.toml': a recipe comes before the flags"),

@@ -47,9 +47,6 @@ int main(int count, char **words)
             fill(x[m], N);
             if (codec >= E3M0)
                 (wide ? diloco_pack_wide : diloco_pack_plain)(codec, x[m], N, bytes[m]);
-            else if (codec == INT8)
-                for (int64_t i = 0; i < chunk_bytes(INT8, CHUNK) + chunk_bytes(INT8, N - CHUNK); i++)
-                    bytes[m][i] = (uint8_t)(random_bits() % 100); /* also as a scale it is finite */
             else if (codec == BFLOAT16)
                 for (int64_t i = 0; i < N; i++)
                     memcpy(bytes[m] + 2 * i, (uint8_t *)&x[m][i] + 2, 2);

@@ -23,15 +23,15 @@ def events(folder, kind):
 
 
 def test_auto_measures_chooses_says_why_and_the_run_goes_on_and_is_resumed(place):
-    code, _, err = run(place, "train", *WORDS, "--steps", "20", "--codec", "float8", "--name", "auto")
+    code, _, err = run(place, "train", *WORDS, "--steps", "20", "--codec", "bfloat16", "--name", "auto")
     assert code == 0, err
     folder = place / "runs" / "auto"
     [chosen] = events(folder, "autopilot")
-    assert chosen["step"] == 10 and chosen["codec"] == "float8" and chosen["rate"] > 0 and chosen["step_seconds"] > 0
+    assert chosen["step"] == 10 and chosen["codec"] == "bfloat16" and chosen["rate"] > 0 and chosen["step_seconds"] > 0
     said = (folder / "derived.txt").read_text()
     for name in ("sync_every", "fragments", "overlap", "codec"):
         assert f"  {name} = {chosen[name]}: " in said
-    assert "codec = float8: given" in said and f"expected: {100 * chosen['expected_utilization']:.1f} % busy" in said
+    assert "codec = bfloat16: given" in said and f"expected: {100 * chosen['expected_utilization']:.1f} % busy" in said
     assert "autopilot: a step takes" in err  # the live view shows it too
     config = tomllib.loads((folder / "config.toml").read_text())
     assert (config["sync_every"], config["fragments"]) == (chosen["sync_every"], chosen["fragments"])
