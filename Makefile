@@ -86,7 +86,6 @@ scale: .venv/ready  ## what a round of a bucket costs as members are many, in vi
 
 chaos: .venv/ready  ## members of a bucket and what they meet in are disturbed a thousand times; as root for full disks; 25 minutes
 	$(BIN)/python -m studies.bucket.chaos
-	$(BIN)/python -m studies.bucket.poison
 	$(BIN)/python -m benchmarks.table
 
 parity: .venv/ready  ## does it train as well as data-parallel? takes hours; continues after an interruption

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from benchmarks.record import RESULTS, Record, Target, read, table
 from studies.autopilot.section import section as autopilot
-from studies.bucket.section import chaos, poison, restarts
+from studies.bucket.section import chaos, restarts
 from studies.bucket.section import section as bucket
 from studies.netlab.plot import draw
 from studies.netlab.section import section as netlab
@@ -207,7 +207,6 @@ SECTIONS: tuple[tuple[Path, str, Callable[[Record], str]], ...] = (
     (BUCKET, "The bucket: members come and go", bucket),
     (RESTARTS, "Restarts", restarts),
     (STUDIES / "bucket/chaos.json", "Chaos", chaos),
-    (STUDIES / "bucket/poison.json", "A member that lies", poison),
 )
 
 SINCE = {
@@ -247,12 +246,6 @@ was tried, on busy cores: the longest hook took 366 ms instead of 134, because t
 waits for a core. Where two members have a core each, the survivor's longest hook at a kill takes 14 ms
 ([above](#the-bucket-members-come-and-go)). Over S3, keys with an empty segment were deleted again after 1 to 5 s: while
 they lie there, listing takes more requests, and an earlier way of listing past them made joins take 10 s.
-""",
-    STUDIES / "bucket/poison.json": """
-What is missed: on the regression a delta is mostly noise. Leaving members out costs as much as they would have taken
-away of it: with eight members of which none lies, "closest" leaves out two and ends at 1.05 already. One that turns its
-delta round and does not blow it up is not always farther from the median than the noise of the others. With the mean,
-one of four counts as much as each of the others, and pulls the other way: half of the speed is left.
 """,
 }
 """Why targets of a section are not met. Remove the entry of what is met."""

@@ -4,4 +4,3 @@ docs/bucket.md."""
 from diloco.bucket.bucket import Bucket as Bucket
 from diloco.bucket.run import below as below
 from diloco.bucket.run import find_run as find_run
-from diloco.bucket.store.keys import KeyPair as KeyPair

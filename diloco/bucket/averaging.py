@@ -1,10 +1,8 @@
 """The shares of one closed round, as one member reads them, and makes those that it has to."""
 
-import random
 from collections.abc import Callable, Mapping
 from functools import partial
 
-import torch
 from torch import Tensor
 
 from diloco.bucket.deltas import Layout, places, read_piece
@@ -13,11 +11,9 @@ from diloco.bucket.rounds import Contribution, Record, pieces_name, share_name
 from diloco.bucket.session import Session
 from diloco.bucket.shares import Average, encoded_share, largest, read_share, seal_share, turns_to_average
 from diloco.bucket.store.envelope import HEADER, PREFIX, Answer, Invalid, read_twice
-from diloco.bucket.store.lists import signer_in
 from diloco.bucket.store.operations import Create, Pause, Read, Task, Work, together
 from diloco.reduce.mean import Encoded
 
-chance: Callable[[], float] = random.random
 BEGINNING = 4096
 """Bytes of an own share that are read back: its header, which holds the checksum of the rest."""
 
@@ -41,7 +37,6 @@ class Averaging:
         self._since = session.clock()
         self._found: dict[int, Encoded] = {}
         self._slots = [0] * len(self._layout.cuts)
-        self._makers: dict[int, str] = {}  # who has signed a share, where members have keys of their own
         self.received = 0  # bytes
 
     def tick(self) -> Task[tuple[Encoded, ...] | None]:
@@ -84,9 +79,8 @@ class Averaging:
         size = layout.mean_codec.nbytes(layout.count(share))
 
         def opened(data: Answer) -> Task[Encoded]:
-            most = largest(record, self._heads, share, self._session.merge)
+            most = largest(record, self._heads, share)
             found = yield Work(partial(self._envelope.open, name, "share", data, size))
-            self._makers[share] = signer_in(self._envelope, record.previous.keys, found.signer)
             encoded = yield Work(partial(read_share, found, record, share, layout, most))
             self.received += found.nbytes
             return encoded
@@ -99,23 +93,9 @@ class Averaging:
                 return found
             self._slots[share] += 1
 
-    def audit(self) -> Task[None]:
-        """In every round about one member makes one share again. So a member that puts false ones is found out in some
-        16 rounds in which it averages."""
-        if chance() * len(self.record.entries) < 1:
-            share = int(chance() * len(self._slots))
-            payload = yield from self._average(share)
-            self._compare(share, payload)
-
-    def _compare(self, share: int, payload: Tensor) -> None:
-        if not torch.equal(self._found[share].payloads[0], payload):
-            name = share_name(self.record.fragment, self.record.index, share, self._slots[share])
-            maker = {"by": self._makers[share]} if self._makers.get(share) else {}
-            self._session.event("false share", object=name, **maker)
-
     def _average(self, share: int) -> Task[Tensor]:
         """The payload of a share, from the deltas. Raises Gone."""
-        average = Average(self.record, share, self._layout, self._session.merge)
+        average = Average(self.record, share, self._layout)
         for digests in average.groups():
             pieces = yield from together([self._piece(self._heads[digest], share) for digest in digests])
             group = dict(zip(digests, pieces, strict=True))
@@ -138,8 +118,6 @@ class Averaging:
             self._found[share] = encoded_share(payload, share, self._layout)
             return
         yield from self._read([share])  # another one was there before
-        if share in self._found:
-            self._compare(share, payload)
 
     def _piece(self, delta: Contribution, share: int) -> Task[Tensor | None]:
         """A piece of a delta; None if it is not what its head says. Raises Gone."""

@@ -13,9 +13,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from math import inf
 from types import MappingProxyType
-from typing import Any, get_args
+from typing import Any
 
 import torch.distributed as dist
 
@@ -24,19 +23,17 @@ from diloco.bucket.members import check_name, register
 from diloco.bucket.priority import PriorityLock
 from diloco.bucket.protocol import FragmentProtocol
 from diloco.bucket.ranks import Asked, Other, ranks_of
-from diloco.bucket.roster import check_listed, load_lists
 from diloco.bucket.round_store import RoundStore
-from diloco.bucket.rounds import Merge
 from diloco.bucket.run import UNSHARDED, Run, backend_of_shard, contract_of, find_or_create, starting_state
 from diloco.bucket.session import Session
 from diloco.bucket.snapshots import Snapshots
 from diloco.bucket.store.backend import Backend, Failure, open_store, probe
 from diloco.bucket.store.cipher import Encrypted
-from diloco.bucket.store.keys import Key, KeyPair, Listed
+from diloco.bucket.store.envelope import Envelope
 from diloco.bucket.store.operations import Task, Write, together
 from diloco.bucket.store.store import Closed, Store
 from diloco.bucket.timing import MemberOptions, Pace, Timing
-from diloco.codec import Codec, is_sparse
+from diloco.codec import Codec
 from diloco.errors import ConfigError, DiLoCoError
 from diloco.formats import GATHER
 from diloco.reduce import Contract, Delta, Dropped, Jump, Round, State
@@ -55,8 +52,7 @@ class Bucket:
         name: name of this member. Keep it when the member returns. If two processes use one name, the older one stops.
         ddp_ranks: with DDP inside this member, its ranks: the first one uses the store, and all take the same after the
             same step. Each counts its own tokens.
-        key: a secret that all members share: all objects are signed with it, and objects that are not are ignored. Or
-            the own `KeyPair`: objects are ignored unless they are signed by a member that the run's founder lists.
+        key: a secret that all members share: all objects are signed with it, and objects that are not are ignored.
         encrypt: a secret with which all objects are encrypted.
         join_only: refuse to create a new run.
         pace: "decoupled" never waits for the others; "strict" waits for all members in every round.
@@ -65,12 +61,8 @@ class Bucket:
             times.
         rounds: index at which every fragment ends. Default: never.
         max_work: the most work (tokens, or steps) that counts for one delta.
-        merge: "mean", by work; or "closest": the mean without the quarter of the members that is farthest from the
-            median, so that one of four may lie. With fewer than four members it is the mean.
         shares_from: from this many members of a round on, each averages a share of the fragment, and reads the others'
             shares instead of all deltas: 1 byte a parameter in E3M0 whatever their number. A setting of the run.
-            0: from 4 on; where members have keys of their own never, because one member would decide a share alone.
-            With the closest it can only be 0.
         note: JSON values that later members find with the run, if this member creates it.
         heartbeat: seconds between two signs of life. A member is dead after five without one (at least 10 s).
         poll: seconds between two looks at an open round. Default: the step time, from 0.2 to 5.
@@ -83,7 +75,7 @@ class Bucket:
         name: str,
         *,
         ddp_ranks: dist.ProcessGroup | None = None,
-        key: Key = None,
+        key: bytes | None = None,
         encrypt: bytes | None = None,
         join_only: bool = False,
         pace: Pace = "decoupled",
@@ -91,8 +83,7 @@ class Bucket:
         grace: float | None = None,
         rounds: int | None = None,
         max_work: float = float("inf"),
-        merge: Merge = "mean",
-        shares_from: int = 0,
+        shares_from: int = GATHER + 1,
         note: Mapping[str, object] = MappingProxyType({}),
         heartbeat: float = 5.0,
         poll: float | None = None,
@@ -101,15 +92,10 @@ class Bucket:
         if pace not in ("decoupled", "strict") or quorum < 1 or (grace is not None and not 0 <= grace < float("inf")):
             raise ConfigError(f"pace={pace!r}, quorum={quorum}, grace={grace}: give the pace 'decoupled' or 'strict', "
                               "a quorum of at least 1, and a grace of 0 seconds or more")  # fmt: skip
-        if shares_from < 0 or shares_from == 1 or (shares_from and merge == "closest"):
-            raise ConfigError(f"shares_from={shares_from}: give at least 2 members, or 0 for the default; with "
-                              "merge='closest' only 0: one member would decide a share alone")  # fmt: skip
-        if merge not in get_args(Merge):
-            raise ConfigError(f"merge={merge!r}: give {' or '.join(get_args(Merge))}")
+        if shares_from < 2:
+            raise ConfigError(f"shares_from={shares_from}: give at least 2 members")
         self.url, self.name = url, check_name(name)
-        self._merge: Merge = merge
-        trusting = merge == "mean" and not isinstance(key, KeyPair)  # one member may decide a share by itself
-        self._shares_from = float(shares_from) or (GATHER + 1 if trusting else inf)
+        self._shares_from = shares_from
         self._key, self._join_only, self._rounds, self._max_work = key, join_only, rounds, max_work
         self._note, self._encrypt = dict(note), encrypt
         self._options = MemberOptions(pace, quorum, grace, heartbeat, poll)
@@ -171,25 +157,19 @@ class Bucket:
 
     def introducing(self, contract: Contract, states: Sequence[State], codecs: Sequence[Codec]) -> Task[None]:
         """Find or create the run, and become one of its members."""
-        if self._merge == "closest" and any(map(is_sparse, codecs)):
-            raise ConfigError("merge='closest' with a sparse codec: most values of a sparse delta are zero, so their "
-                              "median would be zero; give merge='mean' or another codec")  # fmt: skip
-        agreed = contract_of(contract, self._rounds, self._max_work, self._merge, self._shares_from)
-        listed = Listed(0, {self.name: self._key.public}) if isinstance(self._key, KeyPair) else None
-        proposal = Run(secrets.token_hex(8), agreed, (), self._note, created=True, listed=listed)
+        agreed = contract_of(contract, self._rounds, self._max_work, self._shares_from)
+        proposal = Run(secrets.token_hex(8), agreed, (), self._note, created=True)
         self.run = yield from find_or_create(proposal, self._key, states, self._join_only)
-        envelope = self.run.envelope(self._key)
-        yield from load_lists(envelope)
-        check_listed(envelope, self.name)
+        envelope = Envelope(self.run.id, self._key)
         mine = yield from register(envelope, self.name, float(secrets.randbits(48)))
         sync_every = contract.get("sync_every")
         assert isinstance(sync_every, int)
         timing = Timing(self._options, sync_every, self._clock)
-        agreed = self._rounds, self._max_work, self._merge, self._shares_from
+        agreed = self._rounds, self._max_work, self._shares_from
         self.session = session = Session(envelope, mine, timing, *agreed)
         self._protocols = []
         for f, (state, codec, initial) in enumerate(zip(states, codecs, self.run.snapshots, strict=True)):
-            layout = layout_of(codec, len(state.anchor), self._shares_from < inf)
+            layout = layout_of(codec, len(state.anchor))
             rounds = RoundStore(f, layout, envelope, session.reject)
             snapshots = Snapshots(rounds, envelope, f, state, initial, session.reject, layout.nbytes)
             self._protocols.append(FragmentProtocol(f, layout, rounds, snapshots, session))

@@ -80,13 +80,13 @@ class Layout:
         return [norm_of(self.codec, payload, self.count(k)) for k, payload in enumerate(payloads)]
 
 
-def layout_of(codec: Codec, n: int, sharing: bool) -> Layout:
-    """`sharing`: whether members of the run may average shares. Sparse deltas are never cut: their mean is not sparse,
-    and encoded again it would lose what only one member has sent."""
+def layout_of(codec: Codec, n: int) -> Layout:
+    """Sparse deltas are never cut: their mean is not sparse, and encoded again it would lose what only one member has
+    sent."""
     whole = Layout(n, codec, (slice(0, n),))
     nbytes = codec.nbytes(n) if n else 0
     count = max(min(SHARES, nbytes // LEAST), -(-nbytes // (PART // 2)))
-    if not sharing or is_sparse(codec) or count < 2:
+    if is_sparse(codec) or count < 2:
         return whole
     size = -(-n // (count * UNIT)) * UNIT
     return Layout(n, codec, tuple(slice(at, min(at + size, n)) for at in range(0, n, size)))
@@ -172,9 +172,7 @@ def read_head(found: Opened, body: bytes, fragment: int, index: int, layout: Lay
     norm = sum(piece.norm**2 for piece in pieces) ** 0.5
     nbytes = len(body) + sum(piece.size for piece in pieces)
     head = body if layout.cut else b""
-    return Contribution(
-        member, found.digest, fingerprint, tokens, norm, None, nbytes, lr_sum, pieces, head, found.signer
-    )
+    return Contribution(member, found.digest, fingerprint, tokens, norm, None, nbytes, lr_sum, pieces, head)
 
 
 def _read_pieces(listed: object, layout: Layout) -> tuple[Piece, ...]:
@@ -198,7 +196,7 @@ def read_delta(found: Opened, fragment: int, index: int, layout: Layout) -> Cont
     if not norm < float("inf"):
         raise Invalid("it holds inf or nan")
     return Contribution(head.member, head.digest, head.fingerprint, head.tokens, norm, (payload,), found.nbytes,
-                        head.lr_sum, signer=found.signer)  # fmt: skip
+                        head.lr_sum)  # fmt: skip
 
 
 def read_piece(

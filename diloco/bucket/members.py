@@ -8,14 +8,14 @@ from dataclasses import asdict, dataclass, field
 from itertools import islice
 from math import inf
 
+from diloco.bucket.rounds import MEMBER
 from diloco.bucket.store.envelope import PREFIX, Envelope, Invalid, Opened, integer, number
 from diloco.bucket.store.operations import All, Delete, List, Read, Task, Write, create
 from diloco.errors import ConfigError, DiLoCoError
 
-NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,62}")
 PREFIX_OF_ALL = "members/"
-_ENTRY = re.compile(r"members/([a-z0-9][a-z0-9_-]{0,62})/([0-9]{6})")
-_PLACE = re.compile(r"members/[a-z0-9][a-z0-9_-]{0,62}(/[0-9]{6})?")
+_ENTRY = re.compile(rf"members/({MEMBER})/([0-9]{{6}})")
+_PLACE = re.compile(rf"members/{MEMBER}(/[0-9]{{6}})?")
 """An entry, or the folder of a member's entries, which a folder lists too."""
 SAMPLE = 32
 """Entries that are read at a time. Where there are more members, each is looked at every few heartbeats."""
@@ -33,10 +33,6 @@ STEPS = "steps"
 
 class Superseded(DiLoCoError):
     """Another process has joined under the name of this member."""
-
-
-class StruckOff(DiLoCoError):
-    """This member is no longer listed."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +65,7 @@ _KEYS = {_PUBLISHED, *Member.__dataclass_fields__} - {"published"}
 
 
 def check_name(name: str) -> str:
-    if not NAME.fullmatch(name):
+    if not re.fullmatch(MEMBER, name):
         raise ConfigError(f"member name {name!r}: give 1 to 63 of a-z, 0-9, - and _, beginning with a letter or digit")
     return name
 
@@ -205,7 +201,6 @@ class Roll:
         self._over: set[str] = set()  # entries of members that have left, which do not change any more
         self._bad: dict[str, tuple[int, int]] = {}  # entry: the look at which it is tried again, and the pause until it
         self._still: dict[str, tuple[int, int]] = {}  # entry: its counter, and how many reads have shown the same one
-        self._version = 0  # of the list of members
         self._looks = 0
         self.spread = 1  # looks that it takes to see everybody
         self.through = False  # everybody was looked at
@@ -217,10 +212,6 @@ class Roll:
         """The newest lives of some members, all if they are few; each in its turn, and the new ones first. `heard`: who
         has delivered something, and so lives."""
         self._looks, self.behind = self._looks + 1, False
-        version = 0 if envelope.roster is None else envelope.roster.newest.version
-        if version != self._version:  # an owner may be listed since
-            self._bad = {path: (self._looks, pause) for path, (_, pause) in self._bad.items()}
-        self._version = version
         names = yield List(PREFIX_OF_ALL)
         for name in names:
             if not _PLACE.fullmatch(name):
@@ -317,6 +308,4 @@ def _newest(envelope: Envelope, lives: Sequence[str]) -> Task[Member | None]:
 
 
 def write_member(envelope: Envelope, mine: Member) -> Task[None]:
-    if envelope.roster is not None and envelope.roster.newest.members.get(mine.name) != envelope.signer:
-        raise StruckOff(f"the founder of the run has struck {mine.name!r} off, or listed another key for it")
     yield Write(mine.object_name, mine.sealed(envelope))

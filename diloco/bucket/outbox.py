@@ -93,18 +93,15 @@ class Outbox:
         self._never_sent, self._steps_from, self._began = False, 0, self._session.clock()
         self._waiting, self._newest = _Waiting(index, delta), None
 
-    def deliver(
-        self, is_open: Callable[[int], bool], snapshot: Callable[[], str] | None
-    ) -> Task[Delivered | Undelivered]:
-        """Encode the waiting delta and put it. `is_open`: whether the round with this index still is. `snapshot`: gives
-        the digest of that of the state it is against, if it has to name it."""
+    def deliver(self, is_open: Callable[[int], bool]) -> Task[Delivered | Undelivered]:
+        """Encode the waiting delta and put it. `is_open`: whether the round with this index still is."""
         waiting = self._waiting
         assert waiting is not None
         delta: Delta = yield Work(waiting.delta)
         if delta.weight and not self._unit_agreed:  # a delta without work has no unit
             yield from self._session.agree("tokens" if delta.tokens else "steps")
             self._unit_agreed = True
-        encoded = yield Work(lambda: self._encode(waiting.index, delta, snapshot() if snapshot else ""))
+        encoded = yield Work(lambda: self._encode(waiting.index, delta))
         if self._waiting is not waiting:
             return Undelivered.ABANDONED
         self._waiting = None
@@ -144,20 +141,19 @@ class Outbox:
         found = self._next  # once: the training thread may clear it meanwhile
         return found[1](lr_sum) if found is not None and found[0] == index else None
 
-    def _encode(self, index: int, delta: Delta, snapshot: str) -> tuple[SealedDelta, Contribution] | None:
+    def _encode(self, index: int, delta: Delta) -> tuple[SealedDelta, Contribution] | None:
         """The delta as objects, and as the others will read it. None if it holds inf or nan."""
         me, layout = self._session.me, self._layout
         payloads, finite = layout.pack(delta.values)
         if not finite:
             return None
         fields = delta_fields(self._fragment, index, me, delta.fingerprint, delta.weight, delta.lr_sum)
-        fields |= {"snapshot": snapshot} if snapshot else {}
         norms = layout.norms(payloads)
         sealed = seal_delta(self._session.envelope, layout, fields, payloads, norms)
         norm = sum(norm**2 for norm in ([piece.norm for piece in sealed.listed] or norms)) ** 0.5
         own = me, sealed.head.digest, delta.fingerprint, delta.weight, norm, payloads, sealed.nbytes, delta.lr_sum
         head = sealed.head.body if layout.cut else b""
-        return sealed, Contribution(*own, sealed.listed, head, self._session.envelope.signer)
+        return sealed, Contribution(*own, sealed.listed, head)
 
     def fate(self, record: Record, closed_at: float) -> Fate:
         """`closed_at`: when its mean was known here."""

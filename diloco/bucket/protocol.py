@@ -10,10 +10,8 @@ The way of a delta into the store, six changes of object:
 Then `OpenRound.saw` is told: from now on it stands.
 """
 
-import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
 
@@ -28,7 +26,6 @@ from diloco.bucket.session import Session
 from diloco.bucket.shares import mean_in_parts
 from diloco.bucket.snapshots import Snapshots
 from diloco.bucket.store.envelope import Invalid
-from diloco.bucket.store.lists import admitted
 from diloco.bucket.store.operations import Task, Work
 from diloco.errors import Diverged
 from diloco.reduce import Delta, Dropped, Jump, Round, State
@@ -67,7 +64,6 @@ class FragmentProtocol:
         self.outbox = Outbox(number, layout, session)  # for the round after the one held
         self.held = self.frontier = 0
         self.fingerprint = 0  # of the state held
-        self._state: Callable[[], State | None] = lambda: None  # the one held, as long as the core has it
         self.previous = Link()  # what the next record has to follow
         self._chain = Chain(rounds)  # of the last records
         self.caught_up = False  # the round after the frontier was seen to be open
@@ -86,7 +82,7 @@ class FragmentProtocol:
         self._hold(state)
 
     def _hold(self, state: State) -> None:
-        self.held, self.fingerprint, self._state = state.index, state.fingerprint(), weakref.ref(state)
+        self.held, self.fingerprint = state.index, state.fingerprint()
         self.session.holds(self.number, self.held)
 
     def due(self, steps: int, scheduled: bool) -> bool:
@@ -183,7 +179,6 @@ class FragmentProtocol:
                 "memory and its versions of torch and diloco."
             )
         self._differs = record.index
-        self.snapshots.distrust()
         self._ready.clear()
         self._mode = _Jumping(0)
 
@@ -207,9 +202,7 @@ class FragmentProtocol:
         yield from self.snapshots.tick(self.frontier, self.session.clock(), self.session.somebody_joins)
 
     def _deliver(self) -> Task[None]:
-        state = self._state() if self.held == self.frontier else None
-        snapshot = None if state is None else self.snapshots.naming(state, self.previous.digest)
-        match (yield from self.outbox.deliver(lambda index: index == self.frontier + 1, snapshot)):
+        match (yield from self.outbox.deliver(lambda index: index == self.frontier + 1)):
             case Delivered(name, delta):
                 self._round.saw(name, delta)
             case Undelivered.SPOILED:
@@ -247,27 +240,23 @@ class FragmentProtocol:
             if proposal is None:
                 return False
             record = yield from self.round_store.close(proposal, slot, lies)
-            if record is None:
-                return False
         return (yield from self._average(record))
 
     def _off_the_run(self) -> Task[bool]:
         """Some record of the next round follows another one than that known here. If a round is closed differently
-        from what was read here, a reply was wrong: go back to a snapshot of before. If it is one that was not read
-        here, the snapshot was wrong: take another one."""
+        from what was read here, a reply was wrong: go back to a snapshot of before."""
         self._round.checked = True
         index = yield from self._chain.differs_at()
         if index is None:
             return False
         self.session.event("diverged", fragment=self.number, index=index)
-        forged = index <= self._chain.began
-        self._branches += not forged
-        if not self.snapshots.distrust() if forged else self._branches > 1:
+        self._branches += 1
+        if self._branches > 1:
             raise Diverged(f"fragment {self.number}: round {index} was read differently from the others, for the "
                            "second time: check what lies between this machine and the store (a proxy or a "
                            "cache)")  # fmt: skip
         self._ready.clear()
-        self._mode = _Jumping(0, before=None if forged else index)
+        self._mode = _Jumping(0, before=index)
         return True
 
     def _average(self, record: Record) -> Task[bool]:
@@ -282,9 +271,9 @@ class FragmentProtocol:
         deltas = {delta.digest: delta for delta in found if isinstance(delta, Contribution)}
         if set(deltas) != {e.digest for e in record.entries}:
             return self._gone()
-        if not self._true(record, deltas):
+        if not truthful(record, deltas, self.session.max_work):
             return self._lie(record)
-        mean = yield Work(lambda: mean_in_parts(record, deltas, self._layout, self.session.merge))
+        mean = yield Work(lambda: mean_in_parts(record, deltas, self._layout))
         received = sum(delta.nbytes for delta in deltas.values() if delta.member != self.session.me)
         return (yield from self._followed(record, mean, received))
 
@@ -292,7 +281,7 @@ class FragmentProtocol:
         heads = yield from self.round_store.listed(record)
         if heads is None:
             return self._gone()
-        if isinstance(heads, Invalid) or not self._layout.cut or not self._true(record, heads):
+        if isinstance(heads, Invalid) or not self._layout.cut or not truthful(record, heads, self.session.max_work):
             return self._lie(record)
         self._round.averaging = Averaging(record, heads, self._layout, self.session, self.outbox.own)
         return (yield from self._await_shares(self._round.averaging))
@@ -304,15 +293,7 @@ class FragmentProtocol:
             return self._gone()
         if mean is None:
             return False
-        followed = yield from self._followed(averaging.record, mean, averaging.received)
-        with suppress(Gone):
-            yield from averaging.audit()
-        return followed
-
-    def _true(self, record: Record, deltas: Mapping[str, Contribution]) -> bool:
-        """Whether its deltas are what it says, and of members that may take part."""
-        listed = admitted(self.session.envelope, record.previous.keys, deltas.values())
-        return len(listed) == len(deltas) and truthful(record, deltas, self.session.max_work)
+        return (yield from self._followed(averaging.record, mean, averaging.received))
 
     def _gone(self) -> bool:
         """Wait for a snapshot, and look again later: what is gone may only be away."""

@@ -2,7 +2,6 @@
 caller's decision."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import suppress
 from dataclasses import replace
 from typing import TypeVar
 
@@ -15,7 +14,6 @@ from diloco.bucket.rounds import (
     Contribution,
     Link,
     Record,
-    delta_name,
     folder,
     heads_name,
     pieces_name,
@@ -26,8 +24,6 @@ from diloco.bucket.rounds import (
 from diloco.bucket.shares import read_heads, seal_heads
 from diloco.bucket.store.ahead import ReadAhead
 from diloco.bucket.store.envelope import HEADER, PART, PREFIX, Answer, Envelope, Invalid, get, put, read_twice
-from diloco.bucket.store.keys import Listed, version_of
-from diloco.bucket.store.lists import check_round, load_named, open_list, signer_in
 from diloco.bucket.store.operations import All, List, Read, Size, Task, Work, create, together
 from diloco.codec import Float32
 
@@ -42,18 +38,12 @@ class RoundStore:
         self, fragment: int, layout: Layout, envelope: Envelope, reject: Callable[[str, Invalid], None]
     ) -> None:
         self._fragment, self.layout, self._envelope, self._reject = fragment, layout, envelope, reject
-        self._changes: dict[str, Listed] = {}  # by name: changes of the list of members
-        self._in_force: dict[int, str] = {}  # index: the list that the last change seen there names
         self._ahead = ReadAhead()
 
     @classmethod
     def reader(cls, fragment: int, envelope: Envelope) -> "RoundStore":
         """What reads records only."""
-        return cls(fragment, layout_of(Float32(), 0, False), envelope, lambda name, reason: None)
-
-    def in_force(self, index: int, previous: Link) -> Link:
-        """What a record of this round has to follow, behind the changes that were seen there."""
-        return _under(previous, self._in_force.get(index, ""))
+        return cls(fragment, layout_of(Float32(), 0), envelope, lambda name, reason: None)
 
     def read_ahead(self, closed: Mapping[str, int]) -> Task[None]:
         """What lies in rounds that follow each other and are closed, by name with its size: many small objects at once,
@@ -75,9 +65,6 @@ class RoundStore:
             found = yield from self._ahead.serve(self._read_slot(index, slot, previous))
             if found is None:
                 break
-            if isinstance(found, Listed) and previous is not None:
-                previous = _under(previous, found.tail)
-                self._in_force[index] = previous.keys
             if isinstance(found, Record) and found.digest not in lies:
                 branched |= names is not None and record_name(self._fragment, index, slot + 1) in names
                 return found, slot, branched
@@ -93,10 +80,9 @@ class RoundStore:
                 return found if isinstance(found, Record) else None
         return None
 
-    def close(self, record: Record, slot: int, lies: Collection[str] = ()) -> Task[Record | None]:
+    def close(self, record: Record, slot: int, lies: Collection[str] = ()) -> Task[Record]:
         """Create the record in the first slot without a valid one. This is a single put, so no round is half closed.
-        Returns the record of the round, which another member may have written; None if another list of members came
-        before it, so that its deltas have to be judged again."""
+        Returns the record of the round, which another member may have written."""
         fields, payload = record.sealed()
         while True:
             name = record_name(self._fragment, record.index, slot)
@@ -104,55 +90,16 @@ class RoundStore:
             found = yield from self._read_slot(record.index, slot, record.previous)
             if isinstance(found, Record) and found.digest not in lies:
                 return found
-            if isinstance(found, Listed) and _under(record.previous, found.tail) != record.previous:
-                return None
             slot += found is not None
 
-    def _read_slot(self, index: int, slot: int, previous: Link | None) -> Task[Record | Listed | Invalid | None]:
-        """The content of a slot: a record, or a change of the list of members."""
+    def _read_slot(self, index: int, slot: int, previous: Link | None) -> Task[Record | Invalid | None]:
         name = record_name(self._fragment, index, slot)
-        if name in self._changes:
-            return self._changes[name]
 
-        def opened(data: Answer) -> Task[Record | Listed]:
-            if self._envelope.roster is not None:
-                if (listed := self._change(name, data)) is not None:
-                    return listed
-                yield from load_named(self._envelope, name, data)
+        def opened(data: Answer) -> Task[Record]:
             found = self._envelope.open(name, "record", data, None)
-            record = read_record(found, self._fragment, index, previous)
-            yield from check_round(self._envelope, (self._fragment, index), record.previous.keys, record.by,
-                                   found.signer, [e.member for e in record.entries])  # fmt: skip
-            return record
+            return (yield Work(lambda: read_record(found, self._fragment, index, previous)))
 
         return (yield from read_twice(Read(name, RECORD, patient=True), opened, self._reject))
-
-    def _change(self, name: str, data: Answer) -> Listed | None:
-        """The list in the place of a record, if it is one of the founder's."""
-        try:
-            listed = open_list(self._envelope, name, data)
-        except Invalid:
-            return None
-        assert self._envelope.roster is not None
-        self._envelope.roster.add(listed)
-        self._changes[name] = listed
-        return listed
-
-    def snapshots_named(self, record: Record) -> Task[list[str]]:
-        """The digests of the snapshots that the deltas of a round say they are against, as far as they do. Of many
-        deltas some are read, which nobody chooses."""
-        start = int(record.digest[:8], 16) % len(record.entries)
-        some = (*record.entries[start:], *record.entries[:start])[:AT_ONCE]
-        names = [delta_name(self._fragment, record.index, e.member, e.digest) for e in some]
-        answers = yield All([Read(name, 0, first=PREFIX.size + HEADER) for name in names])
-        said = []
-        for entry, name, data in zip(some, names, answers, strict=True):
-            with suppress(Invalid):
-                if data is not None:
-                    found = self._envelope.open(name, "delta", data, None, head=True)
-                    by = signer_in(self._envelope, record.previous.keys, found.signer)
-                    said += [found.text("snapshot")] if by in ("", entry.member) else []
-        return said
 
     def reaches(self, index: int) -> Task[bool]:
         """Whether the round was closed, judged by its first slot alone."""
@@ -256,8 +203,3 @@ def _in_turn(tasks: list[Task[T]]) -> Task[list[T]]:
     for at in range(0, len(tasks), AT_ONCE):
         found += yield from together(tasks[at : at + AT_ONCE])
     return found
-
-
-def _under(link: Link, tail: str) -> Link:
-    """Versions only grow."""
-    return replace(link, keys=tail) if version_of(tail) > version_of(link.keys) else link

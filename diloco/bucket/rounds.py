@@ -5,16 +5,13 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor
 
-from diloco.bucket.closest import FEWEST, closest
 from diloco.bucket.store.envelope import DIGEST, Invalid, Opened, integer, number, text
-from diloco.bucket.store.keys import TAIL
-from diloco.codec import Codec
 from diloco.reduce import State
-from diloco.reduce.mean import Encoded, exact
+from diloco.reduce.mean import Encoded
 
 LIMIT, LIMIT_OF_FEW, FEW = 2.0, 10.0, 2
 """How much one delta counts, its norm times its work, as a multiple of what is usual: a third of what the other members
@@ -25,13 +22,14 @@ FREE = 8
 LARGEST_LR_SUM = 1e9
 MOST = 4096
 """Members of a round."""
-Merge = Literal["mean", "closest"]
 FINGERPRINTS = 1 << 63
 ROUNDS, PIECES = "rounds/", "pieces/"
-_MEMBER, _HEX = "[a-z0-9][a-z0-9_-]{0,62}", "[0-9a-f]{64}"
-_OBJECT = rf"d-({_MEMBER})-({_HEX})|closed\.[0-9]+|heads-{_HEX}|s[0-9]{{4}}\.[0-9]+"
+MEMBER = "[a-z0-9][a-z0-9_-]{0,62}"
+"""The pattern of a member's name."""
+_HEX = "[0-9a-f]{64}"
+_OBJECT = rf"d-({MEMBER})-({_HEX})|closed\.[0-9]+|heads-{_HEX}|s[0-9]{{4}}\.[0-9]+"
 _NAME = re.compile(rf"rounds/([0-9]{{5}})/([0-9]{{3}})/([0-9]{{4}})/(?:{_OBJECT})")
-_PIECES = re.compile(rf"pieces/([0-9]{{5}})/([0-9]{{3}})/([0-9]{{4}})/{_MEMBER}-{_HEX}\.[0-9]+")
+_PIECES = re.compile(rf"pieces/([0-9]{{5}})/([0-9]{{3}})/([0-9]{{4}})/{MEMBER}-{_HEX}\.[0-9]+")
 _PART = re.compile(r"\.p[0-9]+$")
 THOUSAND = 1000
 """Rounds in a folder: a file system that has to list 100,000 of them takes a tenth of a second for it."""
@@ -109,7 +107,6 @@ class Contribution:
     lr_sum: float = 0.0
     pieces: tuple[Piece, ...] = ()  # none, if the delta is one object
     head: bytes = b""  # the object that lists the pieces
-    signer: bytes = b""
 
 
 @dataclass(frozen=True)
@@ -127,7 +124,6 @@ class Link:
 
     digest: str = ""  # of the previous record
     usual: float = 0.0  # norm of deltas, as of the rounds so far
-    keys: str = ""  # the list of members that counts, if they have keys of their own
 
 
 @dataclass(frozen=True)
@@ -147,7 +143,7 @@ class Record:
     def sealed(self) -> tuple[dict[str, Any], bytes]:
         """Fields and payload of the object."""
         fields = {"fragment": self.fragment, "index": self.index, "fingerprint": self.fingerprint, "by": self.by,
-                  "previous": self.previous.digest, "usual": self.previous.usual, "keys": self.previous.keys,
+                  "previous": self.previous.digest, "usual": self.previous.usual,
                   "heads": self.heads}  # fmt: skip
         return fields, json.dumps([[e.member, e.digest, e.tokens, e.norm, e.lr_sum] for e in self.entries]).encode()
 
@@ -195,7 +191,7 @@ class Record:
         """What the next record has to follow. What was clipped counts as it was clipped."""
         now = _usual([e.norm * clip for e, clip in zip(self.entries, self.clips, strict=True)])
         before = self.previous.usual
-        return Link(self.digest, before + (now - before) / 4 if before else now, self.previous.keys)
+        return Link(self.digest, before + (now - before) / 4 if before else now)
 
     @property
     def members(self) -> dict[str, float]:
@@ -228,10 +224,8 @@ def read_record(found: Opened, fragment: int, index: int, previous: Link | None)
     `previous`: None if it is not known."""
     if (found.header.get("fragment"), found.header.get("index")) != (fragment, index):
         raise Invalid("it belongs to another round")
-    follows = Link(found.text("previous"), found.number("usual", 0, 1e300), found.text("keys"))
+    follows = Link(found.text("previous"), found.number("usual", 0, 1e300))
     fingerprint = integer(found.header.get("fingerprint"), "fingerprint", 0, FINGERPRINTS)
-    if follows.keys and not TAIL.fullmatch(follows.keys):
-        raise Invalid("what it names as the list of members is not one")
     heads = found.text("heads")
     if heads and not re.fullmatch(_HEX, heads):
         raise Invalid("what it names as heads is not a digest")
@@ -300,12 +294,3 @@ def truthful(record: Record, deltas: Mapping[str, Contribution], max_work: float
 
 def clip_of(norm: float, limit: float) -> float:
     return limit / norm if norm > limit > 0 else 1.0
-
-
-def mean_of(record: Record, payloads: Mapping[str, Tensor], codec: Codec, n: int, merge: Merge = "mean") -> Encoded:
-    """Σ share · clip · decoded delta, in the order of the record; with "closest" of those that are closest to the
-    middle, if there are enough."""
-    encoded = [payloads[e.digest] for e in record.entries]
-    if merge == "closest" and len(encoded) >= FEWEST:
-        return exact(closest(encoded, record.clips, record.shares, codec, n))[0]
-    return Encoded(0, n, codec, encoded, record.factors)

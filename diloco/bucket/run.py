@@ -12,8 +12,7 @@ from diloco.bucket.rounds import Link
 from diloco.bucket.snapshots import index_of, seal_snapshot
 from diloco.bucket.store.backend import Backend, patiently
 from diloco.bucket.store.cipher import open_encrypted
-from diloco.bucket.store.envelope import HEADER, PART, PREFIX, Envelope, Invalid, Opened, put
-from diloco.bucket.store.keys import Key, KeyPair, Listed, Roster, read_list, shown
+from diloco.bucket.store.envelope import HEADER, PART, PREFIX, Envelope, Invalid, put
 from diloco.bucket.store.operations import Read, Size, Task, Work, create, together
 from diloco.bucket.store.store import Store
 from diloco.errors import ConfigError, DiLoCoError, Mismatch
@@ -22,8 +21,6 @@ from diloco.reduce.contract import compare
 
 NAME = "run.json"
 UNSHARDED = "shard 0 of 1"
-KEYS = "keys"
-"""How run.json says that members have keys of their own."""
 SHARD = "shard-{}"
 """Where ranks of sharded replicas meet those that hold the same shard. Each shard has rounds of its own, as each
 fragment has, so the ranks of one replica need not agree on anything."""
@@ -36,28 +33,19 @@ class Run:
     snapshots: tuple[str, ...]
     note: Mapping[str, Any]  # settings published by the member that created the run
     created: bool  # by this member
-    founder: bytes | None = None  # public key, if members have keys of their own
-    listed: Listed | None = None  # who may take part at first
-
-    def envelope(self, key: Key) -> Envelope:
-        if self.founder is None or self.listed is None:
-            return Envelope(self.id, key)
-        return Envelope(self.id, key, Roster(self.founder, self.listed))
 
 
-def read_run(key: Key) -> Task[Run | None]:
-    """The run in the bucket. Raises ConfigError if what is there cannot be used. A run whose members have keys of their
-    own can be read without one."""
+def read_run(key: bytes | None) -> Task[Run | None]:
+    """The run in the bucket. Raises ConfigError if what is there cannot be used."""
     try:
         data = yield Read(NAME, PREFIX.size + HEADER + PART)
         if data is None:
             return None
         signed = Envelope("").open(NAME, "run", data, None).header.get("signed")
-        if signed != KEYS and (signed is not (key is not None) or isinstance(key, KeyPair)):
-            raise ConfigError(f"the run is {_REMEDIES[signed is True, key is None]}")
-        found = Envelope("", KeyPair() if signed == KEYS else key).open(NAME, "run", data, None)
-        if signed == KEYS:
-            _check_founder(found, key)
+        if signed is not (key is not None):
+            raise ConfigError("the run is not signed: leave --key-file out" if key is not None else
+                              "the run is signed: give its secret with --key-file")  # fmt: skip
+        found = Envelope("", key).open(NAME, "run", data, None)
         value = json.loads(found.payload)
         contract, snapshots, note = value["contract"], value["snapshots"], value["note"]
         if not isinstance(note, dict) or not isinstance(contract, dict) or not isinstance(snapshots, list):
@@ -66,39 +54,18 @@ def read_run(key: Key) -> Task[Run | None]:
             raise Invalid("it names something that is not a first snapshot")
         if not re.fullmatch("[0-9a-f]{16}", found.text("run")):
             raise Invalid("its run id is not one")
-        run = Run(found.text("run"), contract, tuple(snapshots), note, created=False)
-        if signed == KEYS:
-            run = replace(run, founder=found.signer, listed=read_list(json.dumps(value["list"]).encode()))
-        return run
+        return Run(found.text("run"), contract, tuple(snapshots), note, created=False)
     except (Invalid, ValueError, KeyError, TypeError, RecursionError) as reason:
         raise ConfigError(f"{NAME} in the bucket cannot be used: {reason}") from None
 
 
-_REMEDIES = {
-    (True, True): "signed: give its key with --key-file",
-    (True, False): "signed with a secret that all members share: give that one with --key-file",
-    (False, False): "not signed: leave the key out",
-}
-
-
-def _check_founder(found: Opened, key: Key) -> None:
-    if isinstance(key, bytes):
-        raise ConfigError("the members of the run have keys of their own: give yours with --key-file; `diloco keys new "
-                          "FILE` makes one")  # fmt: skip
-    if key is not None and key.founder not in (None, found.signer):
-        raise ConfigError(f"the founder of the run is {shown(found.signer)}, not the one that you gave: do not join it")
-
-
-def find_or_create(proposal: Run, key: Key, states: Sequence[State], join_only: bool) -> Task[Run]:
+def find_or_create(proposal: Run, key: bytes | None, states: Sequence[State], join_only: bool) -> Task[Run]:
     """The run in the bucket; if there is none, create the proposed one. Raises Mismatch if the contracts differ."""
     run = yield from read_run(key)
     if run is None:
         if join_only:
             raise ConfigError("there is no run in the bucket: check the address, or leave --join-only out to begin one")
         run = yield from _create_run(proposal, key, states)
-    if run.founder is not None and not (isinstance(key, KeyPair) and key.private is not None):
-        raise ConfigError("the members of the run have keys of their own: give yours with --key-file; `diloco keys new "
-                          "FILE` makes one")  # fmt: skip
     mine = json.loads(json.dumps(proposal.contract))
     # A run that an older version has begun does not say all that is compared today.
     compare([run.contract, {key: mine.get(key) for key in run.contract}], ("the run", "this member"))
@@ -107,22 +74,15 @@ def find_or_create(proposal: Run, key: Key, states: Sequence[State], join_only: 
     return run
 
 
-def _create_run(proposal: Run, key: Key, states: Sequence[State]) -> Task[Run]:
+def _create_run(proposal: Run, key: bytes | None, states: Sequence[State]) -> Task[Run]:
     """Put the snapshots that everybody starts from, then create run.json, which names them. If several members do so at
     once, one wins, and all take what its run.json names: equal seeds do not give equal bits on different machines."""
     envelope = Envelope(proposal.id, key)
     sealed = yield Work(lambda: [seal_snapshot(envelope, f, state, "") for f, state in enumerate(states)])
     yield from together([put(each) for each in sealed])
     value = {"contract": proposal.contract, "snapshots": [each.name for each in sealed], "note": proposal.note}
-    signed: bool | str = key is not None
-    if isinstance(key, KeyPair):
-        if key.founder not in (None, key.public):
-            raise ConfigError("there is no run in the bucket, and you are not the founder that you gave: check the "
-                              "address, or leave --founder out to found one")  # fmt: skip
-        signed, listed = KEYS, proposal.listed or Listed(0, {})
-        value["list"] = json.loads(listed.payload)
     payload = json.dumps(value, sort_keys=True).encode()
-    body = envelope.seal(NAME, "run", {"signed": signed}, payload).body
+    body = envelope.seal(NAME, "run", {"signed": key is not None}, payload).body
     yield from create(NAME, body, PREFIX.size + HEADER + PART)
     run = yield from read_run(key)
     if run is None:
@@ -171,20 +131,17 @@ def _previous(protocol: FragmentProtocol, state: State) -> Task[Link | None]:
     return None if following is not None and following.fingerprint != mine else link
 
 
-def contract_of(
-    contract: Contract, rounds: int | None, max_work: float, merge: str, shares_from: float
-) -> dict[str, Any]:
+def contract_of(contract: Contract, rounds: int | None, max_work: float, shares_from: int) -> dict[str, Any]:
     """What members of a bucket must agree on, beyond what all replicas must."""
     return {
         **contract,
         "rounds": rounds,
-        "merge": merge,
-        "members from which on each averages a share": shares_from if shares_from < float("inf") else None,
+        "members from which on each averages a share": shares_from,
         "most tokens of a delta": max_work if max_work < float("inf") else None,
     }
 
 
-def find_run(url: str, key: Key = None, *, encrypt: bytes | None = None, create: bool = False) -> Run | None:
+def find_run(url: str, key: bytes | None = None, *, encrypt: bytes | None = None, create: bool = False) -> Run | None:
     """The run in a bucket, if there is one. `create`: make the folder if it does not exist."""
     backend = open_encrypted(url, encrypt, create=create)
     patiently(lambda: backend.attempt(Size(NAME)), url)

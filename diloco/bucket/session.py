@@ -4,12 +4,10 @@ members, the unit of work, and what happened."""
 import threading
 from collections import deque
 from dataclasses import replace
-from math import inf
 from typing import Any
 
 from diloco.bucket.listing import Listing
 from diloco.bucket.members import STEPS, Member, Members, Roll, Superseded, write_member
-from diloco.bucket.rounds import Merge
 from diloco.bucket.store.envelope import HEADER, PREFIX, Envelope, Invalid
 from diloco.bucket.store.operations import Task, create
 from diloco.bucket.timing import MemberOptions, Timing
@@ -30,12 +28,10 @@ class Session:
         timing: Timing,
         rounds: int | None,
         max_work: float,
-        merge: Merge,
-        shares_from: float = inf,
+        shares_from: int,
     ) -> None:
         """`rounds`: the last index of every fragment. `max_work`: the most work that counts for one delta.
         `shares_from`: the fewest members of a round of which each averages a share."""
-        self.merge: Merge = merge
         self.shares_from = shares_from
         self.envelope, self.mine, self.timing, self.rounds, self.max_work = envelope, mine, timing, rounds, max_work
         self.clock = timing.clock

@@ -7,14 +7,13 @@ that is missing, or does not pass its checks, is made again in the next slot.
 import struct
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from diloco.bucket.deltas import Layout, norm_of, read_head
-from diloco.bucket.rounds import MOST, Contribution, Merge, Record, delta_name, heads_name, mean_of, share_name
+from diloco.bucket.rounds import MOST, Contribution, Record, delta_name, heads_name, share_name
 from diloco.bucket.store.envelope import HEADER, PREFIX, Envelope, Invalid, Opened, Sealed
 from diloco.codec import pack
 from diloco.reduce.mean import Encoded
@@ -75,14 +74,13 @@ def read_heads(found: Opened, envelope: Envelope, record: Record, layout: Layout
     return heads
 
 
-def mean_in_parts(
-    record: Record, deltas: Mapping[str, Contribution], layout: Layout, merge: Merge
-) -> tuple[Encoded, ...]:
-    """The mean of complete deltas, piece by piece: what every member computes where none averages for the others."""
+def mean_in_parts(record: Record, deltas: Mapping[str, Contribution], layout: Layout) -> tuple[Encoded, ...]:
+    """Σ share · clip · decoded delta, in the order of the record and piece by piece: what every member computes where
+    none averages for the others."""
     parts = []
     for k, cut in enumerate(layout.cuts):
-        payloads = {digest: (delta.payloads or ())[k] for digest, delta in deltas.items()}
-        parts.append(replace(mean_of(record, payloads, layout.codec, layout.count(k), merge), at=cut.start))
+        payloads = [(deltas[e.digest].payloads or ())[k] for e in record.entries]
+        parts.append(Encoded(cut.start, layout.count(k), layout.codec, payloads, record.factors))
     return tuple(parts)
 
 
@@ -90,10 +88,9 @@ class Average:
     """The mean of one share, from pieces that come in groups, in the order of the record. A piece that is not what its
     head says counts as zeros. The groups are summed one after another, so the bits do not depend on who does it."""
 
-    def __init__(self, record: Record, share: int, layout: Layout, merge: Merge) -> None:
-        self._record, self._layout, self._merge, self._n = record, layout, merge, layout.count(share)
+    def __init__(self, record: Record, share: int, layout: Layout) -> None:
+        self._record, self._layout, self._n = record, layout, layout.count(share)
         self._total = torch.zeros(self._n, dtype=torch.float32, device="cpu")
-        self._kept: dict[str, Tensor] = {}
         self._factors = dict(zip((e.digest for e in record.entries), record.factors, strict=True))
 
     def groups(self) -> list[Sequence[str]]:
@@ -102,10 +99,6 @@ class Average:
         return [digests[at : at + GROUP] for at in range(0, len(digests), GROUP)]
 
     def add(self, pieces: Mapping[str, Tensor | None]) -> None:
-        if self._merge == "closest":  # needs all of them at once
-            zeros = pack(self._layout.codec, torch.zeros(self._n, dtype=torch.float32, device="cpu"))
-            self._kept |= {digest: zeros if piece is None else piece for digest, piece in pieces.items()}
-            return
         usable = {digest: piece for digest, piece in pieces.items() if piece is not None}
         if usable:
             weights = [self._factors[digest] for digest in usable]
@@ -113,16 +106,12 @@ class Average:
 
     def payload(self) -> Tensor:
         """Encoded again."""
-        if self._merge == "closest":
-            self._total = mean_of(self._record, self._kept, self._layout.codec, self._n, self._merge).values()
         return pack(self._layout.mean_codec, self._total)
 
 
-def largest(record: Record, heads: Mapping[str, Contribution], share: int, merge: Merge) -> float:
+def largest(record: Record, heads: Mapping[str, Contribution], share: int) -> float:
     """The norm that a share can have: no averager can do more harm than that."""
     norms = [heads[e.digest].pieces[share].norm for e in record.entries]
-    if merge == "closest":  # no more than that of the members together
-        return LARGER * sum(norm * clip for norm, clip in zip(norms, record.clips, strict=True))
     return LARGER * sum(factor * norm for factor, norm in zip(record.factors, norms, strict=True))
 
 

@@ -2,8 +2,6 @@
 
 import re
 from collections.abc import Callable, Iterable
-from functools import partial
-from typing import Any
 
 import torch
 
@@ -18,9 +16,9 @@ EVERY = 100
 MOVED = 25
 """A snapshot is put when the members have moved this many times its bytes since the last one, and a member that comes
 would have to read more than its bytes: so snapshots are at most 4 % of the traffic."""
-NAMED = 16
-"""After one in this many rounds, the deltas of the next one name the snapshot of the state that they are against, by a
-digest of all its values. This takes 5 ns a value. Snapshots are put there, unless somebody waits for one."""
+STRIDE = 16
+"""Snapshots are put after rounds whose index is a multiple of this, unless somebody waits for one: so that several
+members that put one put the same."""
 KEEP = 3600.0
 """Seconds for which a member that is reading something superfluous may go on reading it."""
 FIELDS, CHECKSUM = 1024, 68
@@ -38,23 +36,13 @@ def snapshot_folder(fragment: int) -> str:
 def seal_snapshot(envelope: Envelope, fragment: int, state: State, record: str) -> Sealed:
     """`record`: digest of the record that led to the state. The writer is not named, so equal states have equal names.
     Outer state that is all zero, as at the start, is left out."""
-    fields, payload = _contents(fragment, state, record)
-    name = f"{snapshot_folder(fragment)}{state.index:08d}-{DIGEST}"
-    return envelope.seal(name, "snapshot", fields, b"".join(payload))
-
-
-def snapshot_digest(envelope: Envelope, fragment: int, state: State, record: str) -> str:
-    """The digest in the name of a snapshot, without making it."""
-    fields, payload = _contents(fragment, state, record)
-    return envelope.header("snapshot", fields, *payload)[1]
-
-
-def _contents(fragment: int, state: State, record: str) -> tuple[dict[str, Any], list[memoryview]]:
     zero = not torch.count_nonzero(state.outer)
     fields = {"fragment": fragment, "index": state.index, "record": record, "fingerprint": state.fingerprint(),
               "anchor": len(state.anchor), "outer": len(state.outer), "zero": zero}  # fmt: skip
     values = [state.anchor] if zero else [state.anchor, state.outer]
-    return fields, [each.numpy().data.cast("B") for each in values if len(each)]
+    payload = [each.numpy().data.cast("B") for each in values if len(each)]
+    name = f"{snapshot_folder(fragment)}{state.index:08d}-{DIGEST}"
+    return envelope.seal(name, "snapshot", fields, b"".join(payload))
 
 
 def read_snapshot(found: Opened, fragment: int, anchor: int, outer: int) -> State:
@@ -91,10 +79,6 @@ def index_of(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def is_named(index: int) -> bool:
-    return index > 0 and index % NAMED == 0
-
-
 class Snapshots:
     """The snapshots of one fragment."""
 
@@ -109,8 +93,6 @@ class Snapshots:
         self._since: dict[int, tuple[int, int]] = {}  # index of a round since the newest: what it weighs, in deltas
         self._due_since: float | None = None
         self._waiting: tuple[State, str] | None = None  # a copy to be put, and its record
-        self._loaded = ""  # name of the one that was taken last
-        self._distrusted: set[str] = set()  # names
         self._floors: list[tuple[float, int]] = []  # since when what is not after this index is superfluous
         self._collected = 0
 
@@ -133,17 +115,13 @@ class Snapshots:
         """Copy a state that was just reached, if a snapshot is due, or a member waits for one of at least the index
         `wanted`. `first`: this member closed the round, so it puts the snapshot at once. The others do it after the
         grace, if there is still none."""
-        if not self.newest < wanted <= state.index and not (self._heavy and is_named(state.index)):
+        if not self.newest < wanted <= state.index and not (self._heavy and state.index % STRIDE == 0):
             self._due_since = self._due_since if self._heavy else None
             return
         if self._due_since is None:
             self._due_since = now
         if first or now - self._due_since > grace:
             self._waiting = State(state.index, state.anchor.clone(), state.outer.clone()), record
-
-    def naming(self, state: State, record: str) -> Callable[[], str] | None:
-        """What gives the digest of the snapshot of a state, if deltas against it have to name it."""
-        return partial(snapshot_digest, self.envelope, self.fragment, state, record) if is_named(state.index) else None
 
     def tick(self, frontier: int, now: float, busy: bool) -> Task[None]:
         """`busy`: somebody is joining, and may read what is superfluous."""
@@ -196,7 +174,7 @@ class Snapshots:
 
     def tied(self, head: Opened) -> Task[Link | None]:
         """What the next record has to follow, if a snapshot belongs to the rounds that were closed: its record is
-        there, the next one goes on from its bits, and most of its deltas name it, if they name one."""
+        there, and the next one goes on from its bits."""
         index, digest = head.header["index"], head.header["record"]
         link = Link()
         if index:
@@ -212,21 +190,15 @@ class Snapshots:
         if following is not None and following.fingerprint != head.header["fingerprint"]:
             self.reject(head.name, Invalid("the run went on from other bits"))
             return None
-        named = []
-        if following is not None and is_named(index):
-            named = yield from self._rounds.snapshots_named(following)
-        if named and 2 * named.count(head.digest) <= len(named):
-            self.reject(head.name, Invalid("most members of the next round have named another one"))
-            return None
         return link
 
     def load(self, least: int = 0, before: int | None = None) -> Task[tuple[State, Link] | None]:
-        """The newest valid snapshot from one index on and before another, and what the next record has to follow. Those
-        that can be named by others come first. If one was deleted meanwhile, there are newer ones: look again."""
+        """The newest valid snapshot from one index on and before another, and what the next record has to follow. If
+        one was deleted meanwhile, there are newer ones: look again."""
         names = None
         while (listed := (yield from self.list())) != names:
             names = listed
-            for name in sorted(names, key=lambda name: (name in self._distrusted, not is_named(index_of(name) or 0))):
+            for name in names:
                 if (index_of(name) or 0) < least:
                     continue
                 if before is not None and (index_of(name) or 0) >= before:
@@ -234,18 +206,9 @@ class Snapshots:
                 if (judged := (yield from self.judge(name))) is None:
                     continue
                 if (state := (yield from self._read(name, judged[0].header["size"]))) is not None:
-                    self.newest, self._loaded = max(self.newest, state.index), name
+                    self.newest = max(self.newest, state.index)
                     return state, judged[1]
         return None
-
-    def distrust(self) -> bool:
-        """What was computed from the one taken last differs from the run: a fingerprint is a sum, which a member that
-        lies can match with other values. The next time the others come first. Returns whether it was trusted before."""
-        before = self._loaded in self._distrusted
-        if self._loaded:
-            self._distrusted.add(self._loaded)
-            self.reject(self._loaded, Invalid("what was computed from it differs from the run"))
-        return not before
 
     def _read(self, name: str, size: int) -> Task[State | None]:
         try:

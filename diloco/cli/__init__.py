@@ -22,7 +22,6 @@ COMMANDS = {
     "dashboard": "serve a live dashboard",
     "ls": "list runs and their state",
     "watch": "watch a run in a bucket, live, from anywhere",
-    "keys": "make a key, list who may take part in a run in a bucket",
     "sample": "generate text with the model of a run",
     "export": "write the agreed weights as a Hugging Face folder",
     "plan": "predict whether the link is fast enough",

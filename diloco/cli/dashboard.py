@@ -25,10 +25,7 @@ class DashboardConfig:
     port: int | None = flag(None, "The port to listen at; 0 is any that is free.", why=f"{PORT}, or the next free one")
     token: str | None = flag(None, "What the address must contain to be answered; auto makes one.",
         why="none, which only this machine may do without")  # fmt: skip
-    key_file: Path | None = flag(None, "The secret that the members of a bucket share.",
-        why="they have none, or keys of their own")  # fmt: skip
-    founder: str | None = flag(None, "The public key of a bucket's founder.",
-        why="the one that the run names is believed")  # fmt: skip
+    key_file: Path | None = flag(None, "The secret that the members of a bucket share.", why="they have none")
     encrypt: Path | None = flag(None, "The file with which a bucket is encrypted.", why="it is not encrypted")
 
 
@@ -42,7 +39,7 @@ EXAMPLES = (
 
 
 def main(config: DashboardConfig) -> int:
-    keys = Keys(config.key_file, config.founder, config.encrypt)
+    keys = Keys(config.key_file, config.encrypt)
     site = Site(config.sources, keys) if config.sources else Site.of_folder(RUNS)
     with open_dashboard(site, config.host, config.port, config.token) as dashboard:
         print(f"dashboard at {dashboard.address} (Ctrl-C ends it)", flush=True)

@@ -13,10 +13,7 @@ class WatchConfig:
     """Show members, rounds and losses of the run in a bucket."""
 
     url: str = flag(REQUIRED, "The folder or s3://, gs://, az://… that the members were given.", positional=True)
-    key_file: Path | None = flag(None, "The secret that the members share.", why="they have none, or keys of their own")
-    founder: str | None = flag(
-        None, "The public key of the run's founder.", why="the one that the run names is believed"
-    )
+    key_file: Path | None = flag(None, "The secret that the members share.", why="they have none")
     encrypt: Path | None = flag(None, "The file with which the run is encrypted.", why="it is not encrypted")
     every: float = flag(2.0, "Seconds between two looks.")
     once: bool = flag(False, "Print the state once and exit. Takes up to 30 s, if members give no sign of life.")
@@ -33,11 +30,10 @@ def main(config: WatchConfig) -> int:
     from rich.console import Console
     from rich.live import Live
 
-    from diloco.bucket.store.keys import read_key, read_secret
+    from diloco.bucket.store.keys import read_secret
     from diloco.report.bucket import Watch
 
-    key = read_key(config.key_file, config.founder)
-    watch = Watch(config.url, key, None if config.encrypt is None else read_secret(config.encrypt))
+    watch = Watch(config.url, read_secret(config.key_file), read_secret(config.encrypt))
     console = Console()
     if config.once or not console.is_terminal:
         console.print(watch.table(watch.settle()))

@@ -21,7 +21,6 @@ class Keys(NamedTuple):
     """What a bucket is opened with, as `diloco watch` takes it."""
 
     key_file: Path | None = None
-    founder: str | None = None
     encrypt: Path | None = None
 
 
@@ -100,11 +99,10 @@ class Site:
 
 
 def _watch(url: str, keys: Keys) -> Any:
-    from diloco.bucket.store.keys import read_key, read_secret  # which import torch
+    from diloco.bucket.store.keys import read_secret  # which import torch
     from diloco.report.bucket import Watch
 
-    secret = None if keys.encrypt is None else read_secret(keys.encrypt)
-    return Watch(url, read_key(keys.key_file, keys.founder), secret)
+    return Watch(url, read_secret(keys.key_file), read_secret(keys.encrypt))
 
 
 def _is_run(path: Path) -> bool:

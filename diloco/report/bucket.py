@@ -12,13 +12,12 @@ from rich.text import Text
 
 from diloco.bucket.deltas import layout_of
 from diloco.bucket.members import Member, read_members
-from diloco.bucket.roster import load_lists
 from diloco.bucket.round_store import RoundStore
 from diloco.bucket.rounds import PIECES, Record, folder
 from diloco.bucket.run import NAME, SHARD, below, find_run
 from diloco.bucket.store.backend import open_store
 from diloco.bucket.store.cipher import open_encrypted
-from diloco.bucket.store.keys import Key
+from diloco.bucket.store.envelope import Envelope
 from diloco.bucket.store.operations import List, Size
 from diloco.bucket.store.store import Store
 from diloco.bucket.timing import MemberOptions
@@ -78,7 +77,7 @@ class Watch:
     """What can be seen of a run. Signs of life are counted from the first look on, by the local clock."""
 
     def __init__(
-        self, url: str, key: Key, encrypt: bytes | None = None, clock: Callable[[], float] = time.monotonic
+        self, url: str, key: bytes | None, encrypt: bytes | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
         run = find_run(url, key, encrypt=encrypt)
         if run is None and Store(open_store(url, create=False)).perform(Size(f"{SHARD.format(0)}/{NAME}")) is not None:
@@ -89,7 +88,7 @@ class Watch:
                 f"there is no run in {url}: check the address, or start one with diloco train --bucket {url}"
             )
         self.url, self.run = url, run
-        self._envelope, self._store = run.envelope(key), Store(open_encrypted(url, encrypt, create=False))
+        self._envelope, self._store = Envelope(run.id, key), Store(open_encrypted(url, encrypt, create=False))
         self._seen: dict[tuple[str, int], _Seen] = {}
         self._rejected = 0
         self._clock = clock
@@ -118,7 +117,6 @@ class Watch:
         return Group(Text(seen.title), Text(seen.progress), Fitted(columns), Text(""), Fitted(rounds))
 
     def see(self) -> Sight:
-        self._store.run(load_lists(self._envelope), nullcontext())
         members = self._store.run(read_members(self._envelope, self._reject), nullcontext())
         rounds = [(f, *round) for f in range(len(self.run.snapshots)) for round in self._last(f, members)]
         rejected = f"; {self._rejected} objects cannot be used" if self._rejected else ""
@@ -160,7 +158,7 @@ class Watch:
         claim to hold a round that was never closed: then the next lower claim is tried."""
         held = sorted({member.held[fragment] for member in members if fragment < len(member.held)}, reverse=True)
         few = max(1, ROUNDS // len(self.run.snapshots))
-        rounds = RoundStore(fragment, layout_of(Float32(), 0, sharing=False), self._envelope, self._reject)
+        rounds = RoundStore(fragment, layout_of(Float32(), 0), self._envelope, self._reject)
         newest = next((i for i in held if self._record(rounds, i) is not None), 0)
         for index in range(newest, max(newest - few, 0), -1):
             record = self._record(rounds, index)

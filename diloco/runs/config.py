@@ -127,14 +127,9 @@ class TrainConfig:
     quorum: int = _bucket(1, "the fewest members in a round.", scope="member")
     grace: float | None = _bucket(None, "seconds that a round waits for members that are expected.",
         why="by their step time", scope="member")
-    merge: Literal["mean", "closest"] = _bucket("mean",
-        "mean averages all members by their work; closest leaves out the quarter that is farthest from the median, so "
-        "that one of four may lie.", why="all members are trusted")
     key_file: Path | None = _bucket(None,
-        "a file whose content signs all objects: a secret that all members share, or this member's own key, from "
-        "`diloco keys new FILE`. What is not signed so is ignored.", why="objects are not signed", scope="member")
-    founder: str | None = _bucket(None, "the public key of the run's founder. A run of another founder is refused.",
-        why="the founder that the run names is believed", scope="member")
+        "a file with the secret that all members share. It signs all objects; what is not signed with it is ignored.",
+        why="objects are not signed", scope="member")
     encrypt: Path | None = _bucket(None, "a file whose content encrypts all objects. All members need the same.",
         why="objects are not encrypted", scope="member")
     eval_every: int = _output(100, "Steps between two evaluations on held-out text.", scope="member")

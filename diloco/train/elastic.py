@@ -18,7 +18,7 @@ import torch.distributed as dist
 from diloco.bucket import Bucket, below, find_run
 from diloco.bucket.members import check_name
 from diloco.bucket.run import Run
-from diloco.bucket.store.keys import Key, read_key, read_secret
+from diloco.bucket.store.keys import read_secret
 from diloco.diloco import DiLoCo
 from diloco.errors import ConfigError, Mismatch
 from diloco.flags import choices, spelled, value_type, words_beside
@@ -99,9 +99,9 @@ class Elastic:
         self.rounds = math.ceil(config.steps / config.sync_every)
         settled = {k: v for k, v in asdict(config).items() if k in (*names("run"), "data")} | {DIGEST: tokenizer}
         self.reduce = Bucket(
-            config.bucket, member_name(config), key=_key(config), encrypt=_encrypt(config),
+            config.bucket, member_name(config), key=read_secret(config.key_file), encrypt=read_secret(config.encrypt),
             join_only=config.join_only, pace=config.pace, quorum=config.quorum, grace=config.grace, rounds=self.rounds,
-            max_work=float(CARRIES * config.sync_every * per_step), merge=config.merge, note=settled,
+            max_work=float(CARRIES * config.sync_every * per_step), note=settled,
         )  # fmt: skip
         self._position = self._joined_at = self._index = self._order = 0
         self._warm = self.over = False  # over: the run had ended when this member joined
@@ -208,12 +208,4 @@ def _run(config: TrainConfig) -> Run | None:
     url = config.bucket if config.shards == 1 else below(config.bucket, 0)
     if config.dry_run and "://" not in url and not Path(url).exists():
         return None
-    return find_run(url, _key(config), encrypt=_encrypt(config), create=not config.join_only)
-
-
-def _key(config: TrainConfig) -> Key:
-    return read_key(config.key_file, config.founder)
-
-
-def _encrypt(config: TrainConfig) -> bytes | None:
-    return None if config.encrypt is None else read_secret(config.encrypt)
+    return find_run(url, read_secret(config.key_file), encrypt=read_secret(config.encrypt), create=not config.join_only)

@@ -24,6 +24,7 @@ from benchmarks.record import Record, Target, write
 from diloco.bucket.round_store import RoundStore
 from diloco.bucket.rounds import Link
 from diloco.bucket.run import read_run
+from diloco.bucket.store.envelope import Envelope
 from diloco.bucket.store.store import Store
 from studies.bucket.faults import Crowd, FolderMedium, Medium, ServerMedium, prepare
 from studies.bucket.life import FRAGMENTS
@@ -61,7 +62,7 @@ class Witness:
             if run is None:
                 return
             self._store = store
-            self._rounds = [RoundStore.reader(f, run.envelope(None)) for f in range(FRAGMENTS)]
+            self._rounds = [RoundStore.reader(f, Envelope(run.id)) for f in range(FRAGMENTS)]
         for fragment in range(FRAGMENTS):
             self._follow(fragment)
 

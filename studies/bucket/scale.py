@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.record import Target, read, table, write
-from diloco.bucket import averaging, deltas, round_store
+from diloco.bucket import deltas, round_store
 from diloco.bucket import members as members_
 from diloco.bucket.deltas import layout_of
-from diloco.bucket.snapshots import EVERY, MOVED, NAMED
+from diloco.bucket.snapshots import EVERY, MOVED, STRIDE
 from diloco.bucket.store.envelope import Envelope, Opened
 from diloco.codec import E3M0
 from studies.bucket.virtual import Plan, World, crowd
@@ -63,22 +63,15 @@ def _totals(world: World) -> Counter[Any]:
 def values_moved(n: int, members: int) -> tuple[float, float]:
     """Bytes of encoded values that a member sends and receives: its delta and its part of the shares; a piece of all
     other deltas, and all other shares."""
-    nbytes = layout_of(E3M0(), n, sharing=True).nbytes
+    nbytes = layout_of(E3M0(), n).nbytes
     return nbytes * (1 + 1 / members), nbytes * 2 * (members - 1) / members
-
-
-def audited(n: int, members: int) -> float:
-    """Bytes that a member reads to check shares of others: of one share in every round, by one member. In virtual time
-    nobody does, so that all counts are those of a round."""
-    layout = layout_of(E3M0(), n, sharing=True)
-    return layout.nbytes / len(layout.cuts) * (members - 1) / members
 
 
 def snapshots(n: int, outer: int, members: int) -> float:
     """Bytes that a member puts for snapshots of n values and their outer state, for each round."""
-    delta, state = layout_of(E3M0(), n, sharing=True).nbytes, 4 * (n + outer)
+    delta, state = layout_of(E3M0(), n).nbytes, 4 * (n + outer)
     rounds = min(EVERY, max(-(-state // delta), -(-MOVED * state // (3 * members * delta))))
-    return state / (-(-rounds // NAMED) * NAMED) / members
+    return state / (-(-rounds // STRIDE) * STRIDE) / members
 
 
 def moved(row: dict[str, Any], n: int, outer: int) -> tuple[float, float]:
@@ -87,7 +80,7 @@ def moved(row: dict[str, Any], n: int, outer: int) -> tuple[float, float]:
     (up, down), large = values_moved(row["values"], members), values_moved(n, members)
     up = large[0] + snapshots(n, outer, members) + row["up values"] - up + row["up beside"]
     beside = row["down values"] - down + row["down beside"] + row.get("listed beside", 0.0)
-    return up, large[1] + audited(n, members) + beside
+    return up, large[1] + beside
 
 
 def moved_of_large(row: dict[str, Any]) -> tuple[float, float]:
@@ -101,9 +94,8 @@ def bound(n: int, members: int) -> float:
 
 
 def requests(row: dict[str, Any], what: str) -> float:
-    """Of a member and round; a piece of each other delta is read by one of all members, to check a share."""
-    audit = (row["members"] - 1) / row["members"] if what == "GET" else 0.0
-    return row.get(f"{what} values", 0.0) + row.get(f"{what} beside", 0.0) + audit
+    """Of a member and round."""
+    return row.get(f"{what} values", 0.0) + row.get(f"{what} beside", 0.0)
 
 
 def day(row: dict[str, Any], listed: tuple[float, float], store: str) -> dict[str, float]:
@@ -175,7 +167,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="studies.bucket.scale", description="what a round costs as members are many")
     parser.add_argument("--only", nargs="+", default=None, metavar="ROW", help="rows to measure again, as '64 members'")
     arguments = parser.parse_args()
-    deltas.LEAST, averaging.chance = LEAST, lambda: 1.0
+    deltas.LEAST = LEAST
     remember_heads()
     remember_lives()
     values: dict[str, Any] = (read(RESULTS) or {"values": {}})["values"]

@@ -132,21 +132,3 @@ def chaos(record: Record) -> str:
     the records past all faults. A time without a round counts while some member has joined and is not stopped, and the
     store takes puts.""")
     return "\n\n".join([head, *told])
-
-
-def poison(record: Record) -> str:
-    rows = []
-    for name, found in record["values"].items():
-        for attack in found["mean"]:
-            rows.append((name, attack, *(_over_seeds(found, merge, attack) for merge in ("mean", "closest"))))
-    text = fill(f"""`python -m studies.bucket.poison`: one member sends something else than it has trained, for
-    {record["settings"]["rounds"]} rounds. The loss of the anchors on held-out data, divided by that of the honest
-    members without the liar, with `merge="mean"` and with `merge="closest"`: the mean over some choices of batches, and
-    the lowest and the highest of them. "None" is the same number of members of which none lies.""")
-    return f"{text}\n\n{table(('problem', 'attack', 'mean', 'closest'), rows)}"
-
-
-def _over_seeds(found: Record, merge: str, attack: str) -> str:
-    each = [seed[merge][attack] for seed in found["seeds"]]
-    between = f" ({min(each):.2f} to {max(each):.2f})" if len(each) > 1 else ""
-    return f"{found[merge][attack]:.3f}{between}"

@@ -59,44 +59,42 @@ def shared_record(count, layout, seed=0, scale=1.0):
     return Record(0, 1, Link(), 7, "m000", tuple(entries), "ab" * 32, "cd" * 32), found
 
 
-def averaged(record, found, layout, merge="mean", without=()):
+def averaged(record, found, layout, without=()):
     payloads = []
     for share in range(len(layout.cuts)):
-        average = Average(record, share, layout, merge)
+        average = Average(record, share, layout)
         for digests in average.groups():
             average.add({d: None if d in without else found[d].payloads[share] for d in digests})
         payloads.append(average.payload())
     return payloads
 
 
-@pytest.mark.parametrize("merge", ["mean", "closest"])
 @pytest.mark.parametrize("count", [4, GROUP, 2 * GROUP + 3])
-def test_averaged_shares_are_the_mean_of_the_deltas_encoded_again(count, merge):
+def test_averaged_shares_are_the_mean_of_the_deltas_encoded_again(count):
     layout = Layout(24, E3M0(), (slice(0, 8), slice(8, 16), slice(16, 24)))
     record, found = shared_record(count, layout)
-    wanted = mean_in_parts(record, found, layout, merge)
-    for share, payload in enumerate(averaged(record, found, layout, merge)):
+    wanted = mean_in_parts(record, found, layout)
+    for share, payload in enumerate(averaged(record, found, layout)):
         values = encoded_share(payload, share, layout).values()
         assert torch.allclose(values, E3M0().decode(pack(E3M0(), wanted[share].values()), 8), rtol=0.5)
-        most = largest(record, found, share, merge)
+        most = largest(record, found, share)
         sealed = seal_share(Envelope("r"), record, share, 0, payload)
         opened = Envelope("r").open(sealed.name, "share", sealed.body, None)
         assert torch.equal(read_share(opened, record, share, layout, most).values(), values)
     exact = replace(layout, codec=Float32())
     record, found = shared_record(count, exact)
-    wanted = mean_in_parts(record, found, exact, merge)
-    for share, payload in enumerate(averaged(record, found, exact, merge)):
+    wanted = mean_in_parts(record, found, exact)
+    for share, payload in enumerate(averaged(record, found, exact)):
         assert torch.allclose(payload.view(torch.float32), wanted[share].values(), atol=1e-6)
 
 
-@pytest.mark.parametrize("merge", ["mean", "closest"])
-def test_what_is_left_out_counts_as_zeros(merge):
+def test_what_is_left_out_counts_as_zeros():
     layout = Layout(8, Float32(), (slice(0, 4), slice(4, 8)))
     record, found = shared_record(5, layout)
     out = record.entries[2].digest
     zeros = replace(found[out], payloads=tuple(torch.zeros(16, dtype=torch.uint8) for _ in range(2)))
-    left_out = averaged(record, found, layout, merge, without={out})
-    assert all(map(torch.equal, left_out, averaged(record, found | {out: zeros}, layout, merge)))
+    left_out = averaged(record, found, layout, without={out})
+    assert all(map(torch.equal, left_out, averaged(record, found | {out: zeros}, layout)))
 
 
 def bad_shares(record, layout, payload):
@@ -120,7 +118,7 @@ def test_a_share_that_cannot_be_right_does_not_count(how):
 
     def read():
         opened = Envelope("r").open(sealed.name, "share", sealed.body, Float32().nbytes(4))
-        return read_share(opened, record, 0, layout, largest(record, found, 0, "mean"))
+        return read_share(opened, record, 0, layout, largest(record, found, 0))
 
     with pytest.raises(Invalid):
         read()
@@ -140,17 +138,16 @@ def test_shares_go_round_among_those_who_are_not_away():
 
 def test_large_deltas_are_cut_at_blocks_and_small_or_sparse_ones_are_not(monkeypatch):
     monkeypatch.undo()
-    assert not layout_of(E3M0(), 1000, sharing=True).cut
-    assert not layout_of(E3M0(), 1 << 24, sharing=False).cut
-    assert not layout_of(TopK(), 1 << 24, sharing=True).cut
+    assert not layout_of(E3M0(), 1000).cut
+    assert not layout_of(TopK(), 1 << 24).cut
     for n in (70_000, 1_000_001, 42_000_000):
-        layout = layout_of(E3M0(), n, sharing=True)
+        layout = layout_of(E3M0(), n)
         assert [cut.start for cut in layout.cuts[1:]] == [cut.stop for cut in layout.cuts[:-1]]
         assert layout.cuts[0].start == 0 and layout.cuts[-1].stop == n and 2 <= len(layout.cuts) <= 16
         assert all(cut.start % deltas.UNIT == 0 for cut in layout.cuts)
         assert layout.nbytes <= E3M0().nbytes(n) + len(layout.cuts)
-    assert len(layout_of(Float32(), 200_000_000, sharing=True).cuts) > 16  # no piece is larger than an object may be
-    assert layout_of(TwoBit(), 1 << 20, sharing=True).mean_codec == E3M0()
+    assert len(layout_of(Float32(), 200_000_000).cuts) > 16  # no piece is larger than an object may be
+    assert layout_of(TwoBit(), 1 << 20).mean_codec == E3M0()
 
 
 def test_pieces_lie_in_as_few_objects_as_they_fit_in():

@@ -77,7 +77,7 @@ def test_a_fragment_that_is_far_behind_the_others_is_no_slower(monkeypatch):
     world = World(2)
     a = run(world)
     ahead, state = a.reduce._protocols[0], a.diloco._fragments[0].state
-    complete(world, ahead.snapshots.store(state, ahead._chain.links[state.index].digest))
+    complete(world, ahead.snapshots.store(state, world.records[0, state.index]))
     follows_everything(monkeypatch)
     b = Player(world, "b")
     depth(b, -1)

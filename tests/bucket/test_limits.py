@@ -1,10 +1,19 @@
 """How much one delta counts in a round: pure functions of its record, which every member computes alike."""
 
-import pytest
+from dataclasses import replace
 
+import pytest
+import torch
+from torch import nn
+
+from diloco import SGD
 from diloco.bucket.round_store import RECORD as WHOLE_RECORD
 from diloco.bucket.rounds import MOST, Contribution, Entry, Link, Record, entries_of, one_per_member, record_name
 from diloco.bucket.store.envelope import Envelope
+from tests.support.players import SETTINGS, Player, World
+
+N = 16
+OPTIMA = torch.randn(4, N, generator=torch.Generator().manual_seed(0)) + 5.0
 
 
 def contribution(member, tokens=1.0, digest="d", norm=1.0, fingerprint=7):
@@ -75,3 +84,51 @@ def test_a_record_has_room_for_thousands_and_keeps_the_own_delta():
     assert len(entries) == MOST and entries[-1].member == names[-1]
     fields, payload = Record(0, 1, Link(), 7, "a", entries).sealed()
     assert len(Envelope("r").seal(record_name(0, 1, 0), "record", fields, payload).body) < WHOLE_RECORD
+
+
+class Trainer(Player):
+    """A member that trains towards the optimum of its own data; what it sends is multiplied."""
+
+    def __init__(self, world, k, factor=1.0, work=1.0):
+        model = nn.Linear(N, 1, bias=False)
+        nn.init.zeros_(model.weight)
+        super().__init__(world, "abcd"[k], model=model, settings=SETTINGS | {"outer": SGD(0.7), "sync_every": 8})
+        self.optimum, send = OPTIMA[k], self.reduce.send
+
+        def altered(fragment, index, delta):
+            def made():
+                made = delta()
+                return replace(made, values=made.values * factor, weight=made.weight * work)
+
+            send(fragment, index, made)
+
+        self.reduce.send = altered
+
+    def step(self):
+        with torch.no_grad():
+            self.model.weight += 0.1 * (self.optimum - self.model.weight)
+        self.diloco.step()
+
+
+def trained(factor=1.0, work=1.0):
+    """The mean loss of the first three of four members on the anchor, after some rounds; the fourth is broken."""
+    world = World(1)
+    members = [Trainer(world, k, *((factor, work) if k == 3 else ())) for k in range(4)]
+    for member in (*members, *members):
+        member.turn()
+    for _ in range(120):
+        for member in members:
+            member.step()
+            member.turn()
+        world.now += 0.1
+    assert world.closed(0) > 10
+    anchor = members[0].diloco._fragments[0].state.anchor
+    return ((anchor - OPTIMA[:3]) ** 2).sum(1).mean().item()
+
+
+@pytest.mark.slow
+def test_one_broken_machine_of_four_slows_the_run_down_and_does_not_take_it_over():
+    sound, start = trained(), (OPTIMA[:3] ** 2).sum(1).mean().item()
+    turned, huge, worked = trained(-9.9), trained(-1e6), trained(-1.0, 32.0)
+    assert turned == huge  # it counts the same however large it is
+    assert max(turned, worked) < 2 * sound < start / 2

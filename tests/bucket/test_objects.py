@@ -21,6 +21,7 @@ from diloco.bucket.rounds import (
     record_name,
 )
 from diloco.bucket.store.envelope import HEADER, PART, PREFIX, PROTOCOL, Envelope, Invalid, get, put
+from diloco.bucket.store.keys import read_secret
 from diloco.bucket.store.operations import Oversized
 from diloco.errors import ConfigError, Mismatch
 from tests.support.players import Player, World, complete
@@ -162,7 +163,7 @@ def test_a_member_with_other_settings_is_told_which():
         Player(world, "b", rounds=5).turn()
 
 
-RECORD = {"fragment": 0, "index": 1, "previous": "p", "usual": 2.0, "fingerprint": 7, "by": "a", "keys": "",
+RECORD = {"fragment": 0, "index": 1, "previous": "p", "usual": 2.0, "fingerprint": 7, "by": "a",
           "heads": ""}  # fmt: skip
 FOLLOWS = Link("p", 2.0)
 GOOD = [["a", "0" * 64, 100.0, 3.0, 0.1], ["b", "1" * 64, 300.0, 3.0, 0.3]]
@@ -217,14 +218,6 @@ def test_a_good_record_is_read_as_it_was_written():
 def test_a_bad_record_is_not_a_record(changes):
     with pytest.raises(Invalid):
         record(**changes)
-
-
-@pytest.mark.parametrize("keys", ["garbage", "00000001", f"00000001.{'g' * 64}"])
-def test_a_record_that_a_snapshot_names_names_a_list_of_members_or_none(keys):
-    """What it follows is not known then, so nothing else would find it out."""
-    assert record(follows=None).entries and record(follows=None, keys=f"00000001.{'0' * 64}").entries
-    with pytest.raises(Invalid, match="list of members"):
-        record(follows=None, keys=keys)
 
 
 def test_a_large_payload_lies_in_parts_which_are_put_first_and_each_is_checked():
@@ -301,7 +294,7 @@ def test_any_header_is_read_or_refused(changes, kind):
     body = PREFIX.pack(b"DLCO", len(header), bytes(32)) + header
     read = {
         "record": lambda found: read_record(found, 0, 1, Link("p", 2.0)),
-        "delta": lambda found: read_delta(found, 0, 1, layout_of(Float32(), 0, sharing=False)),
+        "delta": lambda found: read_delta(found, 0, 1, layout_of(Float32(), 0)),
         "member": read_member,
     }[kind]
     try:
@@ -370,3 +363,13 @@ def test_garbage_in_place_of_the_unit_stops_nobody():
     world.objects["unit"] = b"garbage"
     a = counting(world, "a", 0)
     assert min(a.held) > 2 and [e["object"] for e in a.reduce.events() if e["event"] == "invalid"] == ["unit"]
+
+
+def test_a_secret_comes_from_a_file_and_is_long_enough(tmp_path):
+    (tmp_path / "secret").write_text("k" * 32 + "\n")
+    (tmp_path / "short").write_text("k")
+    assert read_secret(tmp_path / "secret") == b"k" * 32 and read_secret(None) is None
+    with pytest.raises(ConfigError, match="at least 16"):
+        read_secret(tmp_path / "short")
+    with pytest.raises(ConfigError, match="No such file"):
+        read_secret(tmp_path / "none")

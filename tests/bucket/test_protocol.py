@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from diloco.bucket import averaging, deltas, protocol, round_store, run
+from diloco.bucket import deltas, protocol, round_store, run
 from diloco.bucket import rounds as round_
 from diloco.bucket import snapshots as snapshot
 from diloco.bucket.rounds import folder, record_name, share_name
@@ -25,11 +25,10 @@ def few_rounds(monkeypatch):
 
 
 def shorten(set_):
-    set_(averaging, "chance", lambda: 0.0)  # every round is checked by all
     set_(deltas, "LEAST", 4)
     set_(deltas, "UNIT", 2)
     set_(snapshot, "EVERY", 3)
-    set_(snapshot, "NAMED", 1)
+    set_(snapshot, "STRIDE", 1)
     set_(snapshot, "KEEP", 0.0)
     set_(protocol, "BEHIND", 2)
     set_(run, "BEHIND", 2)

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from diloco.bucket import averaging, deltas, round_store
+from diloco.bucket import deltas, round_store
 from diloco.bucket.bucket import PATIENCE
 from diloco.bucket.rounds import PIECES, delta_name, folder, record_name, round_prefix
 from diloco.bucket.store.folder import Folder
@@ -129,7 +129,6 @@ class PerMember(World):
 def test_in_a_crowd_requests_of_a_member_do_not_grow_with_the_members(monkeypatch):
     monkeypatch.setattr(deltas, "LEAST", 4)
     monkeypatch.setattr(deltas, "UNIT", 2)
-    monkeypatch.setattr(averaging, "chance", lambda: 1.0)
     asked = {}
     for count in (4, 16):
         world = PerMember(fragments=1, values=6)

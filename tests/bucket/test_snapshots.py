@@ -9,7 +9,7 @@ import torch
 import diloco.bucket.snapshots as snapshots_
 import diloco.bucket.store.envelope as envelope_
 from diloco import Float32
-from diloco.bucket.deltas import delta_fields, layout_of
+from diloco.bucket.deltas import layout_of
 from diloco.bucket.round_store import RoundStore
 from diloco.bucket.rounds import Entry, Link, Record, delta_name, place_of, record_name
 from diloco.bucket.snapshots import (
@@ -18,7 +18,6 @@ from diloco.bucket.snapshots import (
     index_of,
     read_snapshot,
     seal_snapshot,
-    snapshot_digest,
     superfluous,
 )
 from diloco.bucket.store.envelope import DIGEST, PREFIX, Envelope, Invalid
@@ -35,7 +34,7 @@ def state(index, anchor=(1.0, 2.0), outer=(3.0,)):
 
 def snapshots(rejected=None):
     reject = lambda name, _: (rejected if rejected is not None else []).append(name)  # noqa: E731
-    rounds = RoundStore(0, layout_of(Float32(), 2, sharing=False), ENVELOPE, reject)
+    rounds = RoundStore(0, layout_of(Float32(), 2), ENVELOPE, reject)
     return Snapshots(rounds, ENVELOPE, 0, state(0), "", reject, 8)
 
 
@@ -128,7 +127,7 @@ def test_the_header_of_a_snapshot_in_many_parts_is_read_whole(monkeypatch):
     for module in (envelope_, snapshots_):
         monkeypatch.setattr(module, "PART", 4)
     large, world, rejected = State(99_999_999, torch.ones(400), torch.ones(400)), World(), []
-    rounds = RoundStore(0, layout_of(Float32(), 400, sharing=False), ENVELOPE, lambda name, reason: None)
+    rounds = RoundStore(0, layout_of(Float32(), 400), ENVELOPE, lambda name, reason: None)
     reader = Snapshots(rounds, ENVELOPE, 0, large, "", lambda name, reason: rejected.append(reason), 8)
     sealed = seal_snapshot(ENVELOPE, 0, large, "f" * 64)
     world.objects[sealed.name] = sealed.body
@@ -153,63 +152,6 @@ def test_a_snapshot_that_does_not_belong_to_what_was_closed_is_not_used():
     assert found.index == 3 and {forged.name, other.name} <= set(rejected)
     complete(world, reader.refresh())
     assert reader.newest == 3
-
-
-def forged_run(named):
-    """A run of 17 rounds with a snapshot after round 16, and another one with the same values in another order, so that
-    the fingerprint is the same. The deltas of round 17 name the first or the second of them, or (None) none."""
-    world = World()
-    true, false = state(16, anchor=(1.0, 2.0, 3.0, 4.0)), state(16, anchor=(3.0, 4.0, 1.0, 2.0))
-    assert true.fingerprint() == false.fingerprint()
-    digest, link = close(world, 16)
-    both = [seal_snapshot(ENVELOPE, 0, each, digest) for each in (true, false)]
-    entries = []
-    for k, choice in enumerate(named):
-        fields = delta_fields(0, 17, f"m{k}", true.fingerprint(), 1.0) | (
-            {} if choice is None else {"snapshot": snapshot_digest(ENVELOPE, 0, (true, false)[choice], digest)}
-        )
-        delta = ENVELOPE.seal(delta_name(0, 17, f"m{k}"), "delta", fields, bytes(100_000))
-        world.objects[delta.name] = delta.body
-        entries.append(Entry(f"m{k}", delta.digest, 1.0, 1.0))
-    record = Record(0, 17, link, true.fingerprint(), "m0", tuple(entries))
-    sealed = ENVELOPE.seal(record_name(0, 17, 0), "record", *record.sealed())
-    for each in (*both, sealed):
-        world.objects[each.name] = each.body
-    rejected = []
-    reject = lambda name, reason: rejected.append(name)  # noqa: E731
-    rounds = RoundStore(0, layout_of(Float32(), 4, sharing=False), ENVELOPE, reject)
-    return world, both, Snapshots(rounds, ENVELOPE, 0, true, "", reject, 8), rejected
-
-
-@pytest.mark.parametrize("named", [(0, 0, 0), (0, 0, 1), (0, None, None), (1, 1, 0)], ids=str)
-def test_of_two_snapshots_with_one_fingerprint_that_is_used_which_most_members_have_named(named):
-    world, both, reader, rejected = forged_run(named)
-    good = max((0, 1), key=named.count)
-    found, _ = complete(world, reader.load())
-    assert found.anchor.tolist() == [[1.0, 2.0, 3.0, 4.0], [3.0, 4.0, 1.0, 2.0]][good]
-    del world.objects[both[good].name]
-    assert complete(world, reader.load()) is None and both[1 - good].name in rejected
-
-
-def test_where_nobody_names_a_snapshot_the_fingerprint_decides():
-    world, _, reader, rejected = forged_run((None, None))
-    assert complete(world, reader.load())[0].index == 16 and not rejected
-
-
-def test_a_snapshot_that_can_be_named_comes_before_newer_ones():
-    world = World()
-    for index in (16, 20):
-        complete(world, snapshots().store(state(index), close(world, index)[0]))
-    assert complete(world, snapshots().load())[0].index == 16
-    assert complete(world, snapshots().load(17))[0].index == 20
-
-
-def test_the_digest_of_a_snapshot_is_that_in_its_name(monkeypatch):
-    for part in (1 << 20, 12, 7):
-        monkeypatch.setattr(envelope_, "PART", part)
-        for outer in ((3.0,), (0.0,), ()):
-            each = state(16, outer=outer)
-            assert snapshot_digest(ENVELOPE, 0, each, "r") == seal_snapshot(ENVELOPE, 0, each, "r").digest
 
 
 def test_a_snapshot_of_another_branch_is_not_used():
@@ -284,12 +226,12 @@ def test_a_name_that_is_not_one_of_ours_harms_no_collection(name):
 
 
 @pytest.mark.parametrize(
-    ("header", "named", "first"), [(0, 1, 10), (0, 4, 12), (0, snapshots_.NAMED, 16), (snapshots_.FIELDS, 1, 7)]
+    ("header", "stride", "first"), [(0, 1, 10), (0, 4, 12), (0, snapshots_.STRIDE, 16), (snapshots_.FIELDS, 1, 7)]
 )
-def test_one_is_due_when_the_rounds_since_weigh_enough_and_others_can_name_it(header, named, first, monkeypatch):
+def test_one_is_due_when_the_rounds_since_weigh_enough_at_a_multiple_of_the_stride(header, stride, first, monkeypatch):
     """Two members: a delta of 8 bytes, a snapshot of 12, so that 25 times its bytes are moved after 10 rounds; or after
     7, where a header is larger than both."""
-    monkeypatch.setattr(snapshots_, "NAMED", named)
+    monkeypatch.setattr(snapshots_, "STRIDE", stride)
     monkeypatch.setattr(snapshots_, "FIELDS", header)
     own, due = snapshots(), []
     own.newest = 0

@@ -225,7 +225,7 @@ def test_traffic_is_that_of_the_reducer(n, replicas, codec):
     size, second = -(-n // replicas), mean.codec_of_mean(real, None)
     part = real.nbytes(n) if mean.gathers(real, replicas) else real.nbytes(size) + second.nbytes(size)
     assert up == (replicas - 1) * part
-    layout, bucket = layout_of(real, n, sharing=True), round_bytes(n, CODECS[codec], replicas, "bucket")
+    layout, bucket = layout_of(real, n), round_bytes(n, CODECS[codec], replicas, "bucket")
     if mean.gathers(real, replicas) or not layout.cut:
         assert bucket == (real.nbytes(n), (replicas - 1) * real.nbytes(n))
     else:

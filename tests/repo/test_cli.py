@@ -155,8 +155,8 @@ def test_a_method_reads_its_own_settings_only():
 
 
 def test_what_only_a_bucket_reads_says_so_and_is_refused_without_one():
-    given = {"member": "x", "join_only": True, "pace": "strict", "quorum": 2, "grace": 1.0, "merge": "closest",
-             "key_file": Path("key"), "founder": "ed25519:1", "encrypt": Path("secret")}  # fmt: skip
+    given = {"member": "x", "join_only": True, "pace": "strict", "quorum": 2, "grace": 1.0,
+             "key_file": Path("key"), "encrypt": Path("secret")}  # fmt: skip
     needing = {field.name: meaning(field).text for field in fields(TrainConfig) if meaning(field).needs == "bucket"}
     assert needing.keys() == given.keys()
     for name, value in given.items():

@@ -173,7 +173,7 @@ class Player:
         self.model = model
         if model is None:
             self.model = nn.Linear(world.values, world.fragments, bias=False)
-            options.setdefault("shares_from", 2 if world.values > 1 else 0)
+            options.setdefault("shares_from", 2 if world.values > 1 else 4)
             nn.init.constant_(self.model.weight, start)
         self.reduce = Driven(world, name, **options)
         self.diloco = DiLoCo(self.model, reduce=self.reduce, fragments=Balanced(world.fragments), **settings)

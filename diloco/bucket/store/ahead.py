@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
-from diloco.bucket.store.operations import All, Operation, Oversized, Read, Task, advance
+from diloco.bucket.store.operations import All, Operation, Oversized, Raised, Read, Task, advance
 
 T = TypeVar("T")
 SMALL = 64 << 10
@@ -37,10 +37,13 @@ class ReadAhead:
                 operation = advance(task, answer)
             except StopIteration as stop:
                 return stop.value
-            if isinstance(operation, All):
-                answer = yield from self._several(operation.operations)
-            else:
-                answer = self._take(operation) if self._has(operation) else (yield operation)
+            try:
+                if isinstance(operation, All):
+                    answer = yield from self._several(operation.operations)
+                else:
+                    answer = self._take(operation) if self._has(operation) else (yield operation)
+            except Exception as error:  # of a Work: it is the task's to catch
+                answer = Raised(error)
 
     def _several(self, operations: Sequence[Operation]) -> Task[list[Any]]:
         answers = {k: self._take(each) for k, each in enumerate(operations) if self._has(each)}

@@ -4,8 +4,8 @@ Body: magic, length of the header, signature, header, payload. The header holds 
 that ends in a digest holds the header's SHA-256. So a name commits to every byte. A payload of more than 16 MB lies in
 parts beside the object, which are put first: once the named object is there, all of it is.
 
-The signature is that of a secret that all members share (HMAC-SHA256), or a public key and what its owner signed
-(Ed25519). It covers run id, name and header, and through the header the payload.
+The signature is an HMAC-SHA256 with the secret that all members share, over run id, name and header, and through the
+header the payload. It is zeros in a run without a secret.
 """
 
 import hashlib
@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from diloco.bucket.store.keys import Key, KeyPair, Roster, verify
 from diloco.bucket.store.operations import (
     All,
     Create,
@@ -31,17 +30,13 @@ from diloco.bucket.store.operations import (
 )
 
 T = TypeVar("T")
-PROTOCOL = 4
+PROTOCOL = 5
 MAGIC = b"DLCO"
 ENCRYPTED = b"DLCE"
 """How an encrypted object begins."""
-SIGNATURE = 96
-"""Bytes: those of an HMAC and zeros, or a public key and an Ed25519 signature."""
-FOUNDERS = ("run", "list")
-"""Kinds of objects that only the founder signs."""
-JUDGED_BY_ROUND = ("record", "delta", "snapshot", "piece", "heads", "share")
-"""Kinds of objects whose signer must be listed in their round. For others the newest list counts."""
-PREFIX = struct.Struct("<4sI96s")
+SIGNATURE = 32
+"""Bytes."""
+PREFIX = struct.Struct("<4sI32s")
 HEADER = 64 << 10
 PART = 16 << 20
 DIGEST = "{digest}"
@@ -65,7 +60,6 @@ class Opened:
     header: Mapping[str, Any]
     payload: bytes
     nbytes: int  # read from the store
-    signer: bytes = b""  # public key, in a run whose members have their own
 
     def number(self, key: str, low: float, high: float) -> float:
         return number(self.header.get(key), key, low, high)
@@ -93,13 +87,10 @@ class Sealed:
 
 @dataclass(frozen=True)
 class Envelope:
-    """Makes and checks the objects of one run. With a key, objects that are not signed by it are invalid; with a
-    roster, those that are not signed by somebody who is listed. Of records and deltas this says only that the signer
-    was listed once: which list counts in their round, `diloco.bucket.roster` knows."""
+    """Makes and checks the objects of one run. With a key, objects that are not signed with it are invalid."""
 
     run: str
-    key: Key = None
-    roster: Roster | None = None
+    key: bytes | None = None
 
     def seal(self, name: str, kind: str, fields: Mapping[str, Any], payload: bytes = b"") -> Sealed:
         pieces = [payload[at : at + PART] for at in range(0, len(payload), PART)]
@@ -141,14 +132,13 @@ class Envelope:
         run = text(header.get("run"), "run")
         if self.run and run != self.run:
             raise Invalid("it belongs to another run")
-        signer = self._check(signature, run, name, raw)
+        if self.key is not None and not hmac.compare_digest(signature, self._sign(run, name, raw)):
+            raise Invalid("it is not signed with the key of this run")
         if header.get("protocol") != PROTOCOL:
             raise Invalid(f"its protocol is {header.get('protocol')!r:.40}, this is {PROTOCOL}: another version of "
                           "diloco made it; use that one, or begin a new run in another place")  # fmt: skip
         if header.get("kind") != kind:
             raise Invalid(f"it is not a {kind}")
-        if self.roster is not None:
-            _check_author(self.roster, signer, kind, header)
         digest = hashlib.sha256(raw).hexdigest()
         if (named := name.rpartition("-")[2]) != name and len(named) == 64 and named != digest:
             raise Invalid("its header is not the one that its name says")
@@ -160,36 +150,20 @@ class Envelope:
             raise Invalid("its checksums are missing")
         payload = data[PREFIX.size + length :]
         if len(sums) > 1 or head:
-            return Opened(name, digest, header, b"", len(data), signer)
+            return Opened(name, digest, header, b"", len(data))
         if len(payload) != nbytes:
             raise Invalid(f"its payload is {len(payload)} bytes long instead of {nbytes}")
         if sums and hashlib.sha256(payload).hexdigest() != sums[0]:
             raise Invalid("its checksum is wrong")
-        return Opened(name, digest, header, payload, len(data), signer)
-
-    @property
-    def signer(self) -> bytes:
-        """The own public key, in a run whose members have their own."""
-        return self.key.public if isinstance(self.key, KeyPair) else b""
+        return Opened(name, digest, header, payload, len(data))
 
     def _sign(self, run: str, name: str, header: bytes) -> bytes:
         """The header holds the checksums of the payload, so signing it signs both."""
         if self.key is None:
             return bytes(SIGNATURE)
-        signed = _signed(run, name, header)
-        if isinstance(self.key, KeyPair):
-            return self.key.public + self.key.sign(signed)
-        return hmac.new(self.key, signed, "sha256").digest().ljust(SIGNATURE, b"\0")
-
-    def _check(self, signature: bytes, run: str, name: str, header: bytes) -> bytes:
-        """Returns the public key that has signed, if members have their own. Raises Invalid."""
-        if self.roster is not None or isinstance(self.key, KeyPair):
-            if not verify(signature[:32], signature[32:], _signed(run, name, header)):
-                raise Invalid("it is not signed, or was changed")
-            return signature[:32]
-        if self.key is not None and not hmac.compare_digest(signature, self._sign(run, name, header)):
-            raise Invalid("it is not signed with the key of this run")
-        return b""
+        parts = (run.encode(), name.encode(), header)
+        signed = b"|".join(str(len(part)).encode() + b":" + part for part in parts)
+        return hmac.new(self.key, signed, "sha256").digest()
 
 
 def _sums(payload: Iterable[bytes | memoryview]) -> list[str]:
@@ -204,26 +178,6 @@ def _sums(payload: Iterable[bytes | memoryview]) -> list[str]:
             sums[-1].update(rest[:room])
             room, rest = room - len(rest[:room]), rest[room:]
     return [each.hexdigest() for each in sums]
-
-
-def _signed(run: str, name: str, header: bytes) -> bytes:
-    return b"|".join(str(len(part)).encode() + b":" + part for part in (run.encode(), name.encode(), header))
-
-
-def _check_author(roster: Roster, signer: bytes, kind: str, header: Mapping[str, Any]) -> None:
-    """Raises Invalid unless the signer may say this."""
-    founder = signer == roster.founder
-    if kind in FOUNDERS:
-        if not founder:
-            raise Invalid("it is not signed by the founder of the run")
-        return
-    names = roster.names_of(signer, ever=kind in JUDGED_BY_ROUND)
-    if not names and not (founder and kind == "snapshot"):
-        raise Invalid("its signer is not listed in the run")
-    claimed = header.get("by", header.get("member"))
-    claimed = claimed.get("name") if isinstance(claimed, dict) else claimed
-    if claimed is not None and claimed not in names:
-        raise Invalid("it is signed by another member than it says")
 
 
 def put(sealed: Sealed, stale: Callable[[], bool] | None = None) -> Task[bool]:
@@ -258,7 +212,7 @@ def get(envelope: Envelope, name: str, kind: str, size: int | None) -> Task[Open
     if any(part is None for part in parts):
         return None
     payload = yield Work(lambda: _joined(parts, sums, found.header["size"]))
-    return Opened(name, found.digest, found.header, payload, found.nbytes + len(payload), found.signer)
+    return Opened(name, found.digest, found.header, payload, found.nbytes + len(payload))
 
 
 def read_twice(
