@@ -20,6 +20,7 @@ COMMANDS = {
     "compare": "run several methods or settings at equal tokens, side by side",
     "report": "summarize a run: a table here, curves and timeline in one HTML file",
     "dashboard": "serve a live dashboard",
+    "stop": "stop a run as Ctrl-C would, with a checkpoint",
     "ls": "list runs and their state",
     "watch": "watch a run in a bucket, live, from anywhere",
     "sample": "generate text with the model of a run",

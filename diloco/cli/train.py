@@ -11,7 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from diloco.cli import stopped, supervise
+from diloco.cli import stop, supervise
 from diloco.errors import ConfigError, DiLoCoError, Mismatch
 from diloco.flags import parse, recipe_of, spelled, stored, to_toml
 from diloco.outer import OUTERS
@@ -130,7 +130,7 @@ def run_here(config: TrainConfig, *, show: bool = True) -> tuple[int, Path]:
     if reason:
         print(f"diloco: {reason}", file=sys.stderr)
     if code == 130:
-        print(f"diloco: {stopped.sentence(folder)}", file=sys.stderr)
+        print(f"diloco: {stop.sentence(folder)}", file=sys.stderr)
     if code in (2, 130) and not (folder / "config.toml").exists():
         shutil.rmtree(folder)  # refused, or stopped before there was anything to keep
     if show and (folder / "summary.json").exists() and (code == 0 or (code == 130 and config.json)):
@@ -180,7 +180,7 @@ def _be_rank(config: TrainConfig, world: World) -> int:
         if world.rank == 0:
             write_summary(folder, summary)
             if leads and summary.stopped and not config.json:
-                print(f"diloco: {stopped.sentence(folder)}", file=sys.stderr)
+                print(f"diloco: {stop.sentence(folder)}", file=sys.stderr)
             elif leads:
                 show_run(folder, config.json)
         dist.destroy_process_group()
@@ -248,7 +248,7 @@ def _be_member(config: TrainConfig) -> int:
             return 0
         write_summary(folder, summary)
         if summary.stopped and not config.json:
-            print(f"stopped at step {summary.steps}, which is saved; the same command returns", file=sys.stderr)
+            print(f"diloco: {stop.sentence(folder)}", file=sys.stderr)
         else:
             show_run(folder, config.json)
     return 130 if summary.stopped else 0

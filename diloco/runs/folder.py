@@ -1,9 +1,10 @@
 """The folder of a run: a new one, an existing one, and the lock that keeps a second process out of it. No torch."""
 
 import fcntl
+import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from diloco.errors import ConfigError
@@ -55,14 +56,28 @@ def by_age(out: Path) -> list[Path]:
 
 def in_use(folder: Path) -> bool:
     """Whether a process holds the lock of the run, or that of one of its replicas."""
-    for path in (folder / "lock", *folder.glob("replica-*/lock")):
-        if path.exists():
-            with path.open() as file:
-                try:
-                    fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    return True
+    for path in _locks(folder):
+        with path.open() as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return True
     return False
+
+
+def holders(folder: Path) -> list[int]:
+    """The processes on this machine that run it: all that have a lock of it open, except children of such processes."""
+    locks = {str(path.resolve()) for path in _locks(folder)}
+    parents: dict[int, int] = {}
+    for process in Path("/proc").glob("[0-9]*") if in_use(folder) else ():
+        with suppress(OSError):  # it has ended, or is another user's
+            if locks & {os.readlink(file) for file in (process / "fd").iterdir()}:
+                parents[int(process.name)] = int((process / "stat").read_text().rpartition(")")[2].split()[1])
+    return [pid for pid, parent in sorted(parents.items()) if parent not in parents and pid != os.getpid()]
+
+
+def _locks(folder: Path) -> list[Path]:
+    return [path for path in (folder / "lock", *folder.glob("replica-*/lock")) if path.is_file()]
 
 
 @contextmanager
@@ -79,7 +94,8 @@ def locked(folder: Path, busy: str = "") -> Iterator[int]:
                 break
             except BlockingIOError:
                 if not pause:
-                    usual = f"{folder} is in use by another process: wait until it ends, or give another --name"
-                    raise ConfigError(busy or usual) from None
+                    pids = f" (process {', '.join(map(str, holders(folder)))})" if holders(folder) else ""
+                    usual = f"{folder} is in use by another process{pids}: stop it with `diloco stop {folder}`, "
+                    raise ConfigError(busy or f"{usual}wait until it ends, or give another --name") from None
                 time.sleep(pause)
         yield file.fileno()

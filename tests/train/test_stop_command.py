@@ -1,11 +1,16 @@
-"""What is said of a run that was stopped."""
+"""`diloco stop`, and what is said of a run that was stopped."""
 
 import json
+import os
+import signal
 from pathlib import Path
 
 import pytest
 
-from diloco.cli.stopped import sentence
+from diloco.cli.stop import sentence
+from diloco.errors import ConfigError
+from diloco.runs.folder import holders, locked
+from tests.support.commands import children, ended, run_here, start, training, wait_for_lines
 from tests.support.run_directory import make_run
 
 
@@ -38,3 +43,29 @@ def test_a_run_outside_the_usual_folder_is_found_again(tmp_path):
 
 def test_a_run_without_a_step_has_nothing_to_resume(tmp_path):
     assert sentence(tmp_path) == "stopped; no step was done, there is nothing to resume"
+
+
+def test_a_run_is_stopped_from_another_terminal_with_a_checkpoint(place):
+    process = start(place, *training("far", "--steps", "100_000"))
+    wait_for_lines(place / "runs/far/replica-1/metrics.jsonl", 3, process)
+    with pytest.raises(ConfigError, match=rf"in use by another process \(process {process.pid}\): stop it with"), \
+            locked(place / "runs/far"):  # fmt: skip
+        pass
+    code, out, err = run_here(place, "stop", "runs/far")
+    assert code == 0 and f"process {process.pid}" in err and "which is saved; go on with: diloco train" in out, err
+    assert ended(process)[0] == 130
+    code, _, err = run_here(place, "stop", "runs/far")
+    assert code == 2 and "no process on this machine runs runs/far" in err
+
+
+def test_replicas_whose_launcher_was_killed_are_found_by_their_lock(place):
+    process = start(place, *training("orphaned", "--steps", "100_000"))
+    wait_for_lines(place / "runs/orphaned/replica-1/metrics.jsonl", 1, process)
+    replicas = children(process)
+    for replica in replicas:
+        os.kill(replica, signal.SIGSTOP)  # so that they do not notice
+    process.kill()
+    process.wait()
+    assert holders(place / "runs/orphaned") == sorted(replicas)
+    for replica in replicas:
+        os.kill(replica, signal.SIGKILL)
