@@ -12,6 +12,7 @@ from typing import Any
 from diloco.cli import supervise
 from diloco.errors import ConfigError, DiLoCoError
 from diloco.flags import REQUIRED, flag, parse
+from diloco.runs import folder as folders
 from diloco.runs.config import TrainConfig, stored_settings
 from diloco.world import own_world, started_here
 
@@ -54,12 +55,13 @@ def checkpoint_of(run: Path, step: int | None) -> tuple[Path, int]:
     """The folder of a checkpoint of a run, the newest if no step is given, and its step."""
     if not (run / "config.toml").exists():
         raise ConfigError(f"{run} holds no run: give a folder with a config.toml, as in runs/tiny-streaming-1")
-    folder = run / "replica-0" / "checkpoints"
-    steps = sorted(int(path.name.removeprefix("step-")) for path in folder.glob("step-*"))
-    chosen = step if step is not None else max(steps, default=None)
-    if chosen is None or chosen not in steps:
-        raise ConfigError(f"{run} has no checkpoint of step {chosen}; there are {steps or 'none'}")
-    return folder / f"step-{chosen:08d}", chosen
+    paths = folders.checkpoints(run / "replica-0" / "checkpoints")
+    if not paths:
+        raise ConfigError(f"{run} has no complete checkpoint: there is one after --save-every steps and at the end")
+    chosen = max(paths) if step is None else step
+    if chosen not in paths:
+        raise ConfigError(f"{run} has no checkpoint of step {chosen}; there are {sorted(paths)}")
+    return paths[chosen], chosen
 
 
 def _write(settings: TrainConfig, checkpoint: Path, to: Path) -> None:

@@ -59,8 +59,5 @@ def sentence(folder: Path) -> str:
 
 def _saved(folder: Path) -> int | None:
     """The newest step of which every replica here has a checkpoint."""
-    steps = [
-        {int(path.name.removeprefix("step-")) for path in replica.glob("checkpoints/step-*")}
-        for replica in folder.glob("replica-*")
-    ]
+    steps = [set(folders.checkpoints(replica / "checkpoints")) for replica in folder.glob("replica-*")]
     return max(set.intersection(*steps), default=None) if steps else None

@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -46,6 +47,12 @@ def store(folder: Path, settings: str, rank: int) -> None:
     new = folder / f"config.toml.{rank}"
     new.write_text(settings, encoding="utf-8")
     new.replace(folder / "config.toml")
+
+
+def checkpoints(folder: Path) -> dict[int, Path]:
+    """The complete checkpoints of a replica by step. While one is saved again, .new has the newer one."""
+    names = {path: re.fullmatch(r"step-([0-9]{8,15})(\.new)?", path.name) for path in sorted(folder.glob("step-*"))}
+    return {int(name[1]): path for path, name in names.items() if name and (path / ".metadata").exists()}
 
 
 def by_age(out: Path) -> list[Path]:

@@ -1,10 +1,13 @@
 """Checkpoints of one replica: complete or absent, the last few kept, found again by step.
 
 Each replica has its own folder, on its own machine or not. A checkpoint is written under another name by
-torch.distributed.checkpoint and renamed when it is complete: a kill at any moment leaves only complete ones.
+torch.distributed.checkpoint and renamed when it is complete: a kill at any moment leaves only complete ones. One that
+exists is deleted only after its successor has a name that `diloco.runs.folder.checkpoints` finds.
 """
 
 import errno
+import logging
+import os
 import shutil
 import warnings
 from collections.abc import Iterator
@@ -18,6 +21,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from diloco.errors import ConfigError
 from diloco.reduce.groups import gather_json
+from diloco.runs import folder as folders
+
+log = logging.getLogger("diloco")
 
 
 class Checkpoints:
@@ -30,25 +36,36 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """Steps that have a complete checkpoint here."""
-        found = self._folder.glob("step-*") if self._folder.exists() else ()
-        return sorted(int(path.name.removeprefix("step-")) for path in found if (path / ".metadata").exists())
+        return sorted(folders.checkpoints(self._folder))
 
     def newest_common(self) -> int | None:
         """The newest step of which all replicas have a complete checkpoint."""
-        return max(set.intersection(*map(set, gather_json(dist.group.WORLD, self.steps()))), default=None)
+        complete = folders.checkpoints(self._folder)
+        for path in sorted({*self._folder.glob("step-*")} - {*complete.values()}) if self._leader else ():
+            log.warning("ignored %s: not a complete checkpoint", path)
+        return max(set.intersection(*map(set, gather_json(dist.group.WORLD, sorted(complete)))), default=None)
 
     def save(self, step: int, state: dict[str, Any]) -> None:
-        final, temporary = self._path(step), self._folder / f"writing-{step:08d}"
+        final, temporary = self._folder / f"step-{step:08d}", self._folder / f"writing-{step:08d}"
         try:
             if self._leader:
+                for path in folders.checkpoints(self._folder).values():
+                    if path.suffix == ".new":  # of a process that was killed
+                        _replace(path.with_suffix(""), path)
                 shutil.rmtree(temporary, ignore_errors=True)
                 temporary.mkdir(parents=True)
             self._barrier()
             with alone():
                 dcp.save(state, checkpoint_id=temporary, process_group=self._group, no_dist=self._group is None)
             if self._leader:
-                shutil.rmtree(final, ignore_errors=True)
-                temporary.rename(final)
+                _sync(temporary)
+                if final.exists():
+                    newer = temporary.rename(final.with_suffix(".new"))
+                    _sync(self._folder)
+                    _replace(final, newer)
+                else:
+                    temporary.rename(final)
+                _sync(self._folder)
         except (OSError, CheckpointException, RuntimeError) as error:
             if self._leader:
                 shutil.rmtree(temporary, ignore_errors=True)
@@ -60,18 +77,16 @@ class Checkpoints:
 
     def load(self, step: int, state: dict[str, Any]) -> None:
         """Fill `state` in place."""
+        path = folders.checkpoints(self._folder)[step]
         try:
             with alone():
-                dcp.load(state, checkpoint_id=self._path(step), process_group=self._group, no_dist=self._group is None)
+                dcp.load(state, checkpoint_id=path, process_group=self._group, no_dist=self._group is None)
         except (CheckpointException, RuntimeError, ValueError) as error:
             reason = str(error).strip().splitlines()[-1][:200]
             raise ConfigError(
-                f"{self._path(step)} does not fit this run ({reason}): it has another model, method or number of "
+                f"{path} does not fit this run ({reason}): it has another model, method or number of "
                 "shards; resume with the settings in the run's config.toml, or start under another --name"
             ) from error
-
-    def _path(self, step: int) -> Path:
-        return self._folder / f"step-{step:08d}"
 
     def _barrier(self) -> None:
         if self._group is not None:
@@ -83,9 +98,28 @@ class Checkpoints:
     def _prune(self) -> None:
         """Delete all but the last few, but none that is newer than what every replica is known to have."""
         common = min(int(self._store.get(f"saved/{rank}")) for rank in range(dist.get_world_size()))
-        for step in self.steps()[: -self._keep]:
+        for step, path in sorted(folders.checkpoints(self._folder).items())[: -self._keep]:
             if step < common:
-                shutil.rmtree(self._path(step))
+                _delete(path)
+
+
+def _replace(path: Path, newer: Path) -> None:
+    _delete(path)
+    newer.rename(path)
+
+
+def _delete(path: Path) -> None:
+    (path / ".metadata").unlink(missing_ok=True)  # first: without it, what is left does not look complete
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def _sync(folder: Path) -> None:
+    """Make the names in a folder survive a power failure."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 @contextmanager

@@ -14,6 +14,12 @@ from tests.support.commands import children, ended, run_here, start, training, w
 from tests.support.run_directory import make_run
 
 
+def _checkpoint(replica: Path, step: int) -> None:
+    path = replica / f"checkpoints/step-{step:08d}"
+    path.mkdir(parents=True)
+    (path / ".metadata").touch()
+
+
 @pytest.mark.parametrize(
     ("saved", "says"),
     [
@@ -28,8 +34,8 @@ def test_a_stopped_run_says_what_is_saved_and_how_to_go_on(tmp_path, monkeypatch
     (run / "summary.json").write_text(json.dumps({"stopped": True, "steps": 15}))  # of an earlier stop
     for step in saved:
         for replica in ("replica-0", "replica-1"):
-            (run / replica / f"checkpoints/step-{step:08d}").mkdir(parents=True)
-    (run / "replica-0/checkpoints/step-00000050").mkdir(parents=True)  # the other replica was killed before it
+            _checkpoint(run / replica, step)
+    _checkpoint(run / "replica-0", 50)  # the other replica was killed before it
     assert sentence(run).startswith(says)
     assert sentence(run).endswith("my run'") or not saved
 
@@ -37,7 +43,7 @@ def test_a_stopped_run_says_what_is_saved_and_how_to_go_on(tmp_path, monkeypatch
 def test_a_run_outside_the_usual_folder_is_found_again(tmp_path):
     run = make_run(tmp_path / "elsewhere/one", steps=60)
     for replica in ("replica-0", "replica-1"):
-        (run / replica / "checkpoints/step-00000060").mkdir(parents=True)
+        _checkpoint(run / replica, 60)
     assert sentence(run).endswith(f"--resume --name one --out {tmp_path / 'elsewhere'}")
 
 
