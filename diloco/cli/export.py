@@ -32,8 +32,8 @@ EXAMPLES = ("diloco export runs/tiny-streaming-1 --to tiny-hf",)
 
 def main(config: ExportConfig) -> int:
     checkpoint, step = checkpoint_of(config.run, config.step)
-    if (config.to / "config.json").exists():
-        raise ConfigError(f"{config.to} holds a model already: give another --to, or remove it first")
+    if config.to.exists() and not (config.to.is_dir() and not any(config.to.iterdir())):
+        raise ConfigError(f"{config.to} is not an empty folder: give another --to, or empty it first")
     settings: TrainConfig = parse(TrainConfig, stored_settings(config.run))
     if not started_here():
         print(f"export: writing the anchors of {config.run}, step {step}; loading torch takes some seconds",

@@ -1,5 +1,6 @@
 """Start the processes of a run on this machine, watch them, stop them, and say why they failed."""
 
+import contextlib
 import json
 import os
 import signal
@@ -121,9 +122,10 @@ def _reason(processes: list[subprocess.Popen[bytes]], folder: Path) -> tuple[int
 def write_error(folder: Path, world: World, error: BaseException, code: int) -> None:
     """Leave the reason of a failure where the process that started this one finds it."""
     home = folder / f"replica-{world.replica}"
-    home.mkdir(parents=True, exist_ok=True)
     message = str(error) if str(error) else type(error).__name__
     if code != 2:
         message = f"replica {world.replica}: {type(error).__name__}: {message}; see {home / 'log.txt'}"
     value = {"type": type(error).__name__, "message": message, "code": code, "time": time.time()}
-    (home / f"error-{world.shard}.json").write_text(json.dumps(value))
+    with contextlib.suppress(OSError):  # the folder itself may be what failed
+        home.mkdir(parents=True, exist_ok=True)
+        (home / f"error-{world.shard}.json").write_text(json.dumps(value))

@@ -200,7 +200,7 @@ def _agree_on_folder(config: TrainConfig, world: World, store: Any) -> Path:
         chosen = config.out / str(config.name) if started_here() else _folder(config)
         store.set("folder", chosen.name)
     folder = config.out / store.get("folder").decode()
-    (folder / f"replica-{world.replica}").mkdir(parents=True, exist_ok=True)
+    folders.make(folder / f"replica-{world.replica}")
     return folder
 
 

@@ -42,6 +42,14 @@ def existing(out: Path, name: str | None) -> Path:
     return runs[-1]
 
 
+def make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "lock").touch()
+    except OSError as error:
+        raise ConfigError(f"cannot write to {folder}: {error.strerror}; give another folder with --out") from error
+
+
 def store(folder: Path, settings: str, rank: int) -> None:
     """Write config.toml as a whole: where machines share the folder, a process on each of them does."""
     new = folder / f"config.toml.{rank}"
@@ -93,7 +101,7 @@ def locked(folder: Path, busy: str = "") -> Iterator[int]:
 
     `busy`: what to say if another process holds it. Yields the file descriptor, to be passed on to child processes.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    make(folder)
     with (folder / "lock").open("w") as file:
         for pause in PAUSES:
             try:

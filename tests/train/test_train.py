@@ -118,6 +118,13 @@ def test_wrong_input_is_one_line_with_the_remedy_before_anything_starts(place, t
     assert not list(tmp_path.iterdir())
 
 
+def test_a_folder_that_cannot_be_written_is_named(place, tmp_path):
+    (tmp_path / "file").touch()
+    words = ["train", "--data", "corpus.txt", "--steps", "2", "--out", str(tmp_path / "file")]
+    for code, _, err in (run_here(place, *words), *(ended(p) for p in start_ranks(place, 1, main, words))):
+        assert code == 2 and "cannot write to" in err and "--out" in err and "Traceback" not in err
+
+
 def test_a_name_with_a_space_or_a_dot_is_the_name_of_the_folder(place, tmp_path):
     words = ["--steps", "2", "--save-every", "2", "--out", tmp_path]
     code, _, err = train(place, "exp 1.b", *words)
@@ -254,7 +261,7 @@ def test_report_and_export_read_a_finished_run(place, whole):
     code, _, err = run_here(place, "export", "runs/absent", "--to", "elsewhere")
     assert code == 2 and "holds no run" in err
     code, _, err = run_here(place, "export", "runs/whole", "--to", "exported")
-    assert code == 2 and "holds a model already" in err
+    assert code == 2 and "not an empty folder" in err
 
 
 def test_the_model_of_a_run_and_an_exported_one_go_on_with_a_text(place, whole):
@@ -269,7 +276,7 @@ def test_the_model_of_a_run_and_an_exported_one_go_on_with_a_text(place, whole):
     assert code == 0 and second == first, err
     for words, message in ((["absent"], "there is no folder absent"), (["cache", "x"], "holds neither a run"),
                            (["runs/whole", "x", "--temperature", "-1"], "give 0 or more"),
-                           (["runs/whole", "x", "y"], "'y' is not the value of a flag")):  # fmt: skip
+                           (["runs/whole", "x", "y"], "unexpected argument 'y'")):  # fmt: skip
         code, _, err = run_here(place, "sample", *words)
         assert code == 2 and message in err
 
