@@ -8,6 +8,7 @@ import json
 import os
 import re
 import socket
+import stat
 import threading
 import time
 from collections import Counter
@@ -25,6 +26,9 @@ from diloco.reduce.header import NBYTES, Header
 
 PATIENCE = 2.0
 """Seconds in which the others can say that their exchange broke too. They learn of it at once."""
+UNREACHABLE = 60
+"""Seconds without an answer from another machine's kernel after which its replica is lost: power, a cable, a router. A
+replica that is only slow still answers, whatever it computes: for those there is the timeout."""
 UNLIMITED = timedelta(days=365)
 
 
@@ -139,8 +143,11 @@ class Groups:
         assert place.store is not None
         store = dist.PrefixStore(f"{name}/{self._opened[name]}", place.store)
         self._store = self._store or store  # that of the first group, which all replicas share
+        before = _open_files()
         try:
-            return dist.ProcessGroupGloo(store, place.index, place.size, timedelta(seconds=self._timeout))
+            group = dist.ProcessGroupGloo(store, place.index, place.size, timedelta(seconds=self._timeout))
+            _keep_alive(_open_files() - before)
+            return group
         except RuntimeError as error:
             raise Broken(_explain(str(error), self._timeout)) from None
 
@@ -305,10 +312,35 @@ class Transfer:
         return bool((self._seen[k] == _GOOD).all())
 
 
+def _open_files() -> set[int]:
+    return {int(name) for name in os.listdir("/dev/fd")} if os.path.isdir("/dev/fd") else set()
+
+
+def _keep_alive(files: set[int]) -> None:
+    """Let the kernel notice peers that have become unreachable. This also keeps idle connections open in routers, which
+    forget them after minutes. Gloo has no option for it, so this takes what it has opened; if another thread has opened
+    a connection meanwhile, that does no harm."""
+    options = {"TCP_KEEPIDLE": UNREACHABLE // 4, "TCP_KEEPALIVE": UNREACHABLE // 4, "TCP_KEEPINTVL": UNREACHABLE // 4,
+               "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 1000 * UNREACHABLE}  # fmt: skip
+    for file in files:
+        with suppress(OSError):  # closed again
+            if stat.S_ISSOCK(os.fstat(file).st_mode):
+                connection = socket.socket(fileno=file)
+                try:
+                    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                    for name, value in options.items():
+                        if hasattr(socket, name):  # which of them exist depends on the system
+                            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+                finally:
+                    connection.detach()
+
+
 def _explain(message: str, timeout: float) -> str:
     if "Timed out" in message:
         return f"another replica did not answer within {timeout:g} s"
     peer = re.search(r"\[[^\]]*\]:\d+(?!\])", message)
+    if "Connection timed out" in message or "No route to host" in message:
+        return f"another replica{f' ({peer[0]})' if peer else ''} has been unreachable for {UNREACHABLE} s"
     if "closed by peer" in message or "reset by peer" in message:
         return f"another replica{f' ({peer[0]})' if peer else ''} is gone: its connection was closed"
     return f"the exchange failed: {message.splitlines()[0][:200]}"

@@ -4,6 +4,8 @@ import itertools
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
 from datetime import timedelta
 from types import SimpleNamespace
@@ -30,6 +32,7 @@ from diloco.reduce import Delta, State, groups, local
 from diloco.reduce.groups import Broken
 from tests.support.members import until
 from tests.support.models import Tiny, adamw, anchors, flat, loss_of, steps
+from tests.support.netns import DEVICE, impossible, network
 from tests.support.processes import message_of, run
 
 
@@ -100,6 +103,68 @@ def test_a_lost_peer_is_named_soon_on_every_survivor_and_the_state_can_be_saved(
         assert "state can still be saved" in message
         assert text in message or "is gone" in message  # a survivor that sees another one close says so
     assert all(results[rank][1] >= 12 for rank in (0, 2))
+
+
+_HOST = """
+import sys, torch
+from diloco import Collective, Float32, PeerLost
+from diloco.reduce import Delta, State, groups
+groups.UNREACHABLE = 4
+reduce = Collective(at="10.77.0.1:29400", replica=int(sys.argv[1]), replicas=2, timeout=600.0)
+state = State(0, torch.zeros(5), torch.zeros(0))
+reduce.join({}, [state], [Float32()])
+print("joined", flush=True)
+sys.stdin.readline()
+reduce.send(0, 1, lambda: Delta(torch.ones(5), 1.0, False, state.fingerprint()))
+print("sent", flush=True)
+try:
+    reduce.take(0, 1)
+except PeerLost as error:
+    print(error, flush=True)
+"""
+
+
+@pytest.mark.skipif((REASON := impossible()) is not None, reason=str(REASON))
+def test_a_cable_that_is_cut_is_noticed_on_both_sides_long_before_the_timeout():
+    """The first replica waits for the other when it happens; the second has not sent yet."""
+    with network(2) as net:
+        hosts = [
+            subprocess.Popen(
+                [*net.command(m), sys.executable, "-c", _HOST, str(m)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                text=True, env=os.environ | {"GLOO_SOCKET_IFNAME": DEVICE},
+            )
+            for m in range(2)
+        ]  # fmt: skip
+        try:
+            assert [host.stdout.readline() for host in hosts] == ["joined\n"] * 2
+            hosts[0].stdin.write("\n")
+            hosts[0].stdin.flush()
+            assert hosts[0].stdout.readline() == "sent\n"
+            subprocess.run(["ip", "-n", net.namespaces[1], "link", "set", DEVICE, "down"], check=True)
+            said = [host.communicate("\n", timeout=100)[0] for host in hosts]
+        finally:
+            for host in hosts:
+                host.kill()
+                host.communicate()
+    for m, text in enumerate(said):
+        assert "unreachable for 4 s" in text
+        assert f"The other is replica {1 - m} " in text
+
+
+def _slow(rank):
+    groups.UNREACHABLE = 4
+    model = Tiny()
+    optimizer = adamw(model)
+    with DiLoCo(model, optimizer, sync_every=2, overlap=0, reduce=Collective(timeout=600.0)) as diloco:
+        for step in steps(model, optimizer, rank, 1, 4):
+            if step == 3 and rank == 1:
+                time.sleep(6)  # an evaluation
+    return diloco.stats.rounds
+
+
+def test_a_slow_replica_is_not_taken_for_an_unreachable_one():
+    first, second = run(2, _slow)
+    assert first == second > 0
 
 
 def _learn_of_it_from_a_survivor(rank, folder):
