@@ -48,7 +48,7 @@ def denormals() -> str:
     """What this thread does with results below 2^-126."""
     import torch
 
-    return "kept" if float(torch.tensor(2.0**-126) * 0.5) else "flushed to zero"
+    return "kept" if float(torch.tensor(2.0**-126, device="cpu") * 0.5) else "flushed to zero"
 
 
 GROWTH = 10

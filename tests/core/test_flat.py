@@ -37,12 +37,43 @@ def test_a_parameter_without_dimensions_is_one_row():
     assert view.size == 1 and values.tolist() == [3.0] and scalar.item() == 4.0
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int8, torch.complex128])
 def test_a_checksum_changes_with_the_only_value_and_not_with_the_memory_it_lies_in(dtype):
     one, other = torch.tensor(1, dtype=dtype), torch.tensor(2, dtype=dtype)
     assert checksum(one) != checksum(other) and checksum(torch.empty(0, dtype=dtype)) == 0
-    table = torch.arange(6, dtype=dtype).reshape(2, 3)
+    table = torch.arange(6).to(dtype).reshape(2, 3)
     assert checksum(table.T) == checksum(table.T.contiguous())
+
+
+class Quantized(torch.Tensor):
+    """Bytes and a scale that pass for floats, as torchao does it. No operation works on it."""
+
+    @staticmethod
+    def __new__(cls, data, scale):
+        return torch.Tensor._make_wrapper_subclass(cls, data.shape, dtype=torch.float32)
+
+    def __init__(self, data, scale):
+        self.data_, self.scale = data, scale
+
+    def __tensor_flatten__(self):
+        return ["data_", "scale"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inside, *_):
+        return Quantized(**inside)
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].data_, args[0].scale)
+        raise NotImplementedError(func)
+
+
+def test_the_checksum_of_a_wrapped_tensor_is_of_the_tensors_inside():
+    data, scale = torch.arange(7, dtype=torch.int8), torch.tensor([0.5])
+    same, other = Quantized(data.clone(), scale.clone()), Quantized(data, scale * 2)
+    assert checksum(Quantized(data, scale)) == checksum(same) != checksum(other)
+    assert checksum(Quantized(data + 1, scale)) != checksum(same)
 
 
 def test_an_optimizer_forgets_the_state_of_each_parameter_that_is_not_finite_and_of_no_other():
