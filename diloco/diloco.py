@@ -19,9 +19,9 @@ from diloco import mistakes, saved
 from diloco.advance import Memory
 from diloco.codec import E3M0, Codec, check_sizes
 from diloco.errors import ConfigError, DiLoCoError, NotFinite
-from diloco.flat import ShardId, forget_not_finite, pinned, reshard, shard_id
+from diloco.flat import ShardId, checksum_all, forget_not_finite, pinned, reshard, shard_id
 from diloco.fragment import Fragment, Fragmenter, Strided
-from diloco.hook import Optimizers, as_list, attach, eager, evaluate, lr_of
+from diloco.hook import Optimizers, as_list, attach, eager, evaluate, evaluation_mode, lr_of
 from diloco.module import find_layers, frozen, trainable, trained_buffers, unwrap
 from diloco.outer import Nesterov, Outer
 from diloco.pace import RoundTimes
@@ -104,8 +104,9 @@ class DiLoCo:
         self.watch: Callable[[], None] | None = None  # called after each step of this replica
         self._progress, self._tokens = Trained(), False
         self._spoiled: int | None = None  # the step at which local values were given up, until a delta counts again
+        self._loaded: int | None = None  # checksum of the weights that belong to a loaded state, until they are seen
         self._life = _Life.APART
-        self._detach = attach(self._optimizers, self.join, self.step)
+        self._detach = attach(self._optimizers, self.join, self._step)
 
     def _cut(self, sync_every: int, fragments: Fragmenter, overlap: Overlap, codec: Codec) -> None:
         parameters: dict[str, Tensor] = dict(trainable(self.model))
@@ -127,9 +128,14 @@ class DiLoCo:
             each.number = len(self._fragments)
         self.tuning.clock, self._life = clock, _Life.APART  # the next step compares the settings
 
-    @eager
     def step(self) -> None:
-        """What happens after an inner step. Called by the optimizer's hook; call it yourself only without one."""
+        """Call this after each inner step if DiLoCo was made without an optimizer; otherwise the hook does it."""
+        if self._optimizers:
+            raise DiLoCoError("the optimizer's hook already counts steps: remove this call of step()")
+        self._step()
+
+    @eager
+    def _step(self) -> None:
         if self._life is not _Life.JOINED:
             self._meet(self._all_fragments())  # the step is done: what was there at construction is the start
         self.tuning.clock.begin(time.perf_counter())
@@ -215,11 +221,14 @@ class DiLoCo:
         if self._life is _Life.JOINED:
             return
         self._check_open()
+        mistakes.check_weights(self._loaded, self._trained)
+        self._loaded = None
         fragments = self._all_fragments()
         self._find_buffers()
         if self.step_count == 0 and not any(fragment.state.index for fragment in fragments):
             for fragment in fragments:  # weights loaded since construction are the start, not progress
                 fragment.view.read(fragment.state.anchor)
+                fragment.view.write(fragment.state.anchor)  # float64 rounded to fp32, as the others get it
         self._meet(fragments)
         # Rounds that others finished before this replica came.
         self._apply([fragment for fragment in fragments if fragment.in_flight is None])
@@ -248,8 +257,9 @@ class DiLoCo:
             return
         self.join()
         self._check_trained()
+        self._check_counted()
         if not self.step_count and not any(self.indices):
-            mistakes.check_no_step(any(fragment.moved() for fragment in self._fragments))
+            mistakes.warn_no_step()
         self._detach()
         together = self.reduce.settle()
         self._life = _Life.FINISHING
@@ -301,12 +311,18 @@ class DiLoCo:
 
     @contextlib.contextmanager
     def anchors(self) -> Iterator[None]:
-        """Put the agreed weights into the model, to evaluate or export them, and take them out again."""
+        """Put the agreed weights into the model, to evaluate or export them, and take them out again.
+
+        On exit, weights and float buffers are what they were. Buffers, such as the running statistics of BatchNorm, are
+        this replica's own also inside: only finish() averages them. A schedule-free optimizer is in evaluation mode
+        inside, so that its eval() does not move the anchors.
+        """
         if self._life is _Life.ANCHORS:
             self._check_open()
+        self._check_counted()
         before, self._life = self._life, _Life.ANCHORS
         try:
-            with anchors_inside(self._fragments, lambda: reshard(self.model)):
+            with anchors_inside(self._fragments, self.model), evaluation_mode(self._optimizers):
                 yield
         finally:
             self._life = before if self._life is _Life.ANCHORS else self._life
@@ -317,20 +333,25 @@ class DiLoCo:
         Resuming is exact if all replicas have the same overlap. Otherwise a replica that still waited for a
         round which another had applied takes that replica's state at once.
         What sync_every and codec were changed to by agreement is in it, and the overlap if that is "auto".
-        Not the model and not the optimizer: save these as always. The tensors are the live ones, not copies.
+        Save the model and the optimizer at the same step, as always: of the weights there is only a checksum in it, by
+        which join() refuses a model that belongs to another state. The tensors are the live ones, not copies.
         """
-        mistakes.has_end(self)
-        progress = saved.Progress(self.step_count, self._progress, self._tokens)
+        self._check_counted()
+        weights = checksum_all(self._trained)
+        progress = saved.Progress(self.step_count, self._progress, self._tokens, weights)
         return saved.save(str(self._shard), self._name, progress, self.tuning, self._all_fragments())
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a saved state: on every replica, before the next step. Load model and optimizer too."""
+        """Go on from a saved state: on every replica, before the next step. Load the model and the optimizer that this
+        replica saved with it, too; in any order, before join()."""
         shard, fragments = str(self._shard), self._all_fragments()
         saved.check(state_dict, shard, self._name, fragments)
         self._check_open()
         progress = saved.load(state_dict, shard, self.tuning, fragments)
         self.step_count, self._progress, self._tokens = progress.step, progress.trained, progress.tokens
+        # Compared now if the model is loaded already: optimizer.train() of a schedule-free one moves it before join().
+        self._loaded = None if progress.weights == checksum_all(self._trained) else progress.weights
         self._life = _Life.APART
 
     def __repr__(self) -> str:
@@ -380,6 +401,12 @@ class DiLoCo:
         about = {"sync_every": self.schedule.sync_every, **origin, "codec": repr(self._fragments[0].codec),
                  "outer": repr(self.outer), "shard": str(self._shard)}  # fmt: skip
         return about | contract_of(self._all_fragments(), self._shapes, frozen(self.model))
+
+    def _check_counted(self) -> None:
+        """Raise if the model was trained and no step counted, as soon as the loop evaluates or saves: without one the
+        last sync would put the start in the place of what was trained."""
+        if self._life is _Life.JOINED and not self.step_count and not any(self.indices):
+            mistakes.check_no_step(any(fragment.moved() for fragment in self._fragments))
 
     def _check_open(self) -> None:
         if self._life is _Life.ANCHORS:

@@ -1,7 +1,8 @@
 """Attach to the user's optimizers through their step hooks, which fire once per real step in any loop."""
 
+import contextlib
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -110,3 +111,18 @@ def evaluate(optimizers: Sequence[torch.optim.Optimizer]) -> None:
     for optimizer in optimizers:
         if any(group.get("train_mode") for group in optimizer.param_groups):
             optimizer.eval()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@contextlib.contextmanager
+def evaluation_mode(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[None]:
+    """Tell schedule-free optimizers that the model holds what is to be evaluated: their eval() would move it by what
+    this replica alone has."""
+    groups = [g for optimizer in optimizers for g in optimizer.param_groups if "train_mode" in g]
+    modes = [group["train_mode"] for group in groups]
+    for group in groups:
+        group["train_mode"] = False
+    try:
+        yield
+    finally:
+        for group, mode in zip(groups, modes, strict=True):
+            group["train_mode"] = mode

@@ -17,14 +17,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from diloco.codec import Codec, is_sparse
 from diloco.errors import ConfigError, DiLoCoError, Mismatch
-from diloco.flat import WHOLE, ShardId
+from diloco.flat import WHOLE, ShardId, checksum_all
 from diloco.fragment import Fragment, Sequential, Strided
 from diloco.module import Parts, trainable
 
 _attached: "WeakKeyDictionary[Any, ref[Any]]" = WeakKeyDictionary()
 """By model and by reducer: the DiLoCo that has them."""
 _apart: WeakSet[Any] = WeakSet()
-"""Those that train with others, and have neither finished nor saved their state."""
+"""Those that train with others and have not left them."""
 
 
 def check_arguments(
@@ -186,17 +186,13 @@ def check_state(saved: Collection[str], shard: str) -> None:
 
 
 def expect_end(diloco: object) -> None:
-    """From now on, warn at the end of the process if neither `has_end` nor `release` was called."""
+    """From now on, warn at the end of the process if `release` was not called."""
     _apart.add(diloco)
-
-
-def has_end(diloco: object) -> None:
-    _apart.discard(diloco)
 
 
 def release(model: nn.Module, reduce: object, diloco: object) -> None:
     """It has left the other replicas."""
-    has_end(diloco)
+    _apart.discard(diloco)
     for mine in (*_parts(model), reduce):
         if mine in _attached and _attached[mine]() is diloco:
             del _attached[mine]
@@ -215,12 +211,22 @@ def check_replica(saved: int | str | None, own: int | str | None) -> None:
                       "torch.distributed.checkpoint: a folder, and no_dist=True)", stacklevel=3)  # fmt: skip
 
 
+def check_weights(saved: int | None, trained: Sequence[Tensor]) -> None:
+    """Raise unless the model holds the weights that were saved together with the state (`saved`: their checksum)."""
+    if saved not in (None, checksum_all(trained)):
+        raise Mismatch("the model does not hold the weights that it had when the loaded DiLoCo state was saved: before "
+                       "join(), load the model that this replica saved at the same step. Another replica's weights, or "
+                       "fresh ones, would be averaged as if they had been trained here")  # fmt: skip
+
+
 def check_no_step(moved: bool) -> None:
-    """Without a counted step the last sync weighs nothing: it would put the start in the place of what was trained."""
     if moved:
         raise DiLoCoError("the model has changed and no step was counted: the optimizers that DiLoCo was given have "
                           "not (all) stepped. Give it those that train the model, or None and call step() after each "
                           "step")  # fmt: skip
+
+
+def warn_no_step() -> None:
     warnings.warn("finish() after no step at all: this replica trained nothing that DiLoCo saw. Step the optimizer "
                   "that it was given or, without one, call step() after each step", stacklevel=3)  # fmt: skip
 
@@ -233,7 +239,8 @@ def warn_no_tokens() -> None:
 def _warn_apart() -> None:
     if _apart and not hasattr(sys, "last_value"):  # after an error it is clear that nothing was finished
         warnings.warn("training ended without finish(), so the replicas end with different weights: use `with "
-                      "DiLoCo(…):`, or call finish() after the last step", stacklevel=1)  # fmt: skip
+                      "DiLoCo(…):`, call finish() after the last step, or leave() if a later process resumes the "
+                      "run", stacklevel=1)  # fmt: skip
 
 
 atexit.register(_warn_apart)

@@ -49,15 +49,19 @@ def frozen(model: nn.Module) -> dict[str, nn.Parameter]:
     return {_clean(name): p for name, p in model.named_parameters() if not p.requires_grad}
 
 
-def trained_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """The buffers that training may change: float, saved with the model, and finite (unlike a mask of -inf)."""
+def float_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """The float buffers that are saved with the model."""
     fixed = {
         f"{prefix}.{name}".lstrip(".")
         for prefix, module in model.named_modules()
         for name in module._non_persistent_buffers_set
     }
-    floats = {name: b for name, b in model.named_buffers() if name not in fixed and b.is_floating_point()}
-    return {_clean(name): b for name, b in floats.items() if bool(b.isfinite().all())}
+    return {_clean(name): b for name, b in model.named_buffers() if name not in fixed and b.is_floating_point()}
+
+
+def trained_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """The buffers that training may change: float, saved with the model, and finite (unlike a mask of -inf)."""
+    return {name: b for name, b in float_buffers(model).items() if bool(b.isfinite().all())}
 
 
 def find_layers(model: nn.Module, names: Mapping[str, Tensor]) -> list[list[str]]:

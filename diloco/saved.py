@@ -1,8 +1,6 @@
 """What `DiLoCo.state_dict` holds: one entry for the shard of this process, with a part for each fragment.
 
-torch.distributed.checkpoint takes equal names on several ranks for equal values, so there is one entry per shard. It
-does not load a state with a name that the saved one lacks: what was added since version 0.1 has no name of its own, but
-goes with what was there.
+torch.distributed.checkpoint takes equal names on several ranks for equal values, so there is one entry per shard.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,6 +20,7 @@ class Progress:
     step: int
     trained: Trained
     tokens: bool  # whether the work is counted in tokens
+    weights: int  # checksum of the trained parameters, which are saved apart from this state
 
 
 def save(
@@ -31,7 +30,10 @@ def save(
         shard: {
             "step": progress.step,
             "work": progress.trained.saved(),
-            "tokens": (progress.tokens, replica, tuning.saved()),
+            "tokens": progress.tokens,
+            "weights": progress.weights,
+            "replica": replica,
+            "tuning": tuning.saved(),
             "parts": {str(fragment.number): fragment.state_dict() for fragment in fragments},
         }
     }
@@ -41,7 +43,7 @@ def check(state: Mapping[str, Any], shard: str, replica: int | str | None, fragm
     """Raise unless the state fits the fragments; warn if it is another replica's."""
     mistakes.check_state(state, shard)
     parts = state[shard]["parts"]
-    mistakes.check_replica(_about(state[shard])[1], replica)
+    mistakes.check_replica(state[shard]["replica"], replica)
     if len(parts) != len(fragments):
         raise Mismatch(
             f"the saved state has {len(parts)} fragments, this model {len(fragments)}: use the model and the "
@@ -52,19 +54,8 @@ def check(state: Mapping[str, Any], shard: str, replica: int | str | None, fragm
 def load(state: Mapping[str, Any], shard: str, tuning: Tuning, fragments: Sequence[FragmentSync]) -> Progress:
     """Fill the fragments and the tuning."""
     saved = state[shard]
-    tokens, _, tuned = _about(saved)
-    tuning.load(tuned)
+    tuning.load(saved["tuning"])
     tuning.recode(fragments)
     for fragment in fragments:
         fragment.load_state_dict(saved["parts"][str(fragment.number)])
-    return Progress(saved["step"], Trained.load(saved["work"]), tokens)
-
-
-def _about(saved: Mapping[str, Any]) -> tuple[bool, int | str | None, dict[str, Any] | None]:
-    """Tokens, replica and tuning. A state of version 0.1 holds the first of them, or the first two."""
-    tokens, replica, tuning, *_ = *_listed(saved["tokens"]), None, None
-    return tokens, replica, tuning
-
-
-def _listed(found: Any) -> list[Any]:
-    return list(found) if isinstance(found, (tuple, list)) else [found]
+    return Progress(saved["step"], Trained(*saved["work"]), saved["tokens"], saved["weights"])

@@ -10,13 +10,14 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from diloco.advance import Memory, NextState
 from diloco.codec import Codec, Float32, codec_named, name_of
 from diloco.errors import Mismatch, NotFinite
-from diloco.flat import FlatView, checksum
+from diloco.flat import FlatView, checksum, reshard
 from diloco.fragment import Fragment, Piece
+from diloco.module import float_buffers
 from diloco.outer import SGD, Outer, denormals
 from diloco.reduce import Delta, Round, State
 from diloco.stats import RoundStats
@@ -35,11 +36,6 @@ class Trained:
 
     def saved(self) -> tuple[float, float]:
         return self.work, float(self.lr_sum)
-
-    @staticmethod
-    def load(saved: Any) -> "Trained":
-        """States of version 0.1 hold the work alone."""
-        return Trained(*saved) if isinstance(saved, (tuple, list)) else Trained(saved)
 
 
 @dataclass(frozen=True)
@@ -287,17 +283,16 @@ class FragmentSync:
         self.state.anchor.copy_(saved["anchor"])
         self.state.outer.copy_(saved["outer"])
         found = torch.load(io.BytesIO(saved["flight"]), weights_only=True) if saved["flight"] else {}
-        found = found if isinstance(found, dict) else {"flight": found}  # a state of version 0.1
         residual = saved.get("residual", found.get("residual"))
         if self.residual is not None or residual is not None:
             self.residual = self.memory.anchors.take(self.view.size).zero_() if self.residual is None else self.residual
             self.residual.zero_() if residual is None else self.residual.copy_(residual)
-        self.sent_step, self.counted, self.in_flight = saved["sent_step"], Trained.load(saved["counted"]), None
+        self.sent_step, self.counted, self.in_flight = saved["sent_step"], Trained(*saved["counted"]), None
         if flight := found.get("flight"):
-            index, step, trained, new, values, *how = flight
-            codec, feedback = (codec_named(how[0]) if how and how[0] else self.codec, how[1] if how else self.feedback)
+            index, step, trained, new, values, name, feedback = flight
+            codec = codec_named(name) if name else self.codec
             self.in_flight = InFlight(
-                index, step, Trained.load(trained), Trained.load(new), values, _already, time.time(), codec, feedback
+                index, step, Trained(*trained), Trained(*new), values, _already, time.time(), codec, feedback
             )
 
 
@@ -315,22 +310,26 @@ def sync_of_buffers(number: int, buffers: dict[str, Tensor], memory: Memory) -> 
 
 
 @contextlib.contextmanager
-def anchors_inside(fragments: Sequence[FragmentSync], reshard: Callable[[], None]) -> Iterator[None]:
-    """The model holds the anchors, then its own values again. `reshard`: what FSDP2 needs after each change."""
+def anchors_inside(fragments: Sequence[FragmentSync], model: nn.Module) -> Iterator[None]:
+    """The model holds the anchors; afterwards its own weights and float buffers again."""
+    buffers = {name: buffer.clone() for name, buffer in float_buffers(model).items()}
     # Not pinned: torch never gives pinned memory back.
     saved = [(fragment, torch.empty_like(fragment.state.anchor)) for fragment in fragments]
     with torch.no_grad():
         for fragment, values in saved:
             fragment.view.read(values)
             fragment.view.write(fragment.state.anchor)
-    reshard()
+    reshard(model)  # FSDP2 must gather again after each change
     try:
         yield
     finally:
         with torch.no_grad():
             for fragment, values in saved:
                 fragment.view.write(values)
-        reshard()
+            for name, buffer in float_buffers(model).items():
+                if name in buffers:
+                    buffer.copy_(buffers[name])
+        reshard(model)
 
 
 def contract_of(

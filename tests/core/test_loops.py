@@ -8,7 +8,7 @@ from torch import nn
 
 from diloco import SGD, DiLoCo, Float32, codec
 from diloco.reduce import local
-from tests.support.models import Tiny, adamw, flat, loss_of, steps, train
+from tests.support.models import Tiny, adamw, batch, flat, loss_of, steps, train
 from tests.support.processes import run
 
 
@@ -182,7 +182,7 @@ def test_a_step_leaves_a_graph_that_is_still_alive_detectably_changed():
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         with DiLoCo(model, optimizer, sync_every=1, overlap=0, reduce=reduce) as diloco:
             x = model(torch.ones(1, 3, requires_grad=True)) ** 2
-            diloco.step()
+            diloco._step()
             with pytest.raises(RuntimeError, match="modified by an inplace operation"):
                 x.sum().backward()
 
@@ -241,6 +241,38 @@ def _set_default(rank, name, default):
                                                ("set_default_device", "meta")])  # fmt: skip
 def test_a_default_that_is_set_before_the_codecs_are_imported_changes_none(name, default):
     assert run(1, _set_default, name, default)[0] < 0.25
+
+
+def test_float64_parameters_start_with_the_same_values_on_all_replicas():
+    def loop(reduce):
+        model = Tiny(reduce.replica).double()
+        with torch.no_grad():
+            for p in model.parameters():
+                p.div_(3)  # no fp32 value
+        DiLoCo(model, reduce=reduce).join()
+        return [p.detach().clone() for p in model.parameters()]
+
+    for one, two in zip(*local.run(2, loop), strict=True):
+        assert one.dtype == torch.float64 and torch.equal(one, two)
+
+
+def test_replicas_train_with_another_default_device():
+    def loop(reduce):
+        model = Tiny()
+        optimizer = adamw(model)
+        data = [batch(reduce.replica, step) for step in range(6)]
+        torch.set_default_device("meta")
+        try:
+            with DiLoCo(model, optimizer, sync_every=3, reduce=reduce):
+                for x, y in data:
+                    nn.functional.cross_entropy(model(x), y).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+        finally:
+            torch.set_default_device(None)
+        return flat(model)
+
+    assert len(local.run(1, loop)[0])
 
 
 def test_another_default_dtype_changes_nothing():

@@ -47,7 +47,7 @@ def test_parameters_that_come_after_construction_are_refused(change, message, la
         if late != "join":
             list(steps(model, optimizer, 0, 1, 4))
         change(model)
-        diloco.step() if late == "send" else getattr(diloco, late)()  # the fragment is due after step 5
+        diloco._step() if late == "send" else getattr(diloco, late)()  # the fragment is due after step 5
 
     with pytest.raises(ConfigError, match=message):
         _alone(loop)
@@ -193,7 +193,7 @@ def _end(name):
 
 
 def test_a_process_that_ends_without_finish_is_warned_of(tmp_path):
-    ends = [ended(Command(tmp_path, _end, name)) for name in ("none", "finish", "state_dict")]
-    assert [code for code, _, _ in ends] == [0] * 3, ends
+    ends = [ended(Command(tmp_path, _end, name)) for name in ("none", "finish", "leave", "state_dict")]
+    assert [code for code, _, _ in ends] == [0] * 4, ends
     text = "ended without finish(), so the replicas end with different weights"
-    assert [text in err for _, _, err in ends] == [True, False, False]
+    assert [text in err for _, _, err in ends] == [True, False, False, True]

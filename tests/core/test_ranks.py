@@ -1,5 +1,7 @@
 """Several ranks in a replica: DDP, and FSDP2 with shards of any size."""
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -67,7 +69,15 @@ def _fsdp(rank, codec):
     with DiLoCo(model, optimizer, sync_every=5, overlap=2, codec=codec, reduce=reduce) as diloco:
         for _ in steps(model, optimizer, rank // 2, 1, 15):
             pass
-        saved = diloco.state_dict()
+        with torch.no_grad():
+            loss_of(model, 0, 0)
+        saved = copy.deepcopy(diloco.state_dict())
+        shard = optimizer.param_groups[0]["params"][-1].to_local().detach()
+        shard.neg_()
+        diloco.load_state_dict(saved)
+        with pytest.raises(Mismatch, match="load the model"):
+            diloco.join()
+        shard.neg_()
     whole = torch.cat([p.full_tensor().detach().flatten() for p in model.parameters()])
     return whole, [len(p["anchor"]) for p in next(iter(saved.values()))["parts"].values()], list(saved)
 

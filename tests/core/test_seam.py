@@ -97,6 +97,18 @@ def test_buffers_that_training_changes_are_averaged_at_the_end_and_stay_local_un
     assert run_replicas(2, loop) == [(4.0, 8.0), (12.0, 8.0)]
 
 
+def test_float_buffers_are_restored_after_an_evaluation_of_the_anchors():
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.BatchNorm1d(2).double())
+    model[1].running_mean.fill_(0.3)
+    model[2].running_mean.fill_(1 / 3)
+    before = [b.clone() for b in model.buffers() if b.is_floating_point()]
+    with DiLoCo(model, reduce=Script(), fragments=Balanced(1)).anchors():
+        model[1](torch.randn(8, 2))  # in training mode: it changes the running statistics
+        model[2].running_var = torch.full((2,), 9.0, dtype=torch.float64)
+    after = [b for b in model.buffers() if b.is_floating_point()]
+    assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
+
+
 def test_a_jump_takes_anchor_outer_state_and_index_and_overwrites_local():
     state = State(7, torch.tensor([100.0]), torch.tensor([0.5, 0.0]))
     script = Script({(0, 1): [(1, Jump(state))], (0, 8): [(5, mean(8, 1.0, counted=True))]})

@@ -1,5 +1,6 @@
 """What would end in different weights on the replicas, and no word about it: each is refused, warned of, or agrees."""
 
+import contextlib
 import warnings
 
 import pytest
@@ -84,7 +85,7 @@ def test_a_parameter_that_is_not_known_is_noticed_at_join_before_a_send_and_in_f
 
         def train():
             for _ in range(8):
-                diloco.step()
+                diloco._step()
 
         _leave_after(diloco, CHANGES[change], train)
         assert diloco.step_count <= 4  # at the first send after it, not at the end
@@ -147,6 +148,36 @@ def test_an_optimizer_that_never_steps_is_an_error_before_training_would_be_lost
 
     for loop in (other, one_of_two):
         local.run(1, loop)
+
+
+def test_a_call_of_step_beside_the_hook_is_refused():
+    def loop(reduce):
+        model, optimizer, diloco = _start(reduce)
+        with diloco:
+            list(steps(model, optimizer, 0, 1, 3))
+            with pytest.raises(DiLoCoError, match="hook already counts"):
+                diloco.step()
+        return diloco.step_count
+
+    assert local.run(1, loop) == [3]
+
+
+@pytest.mark.parametrize("act", ["anchors", "state_dict"])
+def test_training_that_is_not_counted_is_an_error_at_the_first_evaluation_or_save(act):
+    def loop(reduce):
+        model = Tiny()
+        given, used = adamw(model), adamw(model)  # as with SAM, whose two calls run no hook
+        diloco = DiLoCo(model, given, sync_every=4, reduce=reduce)
+        model.load_state_dict(Tiny(1).state_dict())
+        diloco.state_dict()  # before it joins, weights may be loaded
+        diloco.join()
+        with diloco.anchors():  # nothing is trained yet
+            pass
+        list(steps(model, used, 0, 1, 1))
+        _leave_after(diloco, "no step was counted", lambda: contextlib.ExitStack().enter_context(diloco.anchors())
+                     if act == "anchors" else diloco.state_dict())  # fmt: skip
+
+    local.run(1, loop)
 
 
 def test_a_step_after_finish_warns_once_and_a_new_diloco_ends_the_warning():
@@ -234,6 +265,31 @@ class ScheduleFree(torch.optim.Optimizer):
             for p in group["params"] if group["train_mode"] else ():
                 p.mul_(2).sub_(self.state[p]["z"])
             group["train_mode"] = False
+
+    @torch.no_grad()
+    def train(self):
+        for group in self.param_groups:
+            for p in () if group["train_mode"] else group["params"]:
+                p.add_(self.state[p]["z"]).div_(2)
+            group["train_mode"] = True
+
+
+def test_schedule_free_modes_change_nothing_in_an_evaluation_of_the_anchors():
+    def loop(reduce):
+        model = Tiny()
+        optimizer = ScheduleFree(model.parameters())
+        with DiLoCo(model, optimizer, sync_every=4, overlap=1, reduce=reduce) as diloco:
+            list(steps(model, optimizer, reduce.replica, 1, 9))
+            before = flat(model)
+            with diloco.anchors():
+                optimizer.eval()
+                evaluated = flat(model)
+            optimizer.train()  # as a loop does before its next step
+            assert torch.equal(flat(model), before)
+        return evaluated
+
+    one, two = local.run(2, loop)
+    assert torch.equal(one, two)
 
 
 def test_schedule_free_weights_agree_after_finish():

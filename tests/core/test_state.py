@@ -5,6 +5,7 @@ import io
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch import nn
 
 from diloco import SGD, Balanced, DiLoCo, Mismatch, Sequential, Strided
 from diloco.reduce import local
@@ -210,3 +211,77 @@ def test_two_runs_one_after_the_other_in_one_process():
 
     first, second = local.run(2, loop)[0]
     assert torch.equal(first, second)
+
+
+def _saved_at_13(reduce):
+    model, optimizer, diloco = _start(reduce.replica, reduce)
+    diloco.join()
+    list(steps(model, optimizer, reduce.replica, 1, 13))
+    saved = _save(model, optimizer, diloco)
+    diloco.leave()
+    return saved
+
+
+@pytest.mark.filterwarnings("ignore:replica 0 loads a state that replica 1 saved")  # there is only one here
+@pytest.mark.parametrize("of_model", ["another replica", "none"])
+def test_a_state_with_weights_that_were_not_saved_with_it_is_refused(of_model):
+    saves = [torch.load(io.BytesIO(saved)) for saved in local.run(2, _saved_at_13)]
+
+    def resume(reduce):
+        model, optimizer, diloco = _start(reduce.replica, reduce)
+        if of_model == "another replica":
+            model.load_state_dict(saves[0]["model"])
+        diloco.load_state_dict(saves[1]["diloco"])
+        list(steps(model, optimizer, reduce.replica, 14, 14))  # the optimizer's hook joins, before the step
+
+    with pytest.raises(Mismatch, match="load the model that this replica saved"):
+        local.run(1, resume)
+
+
+def _variants():
+    bf16, tied, base = Tiny().bfloat16(), Tiny(tied=True), Tiny()
+    base.layers.requires_grad_(False)
+    odd = Tiny()
+    buffer = torch.randn(odd.norm.weight.numel() + 1)
+    odd.norm.weight = nn.Parameter(buffer[1:])  # a view that does not begin at a word of 64 bits
+    return {"bf16": bf16, "tied": tied, "frozen base": base, "odd view": odd}
+
+
+@pytest.mark.parametrize("kind", ["bf16", "tied", "frozen base", "odd view"])
+def test_a_state_may_be_loaded_before_its_weights_and_takes_note_of_none_but_its_own(kind):
+    def loop(reduce):
+        model = _variants()[kind]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        diloco = DiLoCo(model, optimizer, reduce=reduce, **SETTINGS)
+        list(steps(model, optimizer, 0, 1, 9))
+        saved = torch.load(io.BytesIO(_save(model, optimizer, diloco)))
+        diloco.leave()
+        model = _variants()[kind]
+        diloco = DiLoCo(model, reduce=reduce, **SETTINGS)
+        diloco.load_state_dict(saved["diloco"])
+        model.load_state_dict(saved["model"])
+        diloco.join()
+        diloco.leave()
+        with torch.no_grad():
+            next(p for p in model.parameters() if p.requires_grad).view(-1)[-1] += 1
+        third = DiLoCo(model, reduce=reduce, **SETTINGS)
+        third.load_state_dict(saved["diloco"])
+        with pytest.raises(Mismatch, match="load the model"):
+            third.join()
+
+    local.run(1, loop)
+
+
+def test_what_moves_the_weights_after_all_was_loaded_is_not_refused():
+    """As optimizer.train() of a schedule-free optimizer does before the first step."""
+    saved = torch.load(io.BytesIO(local.run(1, _saved_at_13)[0]))
+
+    def resume(reduce):
+        model, optimizer, diloco = _start(0, reduce)
+        for part, name in ((model, "model"), (optimizer, "optimizer"), (diloco, "diloco")):
+            part.load_state_dict(saved[name])
+        with torch.no_grad():
+            model.head.weight.mul_(0.5)
+        diloco.join()
+
+    local.run(1, resume)

@@ -79,7 +79,7 @@ def test_trainer_ends_equal_and_evaluates_the_anchors_and_has_figures_in_its_log
     assert last["diloco/rounds"] >= 6 and last["diloco/bytes_sent"] > 1000 and last["step"] == 12
     for m in range(2):  # a folder of its own, with its own state
         saved = torch.load(tmp_path / f"replica-{m}/checkpoint-6" / STATE, weights_only=True)
-        assert saved["shard 0 of 1"]["tokens"][:2] == (False, m)
+        assert saved["shard 0 of 1"]["replica"] == m
 
 
 def test_trainer_resumes_as_if_it_had_not_been_interrupted(tmp_path):
@@ -115,10 +115,10 @@ def test_a_state_of_another_replica_is_named_when_it_is_loaded():
     def loop(reduce):
         saved = DiLoCo(Tiny(), reduce=reduce).state_dict()
         if reduce.replica == 1:
-            saved["shard 0 of 1"]["tokens"] = (False, 0)
+            saved["shard 0 of 1"]["replica"] = 0
             with pytest.warns(UserWarning, match="replica 1 loads a state that replica 0 saved"):
                 DiLoCo(Tiny(), reduce=reduce).load_state_dict(saved)
-        saved["shard 0 of 1"]["tokens"] = False  # as saved before replicas were noted
+        saved["shard 0 of 1"]["replica"] = "member"  # of a bucket: that says nothing of a replica's number
         DiLoCo(Tiny(), reduce=reduce).load_state_dict(saved)
 
     run_replicas(2, loop)
