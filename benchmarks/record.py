@@ -3,7 +3,7 @@
 import json
 import os
 import platform
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from textwrap import fill as wrap
@@ -69,6 +69,15 @@ def machine() -> Record:
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A table in Markdown."""
     return "\n".join(f"| {' | '.join(row)} |" for row in [columns, ["---"] * len(columns), *rows])
+
+
+def insert(page: str, tables: Mapping[str, str]) -> str:
+    """The page with each table between `<!-- NAME -->` and `<!-- /NAME -->`. The rest of it is written by hand."""
+    for name, text in tables.items():
+        begin, end = f"<!-- {name} -->\n", f"\n<!-- /{name} -->"
+        before, _, rest = page.partition(begin)
+        page = before + begin + text.strip() + end + rest.partition(end)[2]
+    return page
 
 
 def fill(text: str) -> str:

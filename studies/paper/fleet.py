@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 
+from benchmarks.record import insert
 from diloco.cli.fleet import FleetConfig, fleet_of, members_of
 from diloco.flags import parse
 from diloco.plan import fleet as fleets
@@ -124,10 +125,7 @@ def figure() -> plot.Plot:
 def written(page: str, found: list[Cell]) -> str:
     """The page with the tables in their places."""
     tables = {"fleet": table(found), "effects": effects(assumed(FITTED_ON)), "small": effects(small())}
-    for name, text in tables.items():
-        begin, end = f"<!-- {name} -->\n", f"<!-- /{name} -->\n"
-        page = f"{page.split(begin)[0]}{begin}{text}{end}{page.split(end)[1]}"
-    return page
+    return insert(page, tables)
 
 
 if __name__ == "__main__":

@@ -18,11 +18,11 @@ import torch
 
 from studies.parity import study
 from studies.parity.cell import Cell
-from studies.parity.claims import percent
 from studies.parity.paired import FEW, compared
 from studies.parity.results import append, load
 from studies.parity.rows import ROWS, Row
 from studies.parity.run import check_corpus, train
+from studies.parity.spread import percent
 
 PATH = Path(__file__).parent / "results.jsonl"
 TYPICAL = 180.0

@@ -79,6 +79,7 @@ ROWS = (
     _ablation("overlap 1 and 5", overlap_of_last=5),
     _ablation("unsynced layers frozen", freeze=True),
     _ablation("bf16 on the wire", codec="bfloat16"),
+    _ablation("int8 on the wire", codec="int8"),  # a codec that was cut; its runs are part of the estimate of noise
     _ablation("sequential", fragments="sequential:3"),
 )
 UNLIKE = (

@@ -82,3 +82,38 @@ def residual(values: Mapping[tuple[str, int], float]) -> Noise:
 def student(freedom: int) -> float:
     """97.5 % point; beyond the table within 0.01."""
     return T[freedom - 1] if freedom <= len(T) else 1.96 + 2.5 / freedom
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A difference in percent and where it should lie."""
+
+    what: str
+    found: Spread | None
+    low: float = -inf
+    high: float = inf
+
+    @property
+    def verdict(self) -> str:
+        if self.found is None:
+            return "not run"
+        if self.low <= self.found.low and self.found.high <= self.high:
+            return "met"
+        return "**missed**" if self.found.high < self.low or self.high < self.found.low else "unresolved"
+
+    @property
+    def limit(self) -> str:
+        if self.low == -inf:
+            return f"≤ {self.high:+g} %"
+        return f"≥ {self.low:+g} %" if self.high == inf else f"within ± {self.high:g} %"
+
+    def cells(self) -> tuple[str, ...]:
+        return self.what, percent(self.found), str(self.found.n) if self.found else "", self.limit, self.verdict
+
+
+def percent(found: Spread | None) -> str:
+    return f"{signed(found)} %" if found else "not run"
+
+
+def signed(found: Spread) -> str:
+    return f"{found.mean:+.2f}" if found.half_width == inf else f"{found.mean:+.2f} ± {found.half_width:.2f}"

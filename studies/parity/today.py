@@ -18,15 +18,11 @@ from typing import Any
 import torch
 
 from benchmarks.record import table
-from studies.parity.cell import EVALUATED, Cell, data_parallel
-from studies.parity.claims import Bar, percent, signed
+from studies.parity.cell import Cell, data_parallel
 from studies.parity.paired import MANY
 from studies.parity.results import Results, load, once
-from studies.parity.rows import DP, NAMED, STREAMING
-from studies.parity.rows import WIDTH as NARROWER
 from studies.parity.run import CURVE_EVERY, check_corpus, train
-from studies.parity.spread import Noise, Spread, residual, spread
-from studies.parity.tuning import tuned
+from studies.parity.spread import Bar, Noise, Spread, residual, signed, spread
 
 PATH = Path(__file__).parent / "today.jsonl"
 ALL = 1 << 21
@@ -45,8 +41,6 @@ E3M0, TWO_BITS, RARELY, TOPK, OFTEN = (f"streaming, Muon, {how}" for how in (
     "top-k with feedback 0.95, outer SGD", "top-k with feedback 0.95, outer SGD, sync_every 5"))  # fmt: skip
 FIXED, FED = "streaming, Muon, outer 0.7/0.5", "streaming, Muon, E3M0 with feedback 0.9, outer 0.7/0.5"
 SHORT, LONG = (f"streaming, Muon, outer {rule} that follows the lr" for rule in ("0.7/0.5", "0.28/0.9"))
-MORE = {4: "1/0.5", 8: "1.41/0.5"}
-"""Replicas, and the fixed outer rule of which the learning rate is 0.5·√M."""
 SAME, LARGEST = "streaming, AdamW", "1M parameters"
 AVERAGED = f"data-parallel, Muon, mean of the last {TAIL} steps' weights"
 
@@ -102,20 +96,6 @@ ROWS: dict[str, Cell] = {
 }
 """The most important first."""
 HEADLINES = (DEFAULTS, ADAMW, MUON)
-EXPLAINED = {
-    "top-k": "Top-k sends 64 of 4,096 values in a round, so in these 100 rounds a value is sent 1.6 times: too seldom.",
-    "sync_every 5": "With sync_every 5 it sends a third of the bytes that 4 bits send with 30, in 600 rounds.",
-    "sync_every 270": "With sync_every 270, 2 bits send as much in a step as top-k does with 30.",
-    ", outer 1": "At M = 4 and 8 the learning rate of a fixed outer rule is 0.5·√M.",
-    "batch ×": "With a larger batch there are as many times fewer steps, so tokens are equal, the learning rate is √2 "
-    "and 2 times as high, and rows are compared at the same batch.",
-    LARGEST: "Rows of 1M parameters have width 112, twice the batch and 4920 steps, 20 bytes for each parameter; "
-    "their learning rate was not tuned.",
-}
-"""What has to be said of rows with this in their name."""
-
-GROWING = replace(_streaming, width=NARROWER, evaluated=EVALUATED)
-"""With AdamW inside, at the width of the first part's rows."""
 
 
 def main() -> None:
@@ -142,7 +122,7 @@ def main() -> None:
 
 def wanted(known: Results, rows: Sequence[str], seeds: Sequence[int]) -> list[tuple[str, Cell]]:
     """Runs without a result, the most important first: all seeds of the headlines, then one seed of all rows."""
-    named = [(name, cell) for name, cell in (ROWS | {"growing": GROWING}).items() if any(text in name for text in rows)]
+    named = [(name, cell) for name, cell in ROWS.items() if any(text in name for text in rows)]
     order = [(name, replace(cell, seed=seed)) for name, cell in named if name in HEADLINES for seed in seeds]
     order += [(name, replace(cell, seed=seed)) for seed in seeds for name, cell in named if name not in HEADLINES]
     return [(name, cell) for name, cell in order if cell.key not in known]
@@ -195,18 +175,6 @@ def _bits(result: dict[str, Any]) -> float:
     return 8 * result["bytes_sent"] / result["parameters"] / rounds
 
 
-def summary(results: Results, first: Results) -> str:
-    below, own, same = gap(DEFAULTS, ADAMW, results), gap(DEFAULTS, MUON, results), gap(SAME, ADAMW, results)
-    growing = growth(results, first)
-    return f"""
-With the trainer's defaults (Muon inside, an outer rule that grows with the rounds and follows the inner learning rate,
-overlap 1, 4 bits) two replicas of 0.34M parameters end {percent(below)} from data-parallel training with AdamW, and
-{percent(own)} from data-parallel training with Muon. With AdamW in both it is {percent(same)} at 0.34M parameters, and
-{percent(growing[DP])} at 0.09M, where the same outer rule is {percent(growing[STREAMING])} from the fixed one of 0.7
-and momentum 0.5. Below 0 is better.
-"""
-
-
 def bars(results: Results) -> str:
     every = (
         Bar("the defaults, to data-parallel AdamW", gap(DEFAULTS, ADAMW, results), high=-1.5),
@@ -218,49 +186,10 @@ def bars(results: Results) -> str:
         Bar("top-k with feedback, to 4 bits", gap(TOPK, DEFAULTS, results), high=1.0),
         Bar("top-k with feedback and sync_every 5, to 4 bits with 30", gap(OFTEN, DEFAULTS, results), high=1.0),
     )
-    return table(("what", "measured", "seeds", "bar", ""), [bar.cells() for bar in every]) + _tried(results)
+    return table(("what", "measured", "seeds", "bar", ""), [bar.cells() for bar in every])
 
 
-def _tried(results: Results) -> str:
-    rows = {"error feedback": (E3M0, MUON), "a fixed outer rule of 0.7/0.5": (FIXED, MUON),
-            "both": (FED, MUON), "0.7/0.5 that follows the learning rate": (SHORT, MUON),
-            "0.28/0.9 that does": (LONG, MUON),
-            **{f"{n} times the batch": (at_batch(n, DEFAULTS), at_batch(n, MUON)) for n in (2, 4)}}  # fmt: skip
-    more = {f"{m} replicas{how}": (f"streaming, Muon, M = {m}{row}", MUON)
-            for m, rule in MORE.items() for how, row in (("", ""), (f" and {rule}", f", outer {rule}"))}  # fmt: skip
-    return f"""
-
-What was tried to come closer to data-parallel Muon, each at its own batch: {_told(rows, results)}. With a larger batch
-at equal tokens there are fewer steps, so fewer rounds. More replicas, from data-parallel Muon: {_told(more, results)}.
-"""
-
-
-def _told(rows: dict[str, tuple[str, str]], results: Results) -> str:
-    found = {what: gap(*pair, results) for what, pair in rows.items()}
-    return ", ".join(f"{what} {signed(one)} %" for what, one in found.items() if one)
-
-
-def settings(results: Results) -> str:
-    there = next(iter(results.values()))["on"] if results else {}
-    hours = sum(result["cpu_seconds"] for result in results.values()) / 3600
-    missing = sum(not runs(name, results) for name in ROWS)
-    return f"""
-Width 64, M = 2, sync_every 30, 3000 steps, the model, data and schedule of the second part. An outer rule 0.7/0.5 is
-Nesterov with learning rate 0.7 and momentum 0.5. The inner learning rate is {LR:g} for all, the best of AdamW's grid;
-for Muon, whose updates have the size of AdamW's, √2 times as much was tried and was no better.
-{" ".join(told for row, told in EXPLAINED.items() if any(row in name and runs(name, results) for name in ROWS))}
-
-Losses are in nats a byte on all of the held-out text (0.6 MB). Differences are paired by seed. Data-parallel and the
-rows with two replicas share one estimate of noise ({noise(results).deviation:.2f} % for a difference at one seed,
-{noise(results).freedom} degrees of freedom), but for top-k; AdamW varies most (from data-parallel at each seed:
-{", ".join(f"{each:+.2f}" for each in differences(SAME, ADAMW, results))} %). Other rows have the Student interval
-of their own differences, and none with one seed. Intervals are of 95 %. {len(results)} runs, {hours:.1f} hours of one
-core ({there.get("cpu", "")}); `python -m studies.parity.today` goes on where it was stopped.
-{f"{missing} rows are not run yet; with `--list` it names them." if missing else ""}
-"""
-
-
-def section(results: Results) -> str:
+def rows(results: Results) -> str:
     lines = [_line(name, cell, results) for name, cell in ROWS.items() if runs(name, results)]
     head = ("row", "seeds", "loss", "to data-parallel AdamW, %", "to data-parallel Muon, %", "to the defaults, %",
             "bits sent a parameter and round")  # fmt: skip
@@ -288,27 +217,7 @@ def early(results: Results) -> str:
              for theirs in others]  # fmt: skip
     shown = [[f"{mean:+.1f}" for mean in each] for each in means]
     lines = zip((str(CURVE_EVERY * (i + 1)) for i in range(len(shown[0]))), *shown, strict=True)
-    return f"""
-**The lead in the middle of a run.** The anchors are a mean of two replicas, data-parallel has the weights of one step:
-the anchors are up to {min(means[0]):+.1f} % from it. Against the mean of its last {TAIL} steps' weights, which only
-the evaluation sees, they are {min(means[1]):+.1f} % at best: the lead comes from averaging. On fewer held-out bytes
-than the final losses, seed {", ".join(map(str, seeds))}.
-
-{table(("step", "to data-parallel Muon, %", f"to the mean of its last {TAIL} steps, %"), lines)}
-"""
-
-
-def growth(results: Results, first: Results) -> dict[str, Spread | None]:
-    """The outer rule that grows, with AdamW inside at the first part's width, against rows of the first part."""
-    gaps: dict[str, Spread | None] = {}
-    for name in (DP, STREAMING):
-        cell = tuned(NAMED[name], first)[0]
-        if cell is None:
-            continue
-        pairs = [(replace(GROWING, seed=seed).key, replace(cell, seed=seed).key) for seed in range(1, MANY + 1)]
-        found = [100 * (results[a]["final"] / first[b]["final"] - 1) for a, b in pairs if a in results and b in first]
-        gaps[name] = spread(found) if found else None
-    return gaps
+    return table(("step", "to data-parallel Muon, %", f"to the mean of its last {TAIL} steps, %"), lines)
 
 
 if __name__ == "__main__":

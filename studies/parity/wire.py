@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import processes
-from benchmarks.record import Record, Target, read, table, write
+from benchmarks.record import Record, Target, table, write
 from benchmarks.reduce import LINK, counters, mean
 from diloco.codec import codec_named
 from diloco.reduce import State
@@ -97,10 +97,7 @@ def fewer(codec: str, values: Record, what: str) -> float:
     return SYNC_EVERY * values[DATA_PARALLEL][what] / values[codec][what]
 
 
-def section() -> str:
-    record = read(PATH)
-    if record is None:
-        return ""
+def summary(record: Record) -> str:
     values = record["values"]
     lines = []
     for name in (DATA_PARALLEL, *CODECS):
@@ -108,14 +105,7 @@ def section() -> str:
         lines.append((name, *(f"{values[name][what]:.4g}" for what in KINDS), *less))
     head = ("what is sent", "payload, bits a parameter and round", "counted by the kernel, bits",
             "payload, times less", "counted, times less")  # fmt: skip
-    return f"""
-**Bytes on the wire** were counted between two processes, on {PARAMETERS / 1e6:g}M parameters (`python -m
-studies.parity.wire`). The kernel's figure has the headers of Ethernet, IP and TCP, acknowledgements and what was sent
-again. A round of data-parallel training is one step; the last columns say how much less is sent at sync_every
-{SYNC_EVERY}.
-
-{table(head, lines)}
-"""
+    return table(head, lines)
 
 
 if __name__ == "__main__":
