@@ -6,7 +6,6 @@ import platform
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from textwrap import fill as wrap
 from typing import Any
 
 import torch
@@ -74,12 +73,9 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def insert(page: str, tables: Mapping[str, str]) -> str:
     """The page with each table between `<!-- NAME -->` and `<!-- /NAME -->`. The rest of it is written by hand."""
     for name, text in tables.items():
-        begin, end = f"<!-- {name} -->\n", f"\n<!-- /{name} -->"
-        before, _, rest = page.partition(begin)
-        page = before + begin + text.strip() + end + rest.partition(end)[2]
+        before, begin, rest = page.partition(f"<!-- {name} -->\n")
+        _, end, after = rest.partition(f"\n<!-- /{name} -->")
+        if not end:
+            raise ValueError(f"the page has no <!-- {name} --> with a <!-- /{name} --> after it")
+        page = before + begin + text.strip() + end + after
     return page
-
-
-def fill(text: str) -> str:
-    """One paragraph, in lines as long as those of the other pages."""
-    return wrap(" ".join(text.split()), width=120, break_long_words=False, break_on_hyphens=False)

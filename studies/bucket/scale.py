@@ -13,7 +13,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from benchmarks.record import Target, read, table, write
+from benchmarks.record import Target, insert, read, table, write
 from diloco.bucket import deltas, round_store
 from diloco.bucket import members as members_
 from diloco.bucket.deltas import layout_of
@@ -30,7 +30,6 @@ LARGE = int(MODEL) // FRAGMENTS
 MEMBERS, MODELS = (4, 16, 64, 256, 1024), (8, 64, 512)
 PRICES = {"S3": (5e-6, 0.4e-6, 0.09e-9), "R2": (4.5e-6, 0.36e-6, 0.0)}
 """Dollars of a PUT or LIST, of a GET or HEAD, and of a byte that leaves the store (list prices, first tier)."""
-BEGIN, END = "<!-- scale: written by studies.bucket.scale -->\n", "<!-- scale ends -->"
 
 
 def measure(members: int, fragments: int, sync_every: int, rounds: int) -> dict[str, Any]:
@@ -183,9 +182,7 @@ def main() -> None:
                   targets(values), quiet=True)  # fmt: skip
             print(name, json.dumps(values[name]), flush=True)
     print(*targets(values), sep="\n")
-    text = PAGE.read_text()
-    before, rest = text.split(BEGIN)
-    PAGE.write_text(before + BEGIN + page(values) + END + rest.split(END, 1)[1])
+    PAGE.write_text(insert(PAGE.read_text(), {"scale": page(values)}))
 
 
 _saved: list[float] = []

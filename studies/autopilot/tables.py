@@ -1,24 +1,15 @@
-"""The autopilot's part of docs/benchmarks.md."""
+"""The autopilot's tables in docs/benchmarks.md."""
 
-from benchmarks.record import Record, fill, table
+from benchmarks.record import Record, table
 
 
-def section(record: Record) -> str:
+def tables(record: Record) -> dict[str, str]:
     settings, values = record["settings"], record["values"]
-    head = fill(f"""`make autopilot`, as root: two replicas in network namespaces whose links a token bucket holds at a
-    rate; a step is a pause of {1000 * settings["step_seconds"]:.0f} ms, as if an accelerator trained, with
-    {settings["parameters"]:,} parameters. Nobody gives a setting: after ten steps `diloco.pilot.autopilot` measures and
-    chooses. Beside it the best of {_count(values)} fixed settings that were tried one by one on the same link.""")
-    parts = [head]
-    if "link" in values:
-        parts += [_rates(values["link"]["rates"]), _changes(values["link"]["changes"], settings["within"])]
-    if "loss" in values:
-        parts.append(_loss(values["loss"]))
-    return "\n\n".join(parts)
-
-
-def _count(values: Record) -> int:
-    return max((len(found["fixed"]) for found in values.get("link", {}).get("rates", {}).values()), default=0)
+    return {
+        "autopilot-rates": _rates(values["link"]["rates"]),
+        "autopilot-changes": _changes(values["link"]["changes"], settings["within"]),
+        "autopilot-loss": _loss(values["loss"]),
+    }
 
 
 def _settings(found: Record) -> str:
@@ -36,7 +27,7 @@ def _rates(rates: Record) -> str:
         for mbit, found in rates.items()
     ]  # fmt: skip
     columns = ("link", "autopilot", "it expected", "its settings", "best fixed", "their settings")
-    return f"Utilisation, with sync_every first among the settings:\n\n{table(columns, rows)}"
+    return table(columns, rows)
 
 
 def _changes(changes: list[Record], within: int) -> str:
@@ -54,7 +45,7 @@ def _changes(changes: list[Record], within: int) -> str:
         "its settings then",
         "best fixed",
     )
-    return f"The link changes in the middle of a sync period:\n\n{table(columns, rows)}"
+    return table(columns, rows)
 
 
 def _loss(loss: Record) -> str:
@@ -62,7 +53,4 @@ def _loss(loss: Record) -> str:
         (name, f"{found['loss']:.4f}", " and ".join(f"{each:.4f}" for each in found["fixed"]))
         for name, found in loss.items()
     ]
-    first = next(iter(loss.values()))
-    text = fill(f"""The loss of real training whose settings change at half of it, beside runs with the first and with
-    the second settings throughout (0.09M parameters, {first["steps"]} steps, means of {first["seeds"]} seeds):""")
-    return f"{text}\n\n{table(('', 'loss', 'fixed'), rows)}"
+    return table(("", "loss", "fixed"), rows)
