@@ -61,8 +61,8 @@ class Memory:
 
 
 class NextState:
-    def __init__(self, state: State, outer: Outer, memory: Memory, lr_sum: float) -> None:
-        self._old, self._outer, self._stage = state, outer, Stage(state.index + 1, lr_sum)
+    def __init__(self, state: State, outer: Outer, memory: Memory, lr: float) -> None:
+        self._old, self._outer, self._stage = state, outer, Stage(state.index + 1, lr)
         self._rule = _native_rule(outer, self._stage, state.outer)
         self._parts: list[Encoded] = []  # without a native rule: all of them, until the end
         kept = type(outer) is SGD  # SGD has no state of its own, and leaves that of another rule as it is
@@ -93,7 +93,7 @@ class NextState:
             self._outer.step(anchor, decode(self._parts), outer, self._stage)
             return State(index, anchor, outer)
         if self._rule.momentum is not None:
-            outer[len(anchor) :] = self._stage.lr_sum
+            outer[len(anchor) :] = self._stage.lr
         known = None
         if self._words is not None:  # over the pairs of values; what is behind the last pair is missing
             rest = len(anchor) // 2 * 2

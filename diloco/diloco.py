@@ -140,7 +140,7 @@ class DiLoCo:
             self._meet(self._all_fragments())  # the step is done: what was there at construction is the start
         self.tuning.clock.begin(time.perf_counter())
         self.step_count += 1
-        self._add(0.0 if self._tokens else 1.0, lr_of(self._optimizers))
+        self._add(0.0 if self._tokens else 1.0, lr_of(self._optimizers), steps=1)
         try:
             self._apply(self._fragments, CATCH_UP)
         finally:  # also after a lost peer: what is sent now is saved, and sent again when all resume
@@ -304,10 +304,11 @@ class DiLoCo:
         if not 0 <= float(tokens) < float("inf"):
             raise ConfigError(f"count({tokens}): give the number of tokens of this step, 0 or more")
         self._tokens = True
-        self._add(float(tokens), 0.0)
+        self._add(float(tokens))
 
-    def _add(self, work: float, lr: float | Tensor) -> None:
-        self._progress = Trained(self._progress.work + work, self._progress.lr_sum + lr)
+    def _add(self, work: float, lr: float | Tensor = 0.0, steps: int = 0) -> None:
+        so_far = self._progress
+        self._progress = Trained(so_far.work + work, so_far.lr_sum + lr, so_far.steps + steps)
 
     @contextlib.contextmanager
     def anchors(self) -> Iterator[None]:

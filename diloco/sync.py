@@ -30,12 +30,18 @@ class Trained:
 
     work: float = 0.0  # tokens, or steps
     lr_sum: float | Tensor = 0.0  # the inner learning rates of all steps; on a device if those are
+    steps: int = 0
 
     def __sub__(self, other: "Trained") -> "Trained":
-        return Trained(self.work - other.work, self.lr_sum - other.lr_sum)
+        return Trained(self.work - other.work, self.lr_sum - other.lr_sum, self.steps - other.steps)
 
-    def saved(self) -> tuple[float, float]:
-        return self.work, float(self.lr_sum)
+    @property
+    def lr(self) -> float:
+        """The mean over the steps."""
+        return float(self.lr_sum) / self.steps if self.steps else 0.0
+
+    def saved(self) -> tuple[float, float, int]:
+        return self.work, float(self.lr_sum), self.steps
 
 
 @dataclass(frozen=True)
@@ -131,7 +137,7 @@ class FragmentSync:
                 tokens=tokens,
                 fingerprint=state.fingerprint(),
                 find_fault=lambda: self.view.find_fault(sent.values),
-                lr_sum=float(sent.new.lr_sum),
+                lr=sent.new.lr,
                 feedback=feedback,
                 next=partial(NextState, state, rule, self.memory),
                 codec=sent.codec,
@@ -165,7 +171,7 @@ class FragmentSync:
         self.in_flight = None
 
     def _advance(self, round: Round) -> State:
-        prepared = NextState(self.state, self._rule, self.memory, round.lr_sum)
+        prepared = NextState(self.state, self._rule, self.memory, round.lr)
         for part in round.encoded:
             prepared.add(part)
         return prepared.state(round.index)

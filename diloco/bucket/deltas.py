@@ -14,7 +14,7 @@ from torch import Tensor
 
 from diloco.bucket.rounds import (
     FINGERPRINTS,
-    LARGEST_LR_SUM,
+    LARGEST_LR,
     PIECES,
     Contribution,
     Piece,
@@ -101,11 +101,11 @@ def norm_of(codec: Codec, payload: Tensor, n: int) -> float:
 
 
 def delta_fields(
-    fragment: int, index: int, member: str, fingerprint: int, tokens: float, lr_sum: float = 0.0
+    fragment: int, index: int, member: str, fingerprint: int, tokens: float, lr: float = 0.0
 ) -> dict[str, Any]:
     """The header of a delta. It says nothing about the process: sent again after a restart, the object is the same."""
     return {"fragment": fragment, "index": index, "member": member, "fingerprint": fingerprint, "tokens": tokens,
-            "lr_sum": lr_sum}  # fmt: skip
+            "lr": lr}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -167,12 +167,12 @@ def read_head(found: Opened, body: bytes, fragment: int, index: int, layout: Lay
     if member != member_of(found.name):
         raise Invalid("it belongs to another member than its name says")
     fingerprint, tokens = found.integer("fingerprint", 0, FINGERPRINTS), found.number("tokens", 0, 1e18)
-    lr_sum = found.number("lr_sum", 0, LARGEST_LR_SUM)
+    lr = found.number("lr", 0, LARGEST_LR)
     pieces = _read_pieces(found.header.get("pieces"), layout) if layout.cut else ()
     norm = sum(piece.norm**2 for piece in pieces) ** 0.5
     nbytes = len(body) + sum(piece.size for piece in pieces)
     head = body if layout.cut else b""
-    return Contribution(member, found.digest, fingerprint, tokens, norm, None, nbytes, lr_sum, pieces, head)
+    return Contribution(member, found.digest, fingerprint, tokens, norm, None, nbytes, lr, pieces, head)
 
 
 def _read_pieces(listed: object, layout: Layout) -> tuple[Piece, ...]:
@@ -196,7 +196,7 @@ def read_delta(found: Opened, fragment: int, index: int, layout: Layout) -> Cont
     if not norm < float("inf"):
         raise Invalid("it holds inf or nan")
     return Contribution(head.member, head.digest, head.fingerprint, head.tokens, norm, (payload,), found.nbytes,
-                        head.lr_sum)  # fmt: skip
+                        head.lr)  # fmt: skip
 
 
 def read_piece(

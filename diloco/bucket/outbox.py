@@ -136,10 +136,10 @@ class Outbox:
         """An own delta for this round, by its digest."""
         return self._own.get(digest)
 
-    def next(self, index: int, lr_sum: float) -> Next | None:
+    def next(self, index: int, lr: float) -> Next | None:
         """What makes the state after round `index`, if a delta for it was taken against the state before it."""
         found = self._next  # once: the training thread may clear it meanwhile
-        return found[1](lr_sum) if found is not None and found[0] == index else None
+        return found[1](lr) if found is not None and found[0] == index else None
 
     def _encode(self, index: int, delta: Delta) -> tuple[SealedDelta, Contribution] | None:
         """The delta as objects, and as the others will read it. None if it holds inf or nan."""
@@ -147,11 +147,11 @@ class Outbox:
         payloads, finite = layout.pack(delta.values)
         if not finite:
             return None
-        fields = delta_fields(self._fragment, index, me, delta.fingerprint, delta.weight, delta.lr_sum)
+        fields = delta_fields(self._fragment, index, me, delta.fingerprint, delta.weight, delta.lr)
         norms = layout.norms(payloads)
         sealed = seal_delta(self._session.envelope, layout, fields, payloads, norms)
         norm = sum(norm**2 for norm in ([piece.norm for piece in sealed.listed] or norms)) ** 0.5
-        own = me, sealed.head.digest, delta.fingerprint, delta.weight, norm, payloads, sealed.nbytes, delta.lr_sum
+        own = me, sealed.head.digest, delta.fingerprint, delta.weight, norm, payloads, sealed.nbytes, delta.lr
         head = sealed.head.body if layout.cut else b""
         return sealed, Contribution(*own, sealed.listed, head)
 

@@ -147,7 +147,7 @@ class FragmentProtocol:
         self.outbox.clear(counted)
         self._closer = record.by
         return Round(
-            index=index, encoded=followed.mean, members=record.members, lr_sum=record.lr_sum, counted=counted,
+            index=index, encoded=followed.mean, members=record.members, lr=record.lr, counted=counted,
             sent=fate.sent,
             received=followed.received, seconds=fate.seconds, own=fate.own, state=followed.state,
         )  # fmt: skip
@@ -324,7 +324,7 @@ class FragmentProtocol:
 
     def _next(self, record: Record, mean: Sequence[Encoded]) -> tuple[tuple[Encoded, ...], State | None]:
         """The mean, and the state after the round: the core makes it if no delta of this member was taken for it."""
-        if (next := self.outbox.next(record.index, record.lr_sum)) is None:
+        if (next := self.outbox.next(record.index, record.lr)) is None:
             return exact(decode(mean)), None
         for part in mean:
             next.add(part)

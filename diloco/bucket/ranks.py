@@ -184,7 +184,7 @@ class First(_Rank):
         if any(part.codec not in (codec, Float32()) for part in parts):
             parts = exact(outcome.mean)
         said = {
-            "index": outcome.index, "members": dict(outcome.members), "lr_sum": outcome.lr_sum,
+            "index": outcome.index, "members": dict(outcome.members), "lr": outcome.lr,
             "counted": outcome.counted, "seconds": outcome.seconds, "own": outcome.own is not None,
             "delta": self._sums.get(fragment),
             "parts": [[p.at, p.n, p.codec == codec, list(p.factors), [len(each) for each in p.payloads]]
@@ -288,7 +288,7 @@ class Other(_Rank):
         own = next(arrived, None)
         state = self._advance(fragment, said, parts, *sent) if sent and sent[1] == said["index"] else None
         return Round(
-            said["index"], parts, said["members"], said["lr_sum"], said["counted"], seconds=said["seconds"],
+            said["index"], parts, said["members"], said["lr"], said["counted"], seconds=said["seconds"],
             own=None if own is None else lambda: own, state=state,
         )  # fmt: skip
 
@@ -302,7 +302,7 @@ class Other(_Rank):
             self._drifted |= fragment in self._trained
         if delta.next is None:
             return None
-        prepared = delta.next(said["lr_sum"])
+        prepared = delta.next(said["lr"])
         for part in parts:
             prepared.add(part)
         return prepared.state(index)

@@ -19,7 +19,7 @@ count together, so that one that pulls the other way leaves half of the speed, b
 With at most FEW members nothing tells the unusual from the usual."""
 FREE = 8
 """First rounds in which a member that is alone has no limit: nothing is usual yet."""
-LARGEST_LR_SUM = 1e9
+LARGEST_LR = 1e9
 MOST = 4096
 """Members of a round."""
 FINGERPRINTS = 1 << 63
@@ -104,7 +104,7 @@ class Contribution:
     norm: float
     payloads: tuple[Tensor, ...] | None  # encoded, one for each piece; None: only the head was read
     nbytes: int
-    lr_sum: float = 0.0
+    lr: float = 0.0
     pieces: tuple[Piece, ...] = ()  # none, if the delta is one object
     head: bytes = b""  # the object that lists the pieces
 
@@ -115,7 +115,7 @@ class Entry:
     digest: str  # of the delta
     tokens: float
     norm: float
-    lr_sum: float = 0.0
+    lr: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ class Record:
         fields = {"fragment": self.fragment, "index": self.index, "fingerprint": self.fingerprint, "by": self.by,
                   "previous": self.previous.digest, "usual": self.previous.usual,
                   "heads": self.heads}  # fmt: skip
-        return fields, json.dumps([[e.member, e.digest, e.tokens, e.norm, e.lr_sum] for e in self.entries]).encode()
+        return fields, json.dumps([[e.member, e.digest, e.tokens, e.norm, e.lr] for e in self.entries]).encode()
 
     @cached_property
     def _works(self) -> list[float]:
@@ -160,10 +160,10 @@ class Record:
         return [work / total if total else 0.0 for work in self._works]
 
     @cached_property
-    def lr_sum(self) -> float:
+    def lr(self) -> float:
         """Mean over the members by their share, each within the limit, as with work."""
-        most = self._limit * _usual([e.lr_sum for e in self.entries])
-        return sum(share * min(e.lr_sum, most) for e, share in zip(self.entries, self.shares, strict=True))
+        most = self._limit * _usual([e.lr for e in self.entries])
+        return sum(share * min(e.lr, most) for e, share in zip(self.entries, self.shares, strict=True))
 
     @cached_property
     def clips(self) -> list[float]:
@@ -246,11 +246,11 @@ def _read_entries(found: Opened) -> tuple[Entry, ...]:
     if any(not isinstance(e, list) or len(e) != 5 for e in listed):
         raise Invalid("its list of deltas has something else in it")
     entries = []
-    for member, digest, tokens, norm, lr_sum in listed:
+    for member, digest, tokens, norm, lr in listed:
         if not _NAME.fullmatch(delta_name(0, 1, text(member, "member"), text(digest, "digest"))):
             raise Invalid("it names something that is not a delta")
         figures = number(tokens, "tokens", 0, 1e18), number(norm, "norm", 0, 1e300)
-        entries.append(Entry(member, digest, *figures, number(lr_sum, "lr_sum", 0, LARGEST_LR_SUM)))
+        entries.append(Entry(member, digest, *figures, number(lr, "lr", 0, LARGEST_LR)))
     names = [e.member for e in entries]
     if names != sorted(set(names)):
         raise Invalid("its members are not sorted, or one is listed twice")
@@ -279,14 +279,14 @@ def entries_of(deltas: Sequence[Contribution], max_work: float, mine: str) -> tu
     """The deltas that a record names, at most MOST, with the own one. Work counts up to `max_work`."""
     kept = sorted(deltas, key=lambda delta: (delta.digest != mine, delta.member))[:MOST]
     kept.sort(key=lambda delta: delta.member)
-    return tuple(Entry(d.member, d.digest, min(d.tokens, max_work), d.norm, d.lr_sum) for d in kept)
+    return tuple(Entry(d.member, d.digest, min(d.tokens, max_work), d.norm, d.lr) for d in kept)
 
 
 def truthful(record: Record, deltas: Mapping[str, Contribution], max_work: float) -> bool:
     """Whether a record says of its deltas what they are. Norms are sums, which machines add in different orders."""
     return all(
         e.tokens == min(deltas[e.digest].tokens, max_work)
-        and e.lr_sum == deltas[e.digest].lr_sum
+        and e.lr == deltas[e.digest].lr
         and abs(e.norm - deltas[e.digest].norm) <= 1e-6 * deltas[e.digest].norm
         for e in record.entries
     )

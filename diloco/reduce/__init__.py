@@ -53,10 +53,10 @@ class Delta:
     tokens: bool  # whether the weight counts tokens
     fingerprint: int  # of the state that the delta is against
     find_fault: Callable[[], int | None] = lambda: None
-    lr_sum: float = 0.0  # the inner learning rates of the steps in it, added up
+    lr: float = 0.0  # the mean inner learning rate of the steps in it
     feedback: bool = False  # the round must have `own`
     next: Callable[[float], Next] | None = (
-        None  # for a reducer that prepares the next state on a thread of its own; takes the round's lr_sum
+        None  # for a reducer that prepares the next state on a thread of its own; takes the round's lr
     )
     codec: Codec | None = None  # of this delta; None: that of `join`
     wish: Terms | None = None  # what this replica would like all to change to
@@ -74,7 +74,7 @@ class Round:
     index: int
     encoded: Sequence[Encoded]  # the mean, in parts
     members: Mapping[str, float]  # name → its part in the mean: work done (collective) or share (bucket)
-    lr_sum: float = 0.0  # mean over the members, by their part
+    lr: float = 0.0  # mean over the members, by their part
     counted: bool = True
     sent: int = 0  # bytes
     received: int = 0

@@ -30,7 +30,7 @@ from diloco.reduce.mean import (
     decode_cuts,
     exact,
     gathers,
-    mean_lr_sum,
+    mean_lr,
     parts,
     pieces,
     room_for_cuts,
@@ -230,7 +230,7 @@ class Collective:
     ) -> Round | Dropped:
         delta = delta_later()
         n, codec, before = len(delta.values), delta.codec or self._codecs[fragment], groups.sent
-        work, wish, came = (delta.weight, delta.lr_sum), to_numbers(delta.wish), time.perf_counter()
+        work, wish, came = (delta.weight, delta.lr), to_numbers(delta.wish), time.perf_counter()
         digest = words(delta.values)  # 0.13 ns a value; encoding takes 0.6
         header = Header(Kind.ROUND, delta.tokens, fragment, index, *work, delta.fingerprint, -1, *wish, digest)
         headers = groups.exchange(header)
@@ -248,8 +248,8 @@ class Collective:
         values = delta.values[share]
         payloads = room_for_cuts(codec, len(values), self.replicas)
         average = self._mean_by_gather if gathers(codec, self.replicas) else self._mean_by_parts
-        lr_sum = mean_lr_sum(weights, [h.lr_sum for h in headers])
-        prepared = delta.next(lr_sum) if delta.next and self._ddp_ranks.size == 1 else None
+        lr = mean_lr(weights, [h.lr for h in headers])
+        prepared = delta.next(lr) if delta.next and self._ddp_ranks.size == 1 else None
         mean, all_good = [], True
         for part, good in average(groups, codec, values, payloads, shares(weights)):
             mean.append(part)
@@ -265,7 +265,7 @@ class Collective:
         own = self._own(groups, codec, payloads, share, n) if delta.feedback else None
         ended = time.perf_counter()
         return Round(
-            index, mean, members, lr_sum, sent=sent, received=sent, seconds=ended - began, apart=met - came,
+            index, mean, members, lr, sent=sent, received=sent, seconds=ended - began, apart=met - came,
             transfer=ended - met, wishes=wished, own=own, state=state,
         )  # fmt: skip
 

@@ -27,7 +27,7 @@ class Header:
     fragment: int = -1
     index: int = -1
     weight: float = 0.0
-    lr_sum: float = 0.0
+    lr: float = 0.0
     fingerprint: int = 0
     fault: int = -1
     sync_every: int = 0  # with `codec`: the wish of this replica (terms.py)

@@ -18,7 +18,7 @@ from diloco.errors import ConfigError, DiLoCoError, Mismatch, PeerLost
 from diloco.reduce import Contract, Delta, Dropped, Round, State, words
 from diloco.reduce.contract import SameData, compare, sources
 from diloco.reduce.header import Header, Kind, check_round, wishes
-from diloco.reduce.mean import codec_of_mean, decode_cuts, encode_cuts, gathers, mean_lr_sum, mean_of_encoded
+from diloco.reduce.mean import codec_of_mean, decode_cuts, encode_cuts, gathers, mean_lr, mean_of_encoded
 from diloco.terms import to_numbers
 
 T = TypeVar("T")
@@ -233,7 +233,7 @@ def _outcome(
 ) -> tuple[Round | DiLoCoError, list[list[Tensor]]]:
     faults = [-1 if (fault := d.fault) is None else fault for d in deltas]
     headers = [
-        Header(Kind.ROUND, d.tokens, fragment, index, d.weight, d.lr_sum, d.fingerprint, fault, *to_numbers(d.wish))
+        Header(Kind.ROUND, d.tokens, fragment, index, d.weight, d.lr, d.fingerprint, fault, *to_numbers(d.wish))
         for d, fault in zip(deltas, faults, strict=True)
     ]
     try:
@@ -250,5 +250,5 @@ def _outcome(
     mean = mean_of_encoded(codec, mean_codec, encoded, [d.weight for d in deltas], n)
     to_each = codec.nbytes(n) if gathers(codec, replicas) else (codec.nbytes(n) + mean_codec.nbytes(n)) / replicas
     nbytes = round((replicas - 1) * to_each)
-    lr_sum = mean_lr_sum([d.weight for d in deltas], [d.lr_sum for d in deltas])
-    return Round(index, mean, members, lr_sum, sent=nbytes, received=nbytes, wishes=wishes(headers)), encoded
+    lr = mean_lr([d.weight for d in deltas], [d.lr for d in deltas])
+    return Round(index, mean, members, lr, sent=nbytes, received=nbytes, wishes=wishes(headers)), encoded

@@ -49,9 +49,9 @@ def shares(weights: Sequence[float]) -> list[float]:
     return [w / total for w in weights] if total else [1 / len(weights)] * len(weights)
 
 
-def mean_lr_sum(weights: Sequence[float], lr_sums: Sequence[float]) -> float:
-    """Σ share · lr_sum."""
-    return sum(share * lr_sum for share, lr_sum in zip(shares(weights), lr_sums, strict=True))
+def mean_lr(weights: Sequence[float], lrs: Sequence[float]) -> float:
+    """Σ share · lr."""
+    return sum(share * lr for share, lr in zip(shares(weights), lrs, strict=True))
 
 
 def mean(codec: Codec, payloads: Sequence[Tensor], weights: Sequence[float], n: int) -> Tensor:

@@ -103,7 +103,7 @@ class Member(Bucket):
 
         def made() -> Delta:
             values = torch.randn(world.plan.values, generator=world.generator) * 0.01
-            return Delta(values, float(work), False, fingerprint, lr_sum=float(work))
+            return Delta(values, float(work), False, fingerprint, lr=1.0)
 
         self.send(f, self.states[f].index + 1, made)
 

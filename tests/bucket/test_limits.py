@@ -45,7 +45,7 @@ def test_the_sum_of_learning_rates_is_weighed_by_work_up_to_a_limit():
     rates = (0.1, 0.1, 0.2, 1e6)
     entries = tuple(Entry(chr(97 + k), "0" * 64, 1.0, 1.0, rate) for k, rate in enumerate(rates))
     record = Record(0, 1, Link(), 7, "a", entries)
-    assert record.lr_sum == pytest.approx((0.1 + 0.1 + 0.2 + 0.2) / 4)
+    assert record.lr == pytest.approx((0.1 + 0.1 + 0.2 + 0.2) / 4)
 
 
 def test_norms_count_up_to_a_limit_from_the_first_round_on():

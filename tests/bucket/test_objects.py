@@ -181,7 +181,7 @@ def test_a_good_record_is_read_as_it_was_written():
     fields, payload = found.sealed()
     assert fields == RECORD and json.loads(payload) == GOOD
     assert found.members == {"a": 0.25, "b": 0.75} and found.clips == [1.0, 1.0]
-    assert found.lr_sum == 0.25 * 0.1 + 0.75 * 0.3
+    assert found.lr == 0.25 * 0.1 + 0.75 * 0.3
 
 
 @pytest.mark.parametrize(

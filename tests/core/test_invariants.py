@@ -11,6 +11,7 @@
 9. The anchors are what is evaluated and exported; finish() ends with the local values equal to the anchors.
 """
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -247,3 +248,54 @@ def test_replicas_in_one_process_give_the_bits_of_real_processes(replicas):
     assert [r["history"] for r in together] == [r["history"] for r in apart]
     assert torch.equal(together[0]["weights"], apart[0]["weights"])
     assert together[0]["stats"].rounds == apart[0]["stats"].rounds
+
+
+STEPS, VALUES, PERIOD, PARTS = 50, 40, 10, 4
+
+
+def _increments(replica):
+    return np.random.default_rng(replica).standard_normal((STEPS, VALUES)).astype(np.float32)
+
+
+def _papers_rule():
+    """Algorithm 2 with Nesterov momentum for two replicas, in numpy: what both hold after each step."""
+    lr, momentum = np.float32(0.4), np.float32(0.9)
+    local = np.zeros((2, VALUES), np.float32)
+    anchor, velocity, sent, history = local[0].copy(), local[0].copy(), {}, []
+    for step in range(1, STEPS + 1):
+        local += [_increments(m)[step - 1] for m in range(2)]
+        for part in range(PARTS):
+            here = slice(part * VALUES // PARTS, (part + 1) * VALUES // PARTS)
+            if part in sent and sent[part][0] == step - 1:
+                delta = sent.pop(part)[1]
+                velocity[here] = momentum * velocity[here] + delta
+                anchor[here] -= lr * (momentum * velocity[here] + delta)
+                local[:, here] = anchor[here]
+            since = step - part * PERIOD // PARTS
+            if since > 0 and since % PERIOD == 0:
+                first, second = anchor[here] - local[:, here]
+                sent[part] = step, first * np.float32(0.5) + second * np.float32(0.5)
+        history.append(local.copy())
+    return history
+
+
+def test_at_a_constant_learning_rate_nesterov_is_the_papers_rule_bit_for_bit():
+    """Also where the first rounds of the fragments are longer than the others."""
+
+    def loop(reduce):
+        model = nn.ParameterList([nn.Parameter(torch.zeros(VALUES))])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        settings = {"sync_every": PERIOD, "fragments": Balanced(PARTS), "codec": Float32(), "outer": Nesterov(0.4, 0.9)}
+        diloco = DiLoCo(model, optimizer, **settings, reduce=reduce)
+        diloco.join()
+        history = []
+        for increment in _increments(reduce.replica):
+            with torch.no_grad():
+                model[0] += torch.from_numpy(increment)
+            optimizer.step()
+            history.append(model[0].detach().numpy().copy())
+        diloco.leave()
+        return history
+
+    for step, (one, two, expected) in enumerate(zip(*local.run(2, loop), _papers_rule(), strict=True), 1):
+        assert np.array_equal(np.stack([one, two]), expected), f"after step {step}"

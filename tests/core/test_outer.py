@@ -29,20 +29,20 @@ def test_an_outer_rule_is_torchs_sgd_up_to_rounding(rule, lr, momentum, n):
         torch.testing.assert_close(anchor, parameter.detach(), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("lr_sum", [0.6, 0.9, 0.0])
-def test_nesterov_rounds_every_multiply_and_add_by_itself(lr_sum):
+@pytest.mark.parametrize("inner", [0.6, 0.9, 0.0])
+def test_nesterov_rounds_every_multiply_and_add_by_itself(inner):
     """Bit for bit what scalar fp32 arithmetic without fused multiply-adds gives, on any CPU."""
     import numpy as np
 
     rng = np.random.default_rng(0)
     anchor, v = rng.standard_normal((2, 20_000)).astype(np.float32)
     mine, state = torch.from_numpy(anchor.copy()), torch.from_numpy(np.append(v, np.float32(0.75)))
-    lr, mu, decay = np.float32(0.4), np.float32(0.9), np.float32(0.9 * min(lr_sum / 0.75, 1.0))
+    lr, mu, decay = np.float32(0.4), np.float32(0.9), np.float32(0.9 * min(inner / 0.75, 1.0))
     delta = rng.standard_normal(20_000).astype(np.float32)
-    Nesterov(0.4, 0.9).step(mine, torch.from_numpy(delta.copy()), state, Stage(1, lr_sum))
+    Nesterov(0.4, 0.9).step(mine, torch.from_numpy(delta.copy()), state, Stage(1, inner))
     v = decay * v + delta
     assert np.array_equal(mine.numpy(), anchor - lr * (mu * v + delta))
-    assert np.array_equal(state.numpy(), np.append(v, np.float32(lr_sum)))
+    assert np.array_equal(state.numpy(), np.append(v, np.float32(inner)))
 
 
 def test_sgd_rounds_every_multiply_and_add_by_itself():
@@ -55,10 +55,10 @@ def test_sgd_rounds_every_multiply_and_add_by_itself():
 
 
 def moved_by(rule, rounds):
-    """How far each of the rounds, (delta, lr_sum), moves one value."""
+    """How far each of the rounds, (delta, lr), moves one value."""
     anchor, state, places = torch.zeros(1), rule.state(1), [0.0]
-    for delta, lr_sum in rounds:
-        rule.step(anchor, torch.tensor([delta]), state, Stage(1, lr_sum))
+    for delta, lr in rounds:
+        rule.step(anchor, torch.tensor([delta]), state, Stage(1, lr))
         places.append(anchor.item())
     return [a - b for a, b in itertools.pairwise(places)]
 

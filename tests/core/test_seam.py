@@ -332,18 +332,19 @@ def test_inf_or_nan_is_found_in_any_value_of_any_span(place):
     assert view.find_fault(values) == (0 if place < 3 else 1)
 
 
-def test_a_delta_holds_the_learning_rates_of_its_steps_added_up_over_all_groups():
+def test_a_delta_holds_the_mean_learning_rate_of_its_steps_over_all_groups_and_optimizers():
     model = nn.Linear(1, 1, bias=False)
     groups = [{"params": [model.weight], "lr": 0.5}, {"params": [], "lr": torch.tensor(0.25)}]
-    optimizer = torch.optim.SGD(groups, lr=1.0)
+    optimizer, other = torch.optim.SGD(groups, lr=1.0), torch.optim.SGD([{"params": [], "lr": 1.0}], lr=1.0)
     script = Script({(0, 1): [(0, mean(1, 0.0, counted=True))]})
-    diloco = DiLoCo(model, optimizer, sync_every=2, overlap=1, fragments=Balanced(1), reduce=script)
+    diloco = DiLoCo(model, [optimizer, other], sync_every=2, overlap=1, fragments=Balanced(1), reduce=script)
     for lr in (0.5, 0.25, 0.125, 0.0):
         optimizer.param_groups[0]["lr"] = lr
         model(torch.ones(1)).backward()
         optimizer.step()
-    assert [delta.lr_sum for _, _, delta in script.sent] == [0.5 + 0.25 + 0.5, 0.125 + 0.0 + 0.5]
-    assert diloco.state_dict()["shard 0 of 1"]["work"] == (4.0, 0.875 + 1.0)
+        other.step()
+    assert [delta.lr for _, _, delta in script.sent] == [0.375 + 1.25, 0.0625 + 1.25]
+    assert diloco.state_dict()["shard 0 of 1"]["work"] == (4.0, 0.875 + 4 * 1.25, 4)
 
 
 def _finished(reduce):

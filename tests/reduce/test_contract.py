@@ -32,8 +32,8 @@ from tests.support.processes import run
 SIZES = [5, 300]  # the first fragment's delta asks for `own`
 CODEC = E3M0()
 WEIGHTS = [1.0, 3.0]
-LR_SUMS = [0.1, 0.3]
-LR_SUM = 0.25 * 0.1 + 0.75 * 0.3
+LRS = [0.1, 0.3]
+LR = 0.25 * 0.1 + 0.75 * 0.3
 CONTRACT = {"sync_every": 10}
 PAGE = Path(__file__).parents[2] / "docs/extending.md"
 # The quorum makes each round wait for both members, however late one of them is.
@@ -132,7 +132,7 @@ def _outcomes(number):
         average = reference_mean(CODEC, CODEC, [values(f, m) for m in (0, 1)], WEIGHTS)
         members = {str(m): weight for m, weight in enumerate(WEIGHTS)}
         outcomes |= {
-            (f, i): [(0, Round(i, exact(average), members, LR_SUM, own=(lambda mine=mine: mine) if f == 0 else None))]
+            (f, i): [(0, Round(i, exact(average), members, LR, own=(lambda mine=mine: mine) if f == 0 else None))]
             for i in (1, 2)
         }
     return outcomes
@@ -163,7 +163,7 @@ def send(reduce, fragment, number, index=1, calls=None):
             calls.append(fragment)
         against = states(index - 1)[fragment].fingerprint()
         own = values(fragment, number), WEIGHTS[number] / (ranks_in(reduce) or 1), True, against
-        return Delta(*own, lr_sum=LR_SUMS[number], feedback=fragment == 0)
+        return Delta(*own, lr=LRS[number], feedback=fragment == 0)
 
     reduce.send(fragment, index, delta)
 
@@ -277,7 +277,7 @@ def _round(reduce, number, folder):
     again = [reduce.take(f, 1) for f in range(len(SIZES))]
     reduce.leave()
     told = [(r.index, r.mean, list(r.members.values()), r.counted, r.faults, r.own and r.own()) for r in rounds]
-    assert [r.lr_sum for r in rounds] == [LR_SUM] * 2
+    assert [r.lr for r in rounds] == [LR] * 2
     return unsent, told, again
 
 
