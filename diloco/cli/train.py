@@ -153,6 +153,11 @@ def _check_resume(config: TrainConfig, folder: Path) -> None:
     changed = [f"{name} {was} → {now}" for name, was, now in pairs if was != now]
     text = f"; changed: {', '.join(changed)}" if changed else ""
     print(f"resume with the settings of {folder / 'config.toml'}{text}", file=sys.stderr)
+    kept = [f"{name} {getattr(config, name)}" for name in ("warmup", "weight_decay", "eval_every")
+            if getattr(config, name) == getattr(before, name)]  # fmt: skip
+    if config.steps != before.steps and kept:
+        print(f"note: {', '.join(kept)} stay as they were for {before.steps} steps, unless you set them",
+              file=sys.stderr)  # fmt: skip
 
 
 def _be_rank(config: TrainConfig, world: World) -> int:
@@ -249,6 +254,8 @@ def _be_member(config: TrainConfig) -> int:
         write_summary(folder, summary)
         if summary.stopped and not config.json:
             print(f"diloco: {stop.sentence(folder)}", file=sys.stderr)
+        elif not summary.steps and not config.json:
+            print(f"took the result of the run, with a loss of {summary.loss:.4f}; nothing was trained here")
         else:
             show_run(folder, config.json)
     return 130 if summary.stopped else 0

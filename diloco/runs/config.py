@@ -132,8 +132,9 @@ class TrainConfig:
         why="objects are not signed", scope="member")
     encrypt: Path | None = _bucket(None, "a file whose content encrypts all objects. All members need the same.",
         why="objects are not encrypted", scope="member")
-    eval_every: int = _output(100, "Steps between two evaluations on held-out text.", scope="member")
-    eval_tokens: int = _output(16_384, "Held-out tokens in an evaluation.", scope="member")
+    eval_every: int | None = _output(None, "Steps between two evaluations on held-out text.",
+        why="a tenth of the steps, from 50 to 1000", scope="member")
+    eval_tokens: int = _output(16_384, "Held-out tokens in an evaluation.")
     save_every: int = _output(500, "Steps between two checkpoints. There is always one at the end.", scope="member",
         result=False)
     keep: int = _output(2, "Checkpoints to keep.", why="after a crash the newest may be incomplete", scope="member",
@@ -153,9 +154,9 @@ class TrainConfig:
     # fmt: on
 
     def __post_init__(self) -> None:
-        for name in ("context", "shards", "accumulate", "sync_every", "eval_every", "save_every", "streams"):
+        for name in ("context", "shards", "accumulate", "sync_every", "save_every", "streams"):
             _at_least(1, name, getattr(self, name))
-        for name in ("replicas", "steps", "tokens", "batch", "quorum", "eval_tokens"):
+        for name in ("replicas", "steps", "tokens", "batch", "quorum", "eval_every", "eval_tokens"):
             _at_least(1, name, getattr(self, name))
         _at_least(2, "keep", self.keep)  # a crash while saving may leave the newest on some replicas only
         _at_least(0, "warmup", self.warmup)

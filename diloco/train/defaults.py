@@ -69,6 +69,7 @@ def resolve(
          f"scaling law 22256·N^-0.88·M^0.29{f', stopped at {LARGEST_LR:g}' if law > LARGEST_LR else ''}")  # fmt: skip
     take("warmup", min(max(steps // 10, 1), 1000), "a tenth of the steps, at most 1000")
     take("weight_decay", float(f"{1 / steps:.3g}"), "1 ÷ steps, as in the scaling laws")
+    take("eval_every", min(max(steps // 10, 50), 1000), "a tenth of the steps, from 50 to 1000")
     if config.method in SYNCED:
         rules += [rule for rule in _outer(config.outer) if getattr(config, rule.name) is None]
     wanted = FORMATS[config.codec].feedback if config.method == "streaming" else 0.0
@@ -93,7 +94,7 @@ def _outer(name: str) -> list[Rule]:
 
 
 def type_of(rule: Rule) -> float | str:
-    return int(rule.value) if rule.name in ("batch", "steps", "warmup") else rule.value
+    return int(rule.value) if rule.name in ("batch", "steps", "warmup", "eval_every") else rule.value
 
 
 def lr_at(config: TrainConfig, step: int) -> float:

@@ -93,6 +93,9 @@ def fit(run: Prepared) -> tuple[int, bool]:
     """Train until the run is over or somebody asks to stop; return the last step, and whether it was a stop."""
     config, members, stats = run.config, run.members, run.stats
     step, stopped, rounds, readings = run.start, False, stats.rounds, Readings(run.writer.write)
+    assert config.eval_every is not None
+    if not (step or members.over):
+        evaluate(run, step)
     with Stop(dist.distributed_c10d._get_default_store(), run.world.rank, run.world.size) as stop:
         try:
             while not (members.over or stopped):
@@ -164,7 +167,7 @@ def evaluate(run: Prepared, step: int, replica_loss: float | None = None) -> Eva
 
 def save(run: Prepared, step: int) -> None:
     run.phase.say("saving")
-    run.checkpoints.save(step, run.state_dict() | ({"diloco": run.diloco} if run.diloco else {}))
+    run.checkpoints.save(step, run.state_dict(moments=step > 0) | ({"diloco": run.diloco} if run.diloco else {}))
     run.writer.write(Event("save", run.writer.seconds(), step))
     run.phase.say("training")
 
@@ -178,8 +181,7 @@ def finish(run: Prepared, step: int, stopped: bool) -> Summary:
         rounds = run.stats.rounds
         run.diloco.finish()
         _write_rounds(run, rounds)
-    if step > run.start or not run.start:
-        save(run, step)
+    save(run, step)
     if stopped:
         run.members.stopped()
     run.writer.write(Event("stop" if stopped else "finish", run.writer.seconds(), step))

@@ -11,7 +11,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_state_dict,
+)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -47,8 +51,6 @@ from diloco.train.model import Windows, build
 from diloco.train.preflight import wrong_batch
 from diloco.world import World
 
-SUMS = ("rounds", "bytes_sent", "bytes_received", "largest_round", "seconds_hidden", "seconds_exposed")
-"""What a checkpoint keeps of the stats."""
 log = logging.getLogger("diloco")
 
 
@@ -96,13 +98,16 @@ class Prepared:
         """Key of what each rank of a replica saves for itself."""
         return f"rank {self.world.shard}"
 
-    def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint holds, besides DiLoCo itself."""
-        weights, moments = get_state_dict(self.model, self.optimizers)
-        sums = {name: getattr(self.stats, name) for name in SUMS}
+    def state_dict(self, moments: bool = True) -> dict[str, Any]:
+        """What a checkpoint holds, besides DiLoCo itself. Before the first step the optimizers have no `moments`:
+        torch would make them with a step, which a hook would count."""
+        shared: dict[str, Any] = {"model": get_model_state_dict(self.model)}
+        if moments:
+            shared["optimizer"] = get_optimizer_state_dict(self.model, list(self.optimizers))
+        sums = {name: value for name, value in vars(self.stats).items() if name != "last"}
         own = {"data": self.batches.state_dict(), "metrics": self.writer.state_dict(), "sums": sums,
                "random": random_state(self.device)}  # fmt: skip
-        return {"model": weights, "optimizer": moments, self.own: own}
+        return shared | {self.own: own}
 
 
 def prepare(config: TrainConfig, world: World, folder: Path) -> Prepared:
@@ -199,26 +204,21 @@ def _members(config: TrainConfig, world: World, tokenizer: str) -> tuple[TrainCo
 
 
 def _load(run: Prepared, folder: Path) -> Prepared:
-    """The run with its DiLoCo and, on resume, as it was at the newest checkpoint that all replicas have.
-
-    The optimizer is filled before DiLoCo is attached, which would count as a step what fills it.
-    """
+    """The run with its DiLoCo and, on resume, as it was at the newest checkpoint that all replicas have."""
     start = run.checkpoints.newest_common() if run.config.resume else 0
     if start is None and not run.config.bucket:  # with a bucket it begins again: only its own work is lost
         raise ConfigError(f"{folder} has no checkpoint that all replicas have: there is nothing to resume")
     start = start or 0
-    saved = run.state_dict() if start else {}
+    saved = run.state_dict() if start else {}  # before DiLoCo is attached: it makes moments
+    diloco = attach(run.model, run.optimizers, run.config, run.mesh, run.members.reduce)
     if start:
-        run.checkpoints.load(start, saved)
+        run.checkpoints.load(start, saved | ({"diloco": diloco} if diloco else {}))
         set_state_dict(run.model, run.optimizers, model_state_dict=saved["model"], optim_state_dict=saved["optimizer"])
         run.batches.load_state_dict(saved[run.own]["data"])
         run.writer.load_state_dict(saved[run.own]["metrics"])
         set_random_state(run.device, saved[run.own]["random"])
-    diloco = attach(run.model, run.optimizers, run.config, run.mesh, run.members.reduce)
     if diloco and start:
-        run.checkpoints.load(start, {"diloco": diloco})
-        for name in SUMS:
-            setattr(diloco.stats, name, saved[run.own]["sums"][name])
+        vars(diloco.stats).update(saved[run.own]["sums"])
     return replace(run, start=start, diloco=diloco)
 
 

@@ -81,7 +81,7 @@ def test_the_overlap_is_a_number_or_auto(word, value):
 
 
 def test_a_wrong_overlap_says_what_may_be_given():
-    with pytest.raises(Exception, match=r"--overlap often: give a whole number or auto$"):
+    with pytest.raises(Exception, match=r"--overlap often: give a whole number.* or auto$"):
         parse(TrainConfig, ["--overlap", "often"])
 
 

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 from dataclasses import replace
 
@@ -52,12 +53,20 @@ def test_one_command_begins_a_run_and_joins_it_and_it_ends_for_all(place):
     code, out, _ = run_here(place, "watch", "bucket", "--once")
     assert code == 0 and "left" in out and " a " in out and " b " in out
     assert re.search(r"a +left +4–4", out)  # 40 steps of 10
-    late = member(place, "c", "--json")
-    code, out, err = ended(late)
+    code, out, err = ended(member(place, "c", "--json", "--eval-tokens", 1024))
     assert code == 0 and "it has ended, after 4 rounds" in err, err
     assert json.loads(out)["steps"] == 0 and json.loads(out)["eval/loss"] == last[0]["eval/loss"]
-    code, _, err = run_here(place, "export", "runs/bucket-c", "--to", "of-a-late-one")
+    assert "--eval-tokens 1024 is ignored: the run has 512" in err and "Warning" not in err
+    code, out, err = ended(member(place, "d"))
+    assert code == 0 and out.startswith("took the result") and len(out.splitlines()) == 1 and "Warning" not in err
+    shutil.rmtree(max((place / "runs/bucket-b/replica-0/checkpoints").iterdir()))  # as if it had stopped earlier
+    code, _, err = ended(member(place, "b", "--quorum", 2))
     assert code == 0, err
+    for name in "abcd":
+        code, _, err = run_here(place, "export", f"runs/bucket-{name}", "--to", f"of-{name}")
+        assert code == 0, err
+    first, *others = [(place / f"of-{name}/model.safetensors").read_bytes() for name in "abcd"]
+    assert all(other == first for other in others)
 
 
 def test_each_run_in_a_bucket_gets_a_folder_of_its_own_and_a_member_finds_it_again(tmp_path):

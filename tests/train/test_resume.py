@@ -152,6 +152,7 @@ def test_a_run_whose_config_knows_fewer_settings_resumes_with_their_defaults(pla
     code, out, err = run(place, "train", "--resume", "--name", "older", "--steps", "42", "--json")
     assert code == 0, err
     assert json.loads(out)["steps"] == 42 and "changed: steps 40 → 42\n" in err
+    assert "warmup 4, weight_decay 0.025, eval_every 1000 stay as they were for 40 steps" in err
     written = config.read_text()
     assert 'outer = "nesterov"\n' in written and "feedback = 0.0\n" in written and "mean_codec" not in written
 

@@ -82,7 +82,7 @@ def test_processes_that_torchrun_started_are_the_same_trainer(place, whole):
     (["--mean-codec", "bfloat16", "--codec", "topk"], "mean_codec=bfloat16 with codec=topk: leave it out"),
     (["--batch", "0"], "batch=0: give a whole number of at least 1"),
     (["--keep", "1"], "keep=1"),
-    (["no-such.toml"], "there is no recipe no-such.toml"),
+    (["no-such.toml"], "no-such.toml does not exist"),
     (["--name", "exp/first"], "name='exp/first': give a name, not a path"),
     (["--name", "../evil"], "name='../evil': give a name, not a path"),
     (["--name", ""], "name='': give a name"),
@@ -227,7 +227,8 @@ def test_a_run_says_what_it_does_from_its_start_to_its_end(place, tmp_path):
     assert done[0] == 0, done
     assert "run runs/told" in done[2], "also the processes of torchrun say where the run is"
     said = [line for line in (tmp_path / "phases.txt").read_text().splitlines() if not line.endswith("%")]
-    assert said == ["reading the data", "making the model", "joining the others", "training", "saving", "training",
+    assert said == ["reading the data", "making the model", "joining the others", "training", "evaluating",
+                    "training", "saving", "training",
                     "evaluating", "training", "saving", "training", "evaluating", "last sync", "saving", "training",
                     "evaluating", "training", "writing a sample"]  # fmt: skip
 
