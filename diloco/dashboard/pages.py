@@ -163,11 +163,12 @@ class BucketPage:
 def position(run: RecordedRun) -> str:
     """What a browser has that was sent the whole run: when it was begun or resumed, how it is thinned, its replicas,
     whether it has a summary, which brings new curves; where new steps go; and how much there is of all."""
-    begun = [event.details.get("time", 0) for r in run.replicas[:1] for event in r.events if "time" in event.details]
+    times = [event.details.get("time") for r in run.replicas[:1] for event in r.events]
+    begun = [int(t) for t in times if isinstance(t, (int, float)) and math.isfinite(t)]
     told = "s" if run.summary else ""
     steps = ".".join(str(replica.steps[-1].step) if replica.steps else "" for replica in run.replicas)
     rounds = sum(len(r.rounds) + r.left_out + len(r.evaluations) + len(r.events) for r in run.replicas)
-    return f"{int(begun[-1]) if begun else 0}-{run.width}-{len(run.replicas)}{told}-{first_new(run)}-{steps}-{rounds}"
+    return f"{begun[-1] if begun else 0}-{run.width}-{len(run.replicas)}{told}-{first_new(run)}-{steps}-{rounds}"
 
 
 def _moved(run: RecordedRun, before: str) -> tuple[str, int | None]:

@@ -118,14 +118,18 @@ class _Handler(BaseHTTPRequestHandler):
         stream = words[-1:] == ["events"]
         try:
             page = self.dashboard.site.page(words[:-1] if stream else words, asked.get("run", []))
+            body = "" if page is None or stream else page.whole()
+        except DiLoCoError as error:  # a folder that is gone, a bucket that cannot be read
+            self._say(HTTPStatus.SERVICE_UNAVAILABLE, str(error))
+        except Exception as error:
+            self._say(HTTPStatus.INTERNAL_SERVER_ERROR, f"This run cannot be read: {type(error).__name__}: {error}")
+        else:
             if page is None:
                 self._say(HTTPStatus.NOT_FOUND, "There is no such page. / has all that is served.")
             elif stream:
                 self._stream(page, self.headers.get("Last-Event-ID") or asked.get("at", [""])[0])
             else:
-                self._answer(HTTPStatus.OK, page.whole().encode(), **{"Content-Type": "text/html; charset=utf-8"})
-        except DiLoCoError as error:  # a folder that is gone, a bucket that cannot be read
-            self._say(HTTPStatus.SERVICE_UNAVAILABLE, str(error))
+                self._answer(HTTPStatus.OK, body.encode(), **{"Content-Type": "text/html; charset=utf-8"})
 
     def _stream(self, page: Page, position: str) -> None:
         if not self.dashboard.streams.acquire(blocking=False):
@@ -145,8 +149,8 @@ class _Handler(BaseHTTPRequestHandler):
         while not self.dashboard.ended.is_set():
             try:
                 position, parts, data = page.news(position)
-            except ConfigError:
-                return  # the run is gone; the browser asks again
+            except Exception:
+                return  # the run is gone or cannot be read; the browser asks again, and a reload shows why
             changed = {name: text for name, text in parts.items() if shown.get(name) != text}
             shown = parts
             if changed or data:

@@ -99,7 +99,7 @@ def _origin(run: RecordedRun) -> list[tuple[str, str]]:
     events = run.replicas[0].events if run.replicas else ()
     begun = next((event.details for event in events if event.event in ("start", "resume")), {})
     facts = [(name, str(begun[name])) for name in ("host", "device", "torch", "diloco") if name in begun]
-    if isinstance(began := begun.get("time"), (int, float)):
+    if isinstance(began := begun.get("time"), (int, float)) and 0 <= began < 1e11:
         facts.insert(0, ("begun", time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(began))))
     return [*facts, ("again", f"diloco train {run.folder}/config.toml --name another")]
 

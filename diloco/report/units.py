@@ -82,7 +82,7 @@ def loss(value: float | None) -> str:
     >>> loss(1.43219), loss(None), loss(float("nan"))
     ('1.4322', '–', 'nan')
     """
-    return "–" if value is None else f"{value:.4f}"
+    return "–" if value is None else f"{value:.4f}" if abs(value) < 1e6 else f"{value:.4g}"
 
 
 def percent(value: float | None, *, signed: bool = False, digits: int = 2) -> str:

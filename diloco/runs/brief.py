@@ -17,7 +17,7 @@ TAIL = 1 << 14
 class Brief:
     folder: Path
     state: str
-    """running, finished, stopped or ended: it ended without a summary."""
+    """running, finished, stopped, ended (without a summary), or why it cannot be read."""
     method: str
     model: str
     step: int
@@ -29,6 +29,13 @@ class Brief:
 
 
 def brief(folder: Path) -> Brief:
+    try:
+        return _brief(folder)
+    except Exception as error:  # whatever is wrong with one run must not hide the others
+        return Brief(folder, f"cannot be read: {type(error).__name__}: {error}", "–", "–", 0, None, None, 0.0)
+
+
+def _brief(folder: Path) -> Brief:
     config, summary = read_config(folder), read_summary(folder)
     last = _last_step(folder / "replica-0" / "metrics.jsonl")
     running = folders.in_use(folder)

@@ -66,7 +66,7 @@ def checkpoints(folder: Path) -> dict[int, Path]:
 def by_age(out: Path) -> list[Path]:
     """The folders of the runs in `out`, and in folders of a comparison there; the one that began last comes last."""
     settings = [*out.glob("*/config.toml"), *out.glob("*/*/config.toml")]
-    return [path.parent for path in sorted(settings, key=lambda path: path.stat().st_mtime)]
+    return [path.parent for path in sorted(settings, key=lambda path: path.lstat().st_mtime)]
 
 
 def in_use(folder: Path) -> bool:

@@ -22,14 +22,13 @@ class Tail:
         self.offset = 0
 
     def records(self) -> list[Record]:
-        try:
-            with self.path.open("rb") as file:
-                if file.seek(0, 2) < self.offset:
-                    self.offset = 0  # written anew
-                file.seek(self.offset)
-                new = file.read(AT_ONCE)
-        except FileNotFoundError:
+        if not self.path.is_file():  # not there yet; or a pipe, which would block
             return []
+        with self.path.open("rb") as file:
+            if file.seek(0, 2) < self.offset:
+                self.offset = 0  # written anew
+            file.seek(self.offset)
+            new = file.read(AT_ONCE)
         complete = new[: new.rfind(b"\n") + 1]
         self.offset += len(complete)
         return list(filter(None, map(from_line, complete.splitlines())))
@@ -108,6 +107,6 @@ class Followed:
 def _stamp(path: Path) -> tuple[int, int] | None:
     try:
         found = path.stat()
-    except FileNotFoundError:
+    except OSError:
         return None
     return found.st_mtime_ns, found.st_size

@@ -31,7 +31,4 @@ class Phase:
 
 
 def read_phase(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8").strip()
-    except OSError:
-        return ""
+    return path.read_text(encoding="utf-8", errors="replace").strip() if path.is_file() else ""

@@ -14,6 +14,7 @@ from typing import Any, Literal
 from diloco.errors import ConfigError
 from diloco.runs.replica import Growing, Replica
 from diloco.runs.schema import (
+    LARGEST,
     Evaluation,
     Figures,
     Record,
@@ -28,6 +29,8 @@ from diloco.runs.schema import (
 
 State = Literal["finished", "stopped", "unfinished"]
 _ENDS = ("start", "resume", "stop", "finish")
+_WHOLE = {"steps", "seed", "replicas", "sync_every"}
+"""Settings that reports compute with."""
 
 
 @dataclass(frozen=True)
@@ -54,11 +57,11 @@ class RecordedRun:
 
     @property
     def seed(self) -> int:
-        return int(self.config.get("seed") or 0)
+        return self.config.get("seed") or 0
 
     @property
     def steps_planned(self) -> int | None:
-        return int(self.config["steps"]) if self.config.get("steps") else None
+        return self.config.get("steps") or None
 
     @property
     def samples(self) -> list[str]:
@@ -76,7 +79,8 @@ class RecordedRun:
     def error(self) -> str:
         """Why it failed, as its first process to fail said; empty if it did not."""
         said = [parse_object(_bytes(path)) for path in self.folder.glob("replica-*/error-*.json")]
-        said.sort(key=lambda error: (error.get("type") == "PeerLost", error.get("time", 0)))
+        said = [error for error in said if isinstance(error.get("time"), (int, float))]
+        said.sort(key=lambda error: (error.get("type") == "PeerLost", error["time"]))
         return str(said[0].get("message", "")) if said and self.state == "unfinished" else ""
 
     @property
@@ -156,11 +160,13 @@ def replica_folders(folder: Path) -> dict[int, Path]:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The settings of a run; empty while they are not written, or only half."""
+    """The settings of a run; empty while they are not written, or only half. A number of another type is left out."""
     try:
-        return tomllib.loads(_bytes(folder / "config.toml").decode(errors="replace"))
-    except tomllib.TOMLDecodeError:
+        config = tomllib.loads(_bytes(folder / "config.toml").decode(errors="replace"))
+    except (ValueError, RecursionError):
         return {}
+    return {name: value for name, value in config.items()
+            if name not in _WHOLE or (type(value) is int and 0 <= value <= LARGEST)}  # fmt: skip
 
 
 def read_summary(folder: Path) -> Summary | None:
@@ -180,7 +186,7 @@ def _so_far(config: Mapping[str, Any], replicas: tuple[Replica, ...]) -> dict[st
         names = ("seconds", "bytes_sent", "seconds_hidden", "seconds_exposed")
         found |= {name: getattr(replicas[0].steps[-1], name) for name in names}
     begun = [event.details for event in replicas[0].events if "parameters" in event.details] if replicas else []
-    if begun and isinstance(begun[-1]["parameters"], int):
+    if begun and isinstance(begun[-1]["parameters"], int) and begun[-1]["parameters"] <= LARGEST:
         count, many = begun[-1]["parameters"], config.get("replicas") or len(replicas)
         found["parameters"] = count
         found["bytes_data_parallel"] = bytes_data_parallel(count, many, found["steps"])

@@ -9,7 +9,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Annotated, Any, TypeAlias, get_type_hints
+from typing import Annotated, Any, TypeAlias, get_args, get_type_hints
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +149,7 @@ def parse_object(text: bytes) -> dict[str, Any]:
     """A JSON object; empty if the text is cut off or not an object."""
     try:
         value = json.loads(text.decode())
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
 
@@ -164,7 +164,7 @@ def from_summary(text: bytes) -> Summary | None:
     """The summary that a file holds; None if it is cut off, or not there. A value of another type counts as missing."""
     line = parse_object(text)
     given: dict[str, Any] = {name: line.get(key) for name, key in keys(Summary)}
-    known = {name: value for name, value in given.items() if isinstance(value, _KINDS.get(name, int | float))}
+    known = {name: value for name, value in given.items() if _is_a(value, _SUMMARY[name])}
     return Summary(**known) if line else None
 
 
@@ -192,11 +192,26 @@ def _float(value: Any) -> float:
     return math.nan if value is None else float(value)
 
 
+def _int(value: Any) -> int:
+    if abs(number := int(value)) > LARGEST:
+        raise OverflowError
+    return number
+
+
 def _optional_int(value: Any) -> int | None:
-    return None if value is None else int(value)
+    return None if value is None else _int(value)
 
 
-_READERS: dict[Any, Any] = {float: _float, int | None: _optional_int}
+def _is_a(value: Any, kind: Any) -> bool:
+    """Whether a value of a summary is of this type, and is no number beyond `LARGEST`."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return kind in (int, float) and abs(value) <= LARGEST
+    return isinstance(value, kind)
+
+
+LARGEST = 1 << 62
+"""The largest whole number that is believed. Beyond it, arithmetic with floats may raise."""
+_READERS: dict[Any, Any] = {float: _float, int: _int, int | None: _optional_int}
 
 
 def _field_table(kind: type) -> list[tuple[str, str, Callable[[Any], Any]]]:
@@ -211,8 +226,10 @@ def keys(kind: type) -> list[tuple[str, str]]:
     return [(f.name, getattr(types[f.name], "__metadata__", (f.name,))[0]) for f in fields(kind)]
 
 
-_KINDS: dict[str, Any] = {"method": str, "stopped": bool, "corpus": dict, "samples": list}
-"""The types of what is not a number in a summary."""
+_SUMMARY: dict[str, Any] = {name: get_args(kind)[0] if get_args(kind) else kind
+                            for name, kind in get_type_hints(Summary).items()}  # fmt: skip
+_SUMMARY |= {"corpus": dict, "samples": list}
+"""The type of each value of a summary, if it is there."""
 _FIELDS: dict[Any, list[tuple[str, str, Callable[[Any], Any]]]] = {
     kind: _field_table(kind) for kind in (Step, Evaluation, Round, Event)
 }
