@@ -12,19 +12,18 @@ RUNS = Path("runs")
 
 @dataclass(frozen=True, kw_only=True)
 class DashboardConfig:
-    """Serve runs as a page that follows them, for browsers on this machine.
+    """Serve a live page of runs, for browsers on this machine.
 
-    To show it to others, give --host and --token: whoever has the address may look, and can change nothing.
+    To show it to others, give --host: the address that is printed then holds a secret token. Whoever has it can look,
+    and can change nothing.
     """
 
     sources: tuple[str, ...] = flag(
         (), "Folders of runs, a folder that holds them, or the folder or s3://, gs://, az://… of a bucket.",
         positional=True, why="runs"
     )  # fmt: skip
-    host: str = flag("127.0.0.1", "The address to listen at; 0.0.0.0 is all of this machine's.")
-    port: int | None = flag(None, "The port to listen at; 0 is any that is free.", why=f"{PORT}, or the next free one")
-    token: str | None = flag(None, "What the address must contain to be answered; auto makes one.",
-        why="none, which only this machine may do without")  # fmt: skip
+    host: str = flag("127.0.0.1", "Address to listen on; 0.0.0.0 is every interface of this machine.")
+    port: int | None = flag(None, "Port to listen on; 0 picks a free one.", why=f"{PORT}, or the next free one")
     key_file: Path | None = flag(None, "The secret that the members of a bucket share.", why="they have none")
     encrypt: Path | None = flag(None, "The file with which a bucket is encrypted.", why="it is not encrypted")
 
@@ -34,14 +33,14 @@ EXAMPLES = (
     "diloco dashboard",
     "diloco dashboard runs/tiny-streaming-1",
     "diloco dashboard runs/one runs/two",
-    "diloco dashboard s3://bucket/run --host 0.0.0.0 --token auto",
+    "diloco dashboard s3://bucket/run --host 0.0.0.0",
 )
 
 
 def main(config: DashboardConfig) -> int:
     keys = Keys(config.key_file, config.encrypt)
     site = Site(config.sources, keys) if config.sources else Site.of_folder(RUNS)
-    with open_dashboard(site, config.host, config.port, config.token) as dashboard:
+    with open_dashboard(site, config.host, config.port) as dashboard:
         print(f"dashboard at {dashboard.address} (Ctrl-C ends it)", flush=True)
         dashboard.serve_forever()
     return 0

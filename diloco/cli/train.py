@@ -282,7 +282,7 @@ def _dashboard(config: TrainConfig, folder: Path) -> Iterator[None]:
     from diloco.dashboard.site import Site
 
     (folder / "replica-0").mkdir(parents=True, exist_ok=True)  # which makes it a run
-    with serving(open_dashboard(Site([str(folder)]), "127.0.0.1", None, None)) as dashboard:
+    with serving(open_dashboard(Site([str(folder)]), "127.0.0.1", None)) as dashboard:
         print(f"dashboard at {dashboard.address}", file=sys.stderr)
         yield
 

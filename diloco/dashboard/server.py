@@ -3,6 +3,7 @@
 import contextlib
 import gzip
 import json
+import secrets
 import socket
 import sys
 import threading
@@ -62,9 +63,12 @@ class Dashboard(ThreadingHTTPServer):
             super().handle_error(request, client_address)
 
 
-def open_dashboard(site: Site, host: str, port: int | None, token: str | None) -> Dashboard:
-    """A server that is bound, and does not answer yet. Raises ConfigError if it cannot be."""
-    token, reason = access.chosen_token(host, token), ""
+def open_dashboard(site: Site, host: str, port: int | None) -> Dashboard:
+    """A server that is bound, and does not answer yet. Raises ConfigError if it cannot be.
+
+    If others can reach it, it answers only whoever has its token.
+    """
+    token, reason = None if access.is_loopback(host) else secrets.token_urlsafe(24), ""
     for number in [port] if port is not None else range(PORT, PORT + TRIES):
         try:
             return Dashboard(site, host, number, token)
@@ -98,11 +102,17 @@ class _Handler(BaseHTTPRequestHandler):
         return self.server
 
     def do_GET(self) -> None:
-        address = urlsplit(self.path)
-        asked = parse_qs(address.query)
-        token = asked.pop("token", [""])[0]
+        port = self.dashboard.server_address[1]
         host, cookies = self.headers.get("Host", ""), self.headers.get("Cookie", "")
-        if not access.allowed(self.dashboard.token, host, token, cookies):
+        try:
+            address = urlsplit(self.path)
+            asked = parse_qs(address.query)
+            token = asked.pop("token", [""])[0]
+            allowed = access.allowed(self.dashboard.token, host, token, cookies, port)
+        except ValueError:  # such as a host of [::1
+            self._say(HTTPStatus.BAD_REQUEST, "The address or the Host header is malformed.")
+            return
+        if not allowed:
             asked_as = (
                 f"{host} is not a name of this machine" if self.dashboard.token is None else "this needs its token"
             )
@@ -111,8 +121,9 @@ class _Handler(BaseHTTPRequestHandler):
         if token and self.dashboard.token:  # into a cookie, so that it stays in no history
             rest = f"?{urlencode(asked, doseq=True)}" if asked else ""
             # Lax: with Strict, whoever follows the address from another page would be refused after the redirection.
-            cookie = f"{access.COOKIE}={self.dashboard.token}; Path=/; HttpOnly; SameSite=Lax"
-            self._answer(HTTPStatus.SEE_OTHER, b"", Location=address.path + rest, **{"Set-Cookie": cookie})
+            cookie = f"{access.cookie_name(port)}={self.dashboard.token}; Path=/; HttpOnly; SameSite=Lax"
+            here = "/" + address.path.lstrip("/\\")  # browsers take // and /\ for the beginning of a host's name
+            self._answer(HTTPStatus.SEE_OTHER, b"", Location=here + rest, **{"Set-Cookie": cookie})
             return
         words = [unquote(word) for word in address.path.split("/") if word]
         stream = words[-1:] == ["events"]

@@ -209,7 +209,7 @@ def _is_a(value: Any, kind: Any) -> bool:
     return isinstance(value, kind)
 
 
-LARGEST = 1 << 62
+LARGEST = 1 << 63
 """The largest whole number that is believed. Beyond it, arithmetic with floats may raise."""
 _READERS: dict[Any, Any] = {float: _float, int: _int, int | None: _optional_int}
 

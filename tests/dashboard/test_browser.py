@@ -21,7 +21,7 @@ CAPTURE = """URL.createObjectURL = blob => { window.table = blob.text(); return 
 
 
 def dashboard(*given: Path, port: int = 0) -> Dashboard:
-    return open_dashboard(Site([str(path) for path in given]), "127.0.0.1", port, None)
+    return open_dashboard(Site([str(path) for path in given]), "127.0.0.1", port)
 
 
 def table(browser: Browser) -> list[str]:

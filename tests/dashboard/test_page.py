@@ -23,7 +23,7 @@ SERVED = [
     (["runs/first"], ["<title>first – diloco</title>"]),
     (["runs/first", "runs/second"], ["first", "second"]),
     (["s3://my-bucket/run-1"], ["lab"]),
-    (["runs", "--host", "0.0.0.0", "--token", "auto"], ["first", "second"]),
+    (["runs", "--host", "0.0.0.0"], ["first", "second"]),
 ]
 """What each command is given, and what its page has."""
 
@@ -56,7 +56,7 @@ def test_a_command_serves_what_it_names_until_it_is_interrupted(
     wait_for(lambda: "\n" in server.said()[0], server)
     host = socket.gethostname() if "0.0.0.0" in given else "127.0.0.1"
     address = re.search(rf"http://{re.escape(host)}(:\d+/\S*)", server.said()[0])
-    assert address and ("token=" in address[1]) is ("--token" in given)
+    assert address and ("token=" in address[1]) is ("--host" in given)
     keeps_cookies = urllib.request.build_opener(urllib.request.HTTPCookieProcessor())
     with keeps_cookies.open(f"http://127.0.0.1{address[1]}", timeout=HANG) as answer:
         page = answer.read().decode()

@@ -141,7 +141,7 @@ def test_one_unreadable_run_leaves_the_list_of_all_runs_and_says_why_on_its_own_
     monkeypatch.setattr("diloco.runs.reader.read_config", broken)
     code, out, _ = run_here(tmp_path, "ls")
     assert code == 0 and "cannot be read: ZeroDivisionError: never foreseen" in " ".join(out.split())
-    with serving(open_dashboard(Site([str(tmp_path / "runs")]), "127.0.0.1", 0, None)) as dashboard:
+    with serving(open_dashboard(Site([str(tmp_path / "runs")]), "127.0.0.1", 0)) as dashboard:
         page = urllib.request.urlopen(dashboard.address, timeout=60).read().decode()
         assert "one" in page and "cannot be read: ZeroDivisionError" in page
         with pytest.raises(urllib.error.HTTPError) as answer:
