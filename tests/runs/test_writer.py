@@ -7,13 +7,14 @@ from dataclasses import fields, replace
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from diloco.errors import ConfigError
 from diloco.runs import writer as writers
 from diloco.runs.reader import read
 from diloco.runs.schema import (
+    LARGEST,
     Evaluation,
     Event,
     Figures,
@@ -117,6 +118,7 @@ def test_every_record_is_read_as_it_was_written(record):
     if isinstance(record, Event) and record.event == "round":
         return  # the name of another record
     expected = {f.name: getattr(record, f.name) for f in fields(record)}
+    assume(all(abs(value) <= LARGEST for value in expected.values() if isinstance(value, int)))
     back = from_line(json.dumps(to_line(record)).encode())
     assert type(back) is type(record)
     for name, value in expected.items():
