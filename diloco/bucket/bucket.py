@@ -28,7 +28,6 @@ from diloco.bucket.run import UNSHARDED, Run, backend_of_shard, contract_of, fin
 from diloco.bucket.session import Session
 from diloco.bucket.snapshots import Snapshots
 from diloco.bucket.store.backend import Backend, Failure, open_store, probe
-from diloco.bucket.store.cipher import Encrypted
 from diloco.bucket.store.envelope import Envelope
 from diloco.bucket.store.operations import Task, Write, together
 from diloco.bucket.store.store import Closed, Store
@@ -99,8 +98,7 @@ class Bucket:
         self._key, self._join_only, self._rounds, self._max_work = key, join_only, rounds, max_work
         self._note, self._encrypt = dict(note), encrypt
         self._options = MemberOptions(pace, quorum, grace, heartbeat, poll)
-        plain = backend if backend is not None else open_store(url, create=not join_only)
-        self._root = self._backend = plain if encrypt is None else Encrypted(plain, encrypt)
+        self._root = self._backend = backend if backend is not None else open_store(url, create=not join_only)
         self._lock = PriorityLock()
         self._store, self._wakes = Store(self._backend), list[threading.Event]()
         self._threads: list[threading.Thread] = []
@@ -143,7 +141,7 @@ class Bucket:
         self._end_threads()
         probe(self._root)  # Probe first: it fails at once, where a retried operation would hang.
         shard = str(contract.get("shard", UNSHARDED))
-        self._backend = backend_of_shard(shard, self._root, self.url, self._options.strict, self._encrypt)
+        self._backend = backend_of_shard(shard, self._root, self._key, self._encrypt, self._options.strict)
         self._store, self._error = Store(self._backend, report=self._event), None
         self._store.run(self.introducing(contract, states, codecs), self._lock)
         self._start_threads(0, 1)  # the others must know that somebody joins while it reads a large snapshot

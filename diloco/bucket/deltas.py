@@ -23,7 +23,7 @@ from diloco.bucket.rounds import (
     member_of,
     pieces_name,
 )
-from diloco.bucket.store.envelope import PART, Answer, Envelope, Invalid, Opened, Sealed, integer, number, text
+from diloco.bucket.store.envelope import PART, Answer, Envelope, Invalid, Opened, Sealed, integer, number, refuses, text
 from diloco.codec import Codec, chunks, is_sparse, pack_checked, unpack
 from diloco.reduce.mean import codec_of_mean
 
@@ -159,6 +159,7 @@ def sizes(pieces: Sequence[Piece]) -> list[int]:
     return [out[part] for part in sorted(out)]
 
 
+@refuses
 def read_head(found: Opened, body: bytes, fragment: int, index: int, layout: Layout) -> Contribution:
     """What a delta says of itself, without its values. Raises Invalid."""
     if (found.header.get("fragment"), found.header.get("index")) != (fragment, index):
@@ -187,6 +188,7 @@ def _read_pieces(listed: object, layout: Layout) -> tuple[Piece, ...]:
     return tuple(pieces)
 
 
+@refuses
 def read_delta(found: Opened, fragment: int, index: int, layout: Layout) -> Contribution:
     """A delta that is one object. Raises Invalid. Size and checksum have been checked; this checks the round, the
     member, and that all values are finite."""
@@ -199,6 +201,7 @@ def read_delta(found: Opened, fragment: int, index: int, layout: Layout) -> Cont
                         head.lr)  # fmt: skip
 
 
+@refuses
 def read_piece(
     envelope: Envelope, layout: Layout, place: tuple[int, int], delta: Contribution, k: int, body: Answer
 ) -> Tensor:

@@ -9,7 +9,7 @@ from itertools import islice
 from math import inf
 
 from diloco.bucket.rounds import MEMBER
-from diloco.bucket.store.envelope import PREFIX, Envelope, Invalid, Opened, integer, number
+from diloco.bucket.store.envelope import PREFIX, Envelope, Invalid, Opened, integer, number, refuses
 from diloco.bucket.store.operations import All, Delete, List, Read, Task, Write, create
 from diloco.errors import ConfigError, DiLoCoError
 
@@ -70,6 +70,7 @@ def check_name(name: str) -> str:
     return name
 
 
+@refuses
 def read_member(found: Opened) -> Member:
     """Raises Invalid."""
     said = found.header.get("member")

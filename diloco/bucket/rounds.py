@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from diloco.bucket.store.envelope import DIGEST, Invalid, Opened, integer, number, text
+from diloco.bucket.store.envelope import DIGEST, Invalid, Opened, integer, number, refuses, text
 from diloco.reduce import State
 from diloco.reduce.mean import Encoded
 
@@ -219,6 +219,7 @@ class Branched(Invalid):
     """A record that is as it should be, but follows another one than that known here."""
 
 
+@refuses
 def read_record(found: Opened, fragment: int, index: int, previous: Link | None) -> Record:
     """Raises Invalid. Depends only on the bytes, the run, the key and the previous record, so all members agree.
     `previous`: None if it is not known."""

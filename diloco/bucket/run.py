@@ -10,8 +10,8 @@ from typing import Any
 from diloco.bucket.protocol import BEHIND, FragmentProtocol
 from diloco.bucket.rounds import Link
 from diloco.bucket.snapshots import index_of, seal_snapshot
-from diloco.bucket.store.backend import Backend, patiently
-from diloco.bucket.store.cipher import open_encrypted
+from diloco.bucket.store.backend import Backend, Below, patiently
+from diloco.bucket.store.cipher import encrypted, open_encrypted
 from diloco.bucket.store.envelope import HEADER, PART, PREFIX, Envelope, Invalid, put
 from diloco.bucket.store.operations import Read, Size, Task, Work, create, together
 from diloco.bucket.store.store import Store
@@ -153,16 +153,18 @@ def below(url: str, shard: int) -> str:
     return f"{url.rstrip('/')}/{SHARD.format(shard)}"
 
 
-def backend_of_shard(shard: str, root: Backend, url: str, strict: bool, encrypt: bytes | None) -> Backend:
+def backend_of_shard(shard: str, bucket: Backend, key: bytes | None, encrypt: bytes | None, strict: bool) -> Backend:
     """Where this rank meets others: the bucket itself, or the part of its shard. All members must have the same number
     of shards. The contract compares the numbers; this finds sharded and unsharded members in one bucket."""
-    other = f"{SHARD.format(0)}/{NAME}" if shard == UNSHARDED else NAME
-    if Store(root).perform(Size(other)) is not None:
-        has = "are sharded" if shard == UNSHARDED else "have one rank"
-        raise Mismatch(f"{url} holds a run whose members {has}, this one is {shard}: give all the same number of ranks")
+    other = encrypted(Below(bucket, SHARD.format(0)) if shard == UNSHARDED else bucket, encrypt)
+    with contextlib.suppress(ConfigError):  # what cannot be used is no run: anyone may have put it there
+        if Store(other).run(read_run(key), contextlib.nullcontext()) is not None:
+            has = "are sharded" if shard == UNSHARDED else "have one rank"
+            raise Mismatch(f"the bucket holds a run whose members {has}, this one is {shard}: give all the same number "
+                           "of ranks")  # fmt: skip
     if shard == UNSHARDED:
-        return root
+        return encrypted(bucket, encrypt)
     if strict:
         raise ConfigError("pace='strict' with several ranks: two members could wait for each other crosswise, each "
                           "with another rank; give 'decoupled'")  # fmt: skip
-    return open_encrypted(below(url, int(shard.split()[1])), encrypt)
+    return encrypted(Below(bucket, SHARD.format(int(shard.split()[1]))), encrypt)

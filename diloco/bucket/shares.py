@@ -14,7 +14,7 @@ from torch import Tensor
 
 from diloco.bucket.deltas import Layout, norm_of, read_head
 from diloco.bucket.rounds import MOST, Contribution, Record, delta_name, heads_name, share_name
-from diloco.bucket.store.envelope import HEADER, PREFIX, Envelope, Invalid, Opened, Sealed
+from diloco.bucket.store.envelope import HEADER, PREFIX, Envelope, Invalid, Opened, Sealed, refuses
 from diloco.codec import pack
 from diloco.reduce.mean import Encoded
 
@@ -52,6 +52,7 @@ def seal_heads(envelope: Envelope, fragment: int, index: int, deltas: Sequence[C
     return envelope.seal(heads_name(fragment, index), "heads", {"fragment": fragment, "index": index}, payload)
 
 
+@refuses
 def read_heads(found: Opened, envelope: Envelope, record: Record, layout: Layout) -> dict[str, Contribution]:
     """The heads of all deltas of a record, by digest. Raises Invalid."""
     unpacked = zlib.decompressobj()
@@ -122,6 +123,7 @@ def seal_share(envelope: Envelope, record: Record, share: int, slot: int, payloa
     return envelope.seal(name, "share", fields, payload.numpy().tobytes())
 
 
+@refuses
 def read_share(found: Opened, record: Record, share: int, layout: Layout, most: float) -> Encoded:
     """Raises Invalid. Depends only on the bytes, the record and the heads, so all members agree."""
     if (found.header.get("share"), found.header.get("record")) != (share, record.digest):

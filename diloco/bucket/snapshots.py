@@ -7,7 +7,7 @@ import torch
 
 from diloco.bucket.round_store import RoundStore
 from diloco.bucket.rounds import FINGERPRINTS, PIECES, ROUNDS, Link, Record, is_record, place_of, round_prefix
-from diloco.bucket.store.envelope import DIGEST, PART, PREFIX, Envelope, Invalid, Opened, Sealed, get, put
+from diloco.bucket.store.envelope import DIGEST, PART, PREFIX, Envelope, Invalid, Opened, Sealed, get, put, refuses
 from diloco.bucket.store.operations import All, Delete, List, Read, Task, Work, together
 from diloco.reduce import State
 
@@ -45,6 +45,7 @@ def seal_snapshot(envelope: Envelope, fragment: int, state: State, record: str) 
     return envelope.seal(name, "snapshot", fields, b"".join(payload))
 
 
+@refuses
 def read_snapshot(found: Opened, fragment: int, anchor: int, outer: int) -> State:
     """Raises Invalid."""
     check_header(found, fragment, anchor, outer)
@@ -59,6 +60,7 @@ def read_snapshot(found: Opened, fragment: int, anchor: int, outer: int) -> Stat
     return state
 
 
+@refuses
 def check_header(found: Opened, fragment: int, anchor: int, outer: int) -> int:
     """The index of a snapshot, judged by its header alone. Raises Invalid."""
     match = _NAME.fullmatch(found.name)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from diloco.bucket.deltas import delta_fields, layout_of, read_delta
 from diloco.bucket.members import Member, read_member
+from diloco.bucket.round_store import RoundStore
 from diloco.bucket.rounds import (
     MOST,
     Entry,
@@ -20,7 +21,7 @@ from diloco.bucket.rounds import (
     read_record,
     record_name,
 )
-from diloco.bucket.store.envelope import HEADER, PART, PREFIX, PROTOCOL, Envelope, Invalid, get, put
+from diloco.bucket.store.envelope import HEADER, PART, PREFIX, PROTOCOL, Envelope, Invalid, get, put, refuses
 from diloco.bucket.store.keys import read_secret
 from diloco.bucket.store.operations import Oversized
 from diloco.errors import ConfigError, Mismatch
@@ -367,9 +368,49 @@ def test_garbage_in_place_of_the_unit_stops_nobody():
 
 def test_a_secret_comes_from_a_file_and_is_long_enough(tmp_path):
     (tmp_path / "secret").write_text("k" * 32 + "\n")
-    (tmp_path / "short").write_text("k")
+    (tmp_path / "short").write_text("correct horse battery staple")
     assert read_secret(tmp_path / "secret") == b"k" * 32 and read_secret(None) is None
-    with pytest.raises(ConfigError, match="at least 16"):
+    with pytest.raises(ConfigError, match=r"at least 32.*openssl rand"):
         read_secret(tmp_path / "short")
     with pytest.raises(ConfigError, match="No such file"):
         read_secret(tmp_path / "none")
+
+
+def test_a_secret_that_others_can_read_is_warned_about_once(tmp_path, caplog):
+    for mode in (0o600, 0o640, 0o604):
+        path = tmp_path / f"{mode:o}"
+        path.write_text("k" * 32)
+        path.chmod(mode)
+        for _ in range(2):
+            read_secret(path)
+    assert [message.split()[-1] for message in caplog.messages] == [f"{tmp_path}/640", f"{tmp_path}/604"]
+
+
+def test_what_a_reader_raises_refuses_the_object_and_nothing_else():
+    @refuses
+    def read(error):
+        raise error
+
+    for error in (TypeError("unhashable"), OverflowError(), RecursionError(), KeyError("x")):
+        with pytest.raises(Invalid, match=type(error).__name__):
+            read(error)
+    with pytest.raises(Invalid, match="as it is"):
+        read(Invalid("as it is"))
+    with pytest.raises(MemoryError):  # says nothing about the object
+        read(MemoryError())
+
+
+def test_an_object_that_is_different_at_every_look_is_not_read_for_ever():
+    """A slot like that counts as empty for now: whether it is valid cannot be told."""
+    rounds = RoundStore.reader(0, Envelope("0" * 16))
+    world = World()
+    answers = (f"garbage {k}".encode() for k in range(1000))
+    world.attempt = lambda operation: next(answers)
+    assert complete(world, rounds.record(1, Link())) == (None, 0, False)
+
+
+def test_a_name_that_somebody_has_taken_is_not_put_for_ever():
+    world = World()
+    sealed = Envelope("0" * 16).seal("x-{digest}", "snapshot", {}, b"1")
+    world.objects[sealed.name] = b"garbage"
+    assert complete(world, put(sealed)) is False

@@ -10,7 +10,7 @@ from rich.console import Console
 from diloco.bucket import Bucket, find_run
 from diloco.bucket.members import Member
 from diloco.bucket.store.envelope import PREFIX, PROTOCOL, Envelope
-from diloco.errors import ConfigError
+from diloco.errors import ConfigError, Mismatch
 from diloco.report.bucket import Watch
 from diloco.runs.config import TrainConfig
 from diloco.train.elastic import as_the_run
@@ -179,3 +179,27 @@ def test_a_run_that_says_how_long_it_is_has_a_share_and_an_estimate(tmp_path):
     assert watch._progress([4, 4]) == (0.4, "round 4 of 10, the last one now, 3 min 00 s left")
     now[0] = 65.0
     assert watch._progress([4, 4])[1] == "round 4 of 10, the last one 5 s ago, 3 min 00 s left"
+
+
+KEY = b"k" * 32
+
+
+@pytest.mark.parametrize("encrypt", [None, KEY])
+@pytest.mark.parametrize("planted", [b"", b"garbage", "a run without the secret"])
+@pytest.mark.parametrize("shard", ["shard 0 of 1", "shard 0 of 2"])
+def test_what_is_not_signed_does_not_tell_how_many_ranks_the_members_have(tmp_path, planted, encrypt, shard):
+    """Anyone who may write can put something where a run of sharded or unsharded members would be."""
+    contract = {"sync_every": 1, "shard": shard}
+    other = tmp_path / ("shard-0" if shard == "shard 0 of 1" else "")
+    other.mkdir(exist_ok=True)
+    if isinstance(planted, str):
+        begin(other)
+    else:
+        (other / "run.json").write_bytes(planted)
+    for name in "ab":
+        bucket = Bucket(str(tmp_path), name, key=KEY, encrypt=encrypt)
+        bucket.join(contract, [], [])
+        bucket.leave()
+    contract["shard"] = "shard 0 of 2" if shard == "shard 0 of 1" else "shard 0 of 1"
+    with pytest.raises(Mismatch, match="same number of ranks"):
+        Bucket(str(tmp_path), "c", key=KEY, encrypt=encrypt).join(contract, [], [])

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -263,6 +264,22 @@ class Obstore:
 
     def _refused(self, error: BaseException) -> Refused:
         return Refused(f"{self._url}: access is refused ({_first_line(error)}); check the credentials")
+
+
+class Below:
+    """A folder of another store, as a store of its own."""
+
+    def __init__(self, backend: Backend, folder: str) -> None:
+        self._backend, self._folder = backend, f"{folder}/"
+
+    def attempt(self, operation: Operation) -> Any:
+        match operation:
+            case List(prefix, after):
+                names = self._backend.attempt(List(self._folder + prefix, after and self._folder + after))
+                return {name.removeprefix(self._folder): size for name, size in names.items()}
+            case Create() | Write() | Read() | Size() | Delete():
+                return self._backend.attempt(replace(operation, name=self._folder + operation.name))
+        raise TypeError(f"{operation} is not a store operation")
 
 
 _REFUSED = ("403 Forbidden", "401 Unauthorized", "InvalidAccessKeyId", "SignatureDoesNotMatch", "AccessDenied",

@@ -137,5 +137,8 @@ class Encrypted:
 
 def open_encrypted(url: str, secret: bytes | None, *, create: bool = True) -> Backend:
     """The store at a URL; with a secret, all that is in it is encrypted."""
-    backend = open_store(url, create=create)
+    return encrypted(open_store(url, create=create), secret)
+
+
+def encrypted(backend: Backend, secret: bytes | None) -> Backend:
     return backend if secret is None else Encrypted(backend, secret)

@@ -14,22 +14,25 @@ import json
 import struct
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 from diloco.bucket.store.operations import (
     All,
     Create,
     Forbidden,
     Oversized,
-    Pause,
     Read,
     Size,
     Task,
     Undeciphered,
     Work,
+    together,
+    until_there,
 )
 
 T = TypeVar("T")
+P = ParamSpec("P")
 PROTOCOL = 5
 MAGIC = b"DLCO"
 ENCRYPTED = b"DLCE"
@@ -39,6 +42,8 @@ SIGNATURE = 32
 PREFIX = struct.Struct("<4sI32s")
 HEADER = 64 << 10
 PART = 16 << 20
+READS = 8
+"""Reads of an object that is different each time."""
 DIGEST = "{digest}"
 """Stands in a name for the digest of the header, until the object is sealed."""
 
@@ -49,6 +54,22 @@ Answer = bytes | Oversized | Forbidden | Undeciphered
 
 class Invalid(Exception):
     """Why an object is not used. Caught where objects are read; there it is counted and reported by name."""
+
+
+def refuses(read: Callable[P, T]) -> Callable[P, T]:
+    """For whatever reads what others have put. Anything can be in there, so whatever it raises refuses the object:
+    nothing that is read may end a member."""
+
+    @wraps(read)
+    def guarded(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return read(*args, **kwargs)
+        except (Invalid, MemoryError):
+            raise
+        except Exception as error:
+            raise Invalid(f"reading it fails: {type(error).__name__}: {error!s:.200}") from None
+
+    return guarded
 
 
 @dataclass(frozen=True)
@@ -109,6 +130,7 @@ class Envelope:
             raise ValueError(f"a header of {len(header)} bytes; {HEADER} are allowed")
         return header, hashlib.sha256(header).hexdigest()
 
+    @refuses
     def open(self, name: str, kind: str, data: Answer, size: int | None, *, head: bool = False) -> Opened:
         """Check everything except parts. `size`: the exact size of the payload; None: at most one part. `head`: the
         data may end after the header. Raises Invalid."""
@@ -181,20 +203,15 @@ def _sums(payload: Iterable[bytes | memoryview]) -> list[str]:
 
 
 def put(sealed: Sealed, stale: Callable[[], bool] | None = None) -> Task[bool]:
-    """Put an object whose name holds its digest. True once it is there; False if it became stale on the way."""
-    wanted = {f"{sealed.name}.p{k}": part for k, part in enumerate(sealed.parts)}
-    for names in ([*wanted], [sealed.name]):
-        bodies = {**wanted, sealed.name: sealed.body}
-        pause = 0.05
-        while names:
-            if stale is not None and stale():
-                return False
-            yield All([Create(name, bodies[name], stale) for name in names])
-            sizes = yield All([Size(name) for name in names])
-            names = [name for name, size in zip(names, sizes, strict=True) if size != len(bodies[name])]
-            if names:
-                yield Pause(pause)
-                pause = min(2 * pause, 5.0)
+    """Put an object whose name holds its digest. True once it is there; False if it became stale on the way, or its
+    name is taken by something else."""
+    parts = {f"{sealed.name}.p{k}": part for k, part in enumerate(sealed.parts)}
+    for bodies in (parts, {sealed.name: sealed.body}):
+        sizes = yield from together(
+            [until_there(Create(name, body, stale), Size(name)) for name, body in bodies.items()]
+        )
+        if sizes != [len(body) for body in bodies.values()]:
+            return False
     return True
 
 
@@ -218,10 +235,11 @@ def get(envelope: Envelope, name: str, kind: str, size: int | None) -> Task[Open
 def read_twice(
     read: Read, opened: Callable[[Answer], Task[T]], reject: Callable[[str, Invalid], None]
 ) -> Task[T | Invalid | None]:
-    """What `opened` makes of an object that decides for all; None if it is not there. One that is judged to be invalid
-    must be so for all members, forever. So it is read again: a reply may have been cut off on its way."""
+    """What `opened` makes of an object that decides for all; None if it is not there, or reads differently each time.
+    One that is judged to be invalid must be so for all members, forever. So it is read again: a reply may have been cut
+    off on its way."""
     before: Answer | None = None
-    while True:
+    for _ in range(READS):
         data: Answer | None = yield read
         if data is None:
             return None
@@ -232,8 +250,10 @@ def read_twice(
                 reject(read.name, reason)
                 return reason
             before = data
+    return None
 
 
+@refuses
 def _joined(parts: list[Answer], sums: list[Any], size: int) -> bytes:
     for k, (part, wanted) in enumerate(zip(parts, sums, strict=True)):
         if not isinstance(part, bytes) or hashlib.sha256(part).hexdigest() != wanted:

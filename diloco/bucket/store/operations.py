@@ -123,14 +123,20 @@ def advance(task: Task[Any], answer: Any) -> Operation:
 
 def create(name: str, data: bytes, limit: int) -> Task[bytes | Oversized | Forbidden | Undeciphered]:
     """Create an object, and return what is there afterwards: this one, or the one that was there before."""
+    return (yield from until_there(Create(name, data), Read(name, limit)))
+
+
+def until_there(create: Create, look: Read | Size) -> Task[Any]:
+    """Create an object and look at what is there afterwards; None if it became stale on the way."""
     pause = 0.05
-    while True:
-        yield Create(name, data)
-        found = yield Read(name, limit)
-        if found is not None:
-            return found
+    while create.stale is None or not create.stale():
+        yield create
+        answer = yield look
+        if answer is not None:
+            return answer
         yield Pause(pause)  # refused although nothing is there: a conflict with another write, which failed
         pause = min(2 * pause, 5.0)
+    return None
 
 
 def together(tasks: Sequence[Task[T]]) -> Task[list[T]]:
