@@ -33,9 +33,9 @@ class Meaning:
     group: str
     """The heading above it in the help."""
     default: str
-    """The reason of the default, or what happens if the flag is not given."""
+    """The reason for the default, or what happens if the flag is not set."""
     scope: Scope
-    """Whether it is one value for the run, each member's own, or of this start only, which is not stored."""
+    """run: one value for all. member: each member has its own. start: of this start only, and not stored."""
     methods: tuple[str, ...]
     """The methods that read it. Empty: all of them."""
     result: bool
@@ -44,6 +44,8 @@ class Meaning:
     positional: bool
     needs: str
     """The flag without which this one would be ignored. Empty: none."""
+    expert: bool
+    """Whether only --help-all shows it."""
 
 
 def flag(
@@ -58,11 +60,22 @@ def flag(
     choices: Iterable[str] = (),
     positional: bool = False,
     needs: str = "",
+    expert: bool = False,
 ) -> Any:
     """A field of a config; see `Meaning`."""
-    text = f"With {spelled(needs)}: {text}" if needs else text
-    known = Meaning(text, group, why, scope, methods, result and scope != "start", tuple(choices), positional, needs)
-    return field(default=default, metadata={"flag": known})
+    described = Meaning(
+        text=f"With {spelled(needs)}: {text}" if needs else text,
+        group=group,
+        default=why,
+        scope=scope,
+        methods=methods,
+        result=result and scope != "start",
+        choices=tuple(choices),
+        positional=positional,
+        needs=needs,
+        expert=expert,
+    )
+    return field(default=default, metadata={"flag": described})
 
 
 def meaning(field: Field[Any]) -> Meaning:
@@ -163,8 +176,8 @@ def parse(kind: type, words: Sequence[str]) -> Any:
             continue
         if name not in known:
             near = difflib.get_close_matches(name, known, 1)
-            hint = f"; did you mean {spelled(near[0])}?" if near else "; --help lists them"
-            raise ConfigError(f"there is no flag {spelled(name)}{hint}")
+            hint = f"; did you mean {spelled(near[0])}?" if near else "; --help-all lists all"
+            raise ConfigError(f"unknown flag {spelled(name)}{hint}")
         values[name] = _value(known[name], [text] if equals else None, left)
     places = [f for f in known.values() if meaning(f).positional]
     if len(loose) > len(places) and not (places and value_type(places[-1])[1]):
@@ -201,7 +214,7 @@ def _known(kind: type, path: Path) -> list[str]:
     words, names = stored(path), [field.name for field in fields(kind)]
     for key in (word.removeprefix("--").replace("-", "_") for word in words if word.startswith("--")):
         if key.removeprefix("no_") not in names and key not in names:
-            raise ConfigError(f"{path}: there is no setting {key}{_near(key, names)}")
+            raise ConfigError(f"{path}: unknown setting {key}{_near(key, names)}")
     return words
 
 

@@ -57,8 +57,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader has closed the pipe, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the flush at exit raises again
         return 1
-    except (DiLoCoError, OSError) as error:
+    except DiLoCoError as error:
         print(f"diloco: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename and error.strerror else ""
+        print(f"diloco: {where}{error.strerror or error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
@@ -68,10 +72,10 @@ def _perform(command: str, words: list[str]) -> int:
     from diloco.flags import parse
 
     module = import_module(f"diloco.cli.{command}")
-    if "-h" in words or "--help" in words:
+    if {"-h", "--help", "--help-all"} & set(words):
         from diloco.cli.help import render
 
-        print(render(command, module.CONFIG, module.EXAMPLES))
+        print(render(command, module.CONFIG, module.EXAMPLES, every="--help-all" in words))
         return 0
     words = module.complete(words) if hasattr(module, "complete") else words
     return module.main(parse(module.CONFIG, words))

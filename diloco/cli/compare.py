@@ -10,9 +10,9 @@ from typing import Any
 
 from diloco.cli.train import run_here
 from diloco.errors import ConfigError
-from diloco.flags import convert, flag, parse, value_type
+from diloco.flags import convert, flag, parse, stored, value_type
 from diloco.runs import folder as folders
-from diloco.runs.config import METHODS, TrainConfig, distinguishes, reads, stored_settings
+from diloco.runs.config import METHODS, TrainConfig, distinguishes, reads
 from diloco.runs.reader import read, read_summary
 
 
@@ -20,7 +20,7 @@ from diloco.runs.reader import read, read_summary
 class CompareConfig(TrainConfig):
     """Run several methods or settings one after the other, at equal tokens and equal global batch.
 
-    Takes all flags of `diloco train` besides its own.
+    Also takes all flags of `diloco train`; see `diloco train --help`.
     """
 
     methods: str = flag("dp,diloco,streaming", "Methods to compare, separated by commas.", group="comparison")
@@ -83,7 +83,7 @@ def _finished(folder: Path) -> bool:
 
 def _check_same(cell: TrainConfig, folder: Path) -> None:
     """Raise unless the run in the folder was started with the same settings."""
-    before = parse(TrainConfig, stored_settings(folder))
+    before = parse(TrainConfig, stored(folder / "config.toml"))
     for field in fields(TrainConfig):
         given, was = getattr(cell, field.name), getattr(before, field.name)
         if distinguishes(field.name) and field.name != "tokens" and given is not None and given != was:

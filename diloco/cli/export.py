@@ -11,9 +11,9 @@ from typing import Any
 
 from diloco.cli import supervise
 from diloco.errors import ConfigError, DiLoCoError
-from diloco.flags import REQUIRED, flag, parse
+from diloco.flags import REQUIRED, flag, parse, stored
 from diloco.runs import folder as folders
-from diloco.runs.config import TrainConfig, stored_settings
+from diloco.runs.config import TrainConfig
 from diloco.world import own_world, started_here
 
 
@@ -34,7 +34,7 @@ def main(config: ExportConfig) -> int:
     checkpoint, step = checkpoint_of(config.run, config.step)
     if config.to.exists() and not (config.to.is_dir() and not any(config.to.iterdir())):
         raise ConfigError(f"{config.to} is not an empty folder: give another --to, or empty it first")
-    settings: TrainConfig = parse(TrainConfig, stored_settings(config.run))
+    settings: TrainConfig = parse(TrainConfig, stored(config.run / "config.toml"))
     if not started_here():
         print(f"export: writing the anchors of {config.run}, step {step}; loading torch takes some seconds",
               file=sys.stderr)  # fmt: skip

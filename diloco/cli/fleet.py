@@ -38,7 +38,7 @@ class FleetConfig:
         why="what gives the highest goodput")
     resize: str = _group("1min", "Elastic groups: time until the others compute again without the chips that failed; "
         "and once more when these are back.")
-    members: tuple[int, ...] = _members((), "Numbers of members to compare.", why="2 4 8 16")
+    members: tuple[int, ...] = _members((), "Numbers of members to compare.", why="2 4 8 16, as far as they fit")
     quorum: int = _members(1, "The fewest members that train; with fewer, all wait.")
     grace: str = _members("0s", "How long all members wait for one that stalls.")
     snapshot: str | None = _members(None, "Bytes that a restarted rigid member fetches from the others, such as 14gb; "
@@ -77,10 +77,12 @@ def main(config: FleetConfig) -> int:
 
 
 def members_of(config: FleetConfig) -> tuple[int, ...]:
-    members = tuple(sorted(set(config.members or MEMBERS)))
+    chips = quantity.count(config.chips, "chips")
+    fitting = [number for number in MEMBERS if number * config.slice <= chips] or MEMBERS[:1]
+    members = tuple(sorted(set(config.members or fitting)))
     if members[0] < 2:
         raise ConfigError(f"members={config.members}: give numbers from 2 on; one member is data-parallel training")
-    if quantity.count(config.chips, "chips") < members[-1] * config.slice:
+    if chips < members[-1] * config.slice:
         raise ConfigError(f"chips={config.chips!r}: too few for {members[-1]} members of at least one slice of "
                           f"{config.slice}; give --members or a smaller --slice")  # fmt: skip
     if not 1 <= config.quorum <= members[0]:

@@ -18,18 +18,21 @@ SHORT = 18
 VALUES = {int: "N", float: "X", Path: "PATH", str: "TEXT"}
 
 
-def render(command: str, kind: type, examples: Sequence[str], width: int | None = None) -> str:
+def render(command: str, kind: type, examples: Sequence[str], width: int | None = None, *, every: bool = True) -> str:
+    """`every`: also flags for experts, and those of the config that this one extends."""
     width = min(width or shutil.get_terminal_size((80, 24)).columns, WIDEST)
     paragraphs = [" ".join(part.split()) for part in (kind.__doc__ or "").split("\n\n")]
-    shown = [field for field in fields(kind) if not meaning(field).positional]
-    # A command's own flags come before inherited ones.
-    shown.sort(key=lambda field: field.name not in kind.__annotations__)
+    flags = [field for field in fields(kind) if not meaning(field).positional]
+    flags.sort(key=lambda field: field.name not in kind.__annotations__)  # its own flags come before inherited ones
+    shown = [f for f in flags if every or (f.name in kind.__annotations__ and not meaning(f).expert)]
     parts = [_usage(command, kind), *(textwrap.fill(part, width) for part in paragraphs)]
     if arguments := [field for field in fields(kind) if meaning(field).positional]:
         parts.append("\n".join(_entry(field, width) for field in arguments))
     for group in dict.fromkeys(meaning(field).group for field in shown):
         entries = (_entry(field, width) for field in shown if meaning(field).group == group)
         parts.append("\n".join([f"{group}:", *entries]))
+    if len(shown) < len(flags):
+        parts.append(f"diloco {command} --help-all shows {len(flags) - len(shown)} more flags.")
     return "\n\n".join([*parts, "\n".join(["examples:", *(_command(text, width) for text in examples)])])
 
 

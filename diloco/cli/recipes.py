@@ -40,11 +40,14 @@ def main(config: RecipesConfig) -> int:
     there = config.to / path.name
     if there.exists():
         raise ConfigError(f"{there} exists already: give another folder, or remove it")
-    config.to.mkdir(parents=True, exist_ok=True)
-    if path.is_dir():
-        shutil.copytree(path, there, ignore=shutil.ignore_patterns("__pycache__"))
-    else:
-        shutil.copyfile(path, there)
+    try:
+        config.to.mkdir(parents=True, exist_ok=True)
+        if path.is_dir():
+            shutil.copytree(path, there, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copyfile(path, there)
+    except OSError as error:
+        raise ConfigError(f"cannot write to {config.to}: {error.strerror}; give another folder with --to") from None
     print(there)
     return 0
 

@@ -10,9 +10,9 @@ from typing import Any
 
 from diloco.cli.export import checkpoint_of, with_anchors
 from diloco.errors import ConfigError
-from diloco.flags import flag, parse
+from diloco.flags import flag, parse, stored
 from diloco.runs import folder as folders
-from diloco.runs.config import TrainConfig, stored_settings
+from diloco.runs.config import TrainConfig
 
 RUNS = Path("runs")
 
@@ -68,7 +68,7 @@ def _newest() -> Path:
 
 def _of_run(folder: Path, step: int | None) -> Speaker:
     checkpoint, _ = checkpoint_of(folder, step)
-    settings: TrainConfig = parse(TrainConfig, stored_settings(folder))
+    settings: TrainConfig = parse(TrainConfig, stored(folder / "config.toml"))
     if settings.shards > 1:
         raise ConfigError(f"{folder} has shards: write the model with diloco export {folder} --to DIR, and give DIR")
     held: list[Speaker] = []

@@ -16,7 +16,7 @@ from diloco.errors import ConfigError, DiLoCoError, Mismatch
 from diloco.flags import parse, recipe_of, spelled, stored, to_toml
 from diloco.outer import OUTERS
 from diloco.runs import folder as folders
-from diloco.runs.config import TUNED, TrainConfig, names, outer_settings, stored_settings
+from diloco.runs.config import TUNED, TrainConfig, names, outer_settings
 from diloco.runs.schema import Summary, to_summary
 from diloco.world import World, alone, own_world, started_here
 
@@ -58,7 +58,7 @@ def _with_stored(words: Sequence[str]) -> list[str]:
                               "the newest run with its own settings")  # fmt: skip
         return list(words)
     try:
-        before = stored_settings(folders.existing(Path(given.get("--out", "runs")), given.get("--name")))
+        before = stored(folders.existing(Path(given.get("--out", "runs")), given.get("--name")) / "config.toml")
     except ConfigError:
         return list(words)  # starting the run raises the same error
     if "--tokens" in given:
@@ -147,7 +147,7 @@ def _folder(config: TrainConfig) -> Path:
 def _check_resume(config: TrainConfig, folder: Path) -> None:
     from diloco.train import preflight
 
-    before = parse(TrainConfig, stored_settings(folder))
+    before = parse(TrainConfig, stored(folder / "config.toml"))
     preflight.check_resume(config, folder, before)
     pairs = ((name, getattr(before, name), getattr(config, name)) for name in names("run", "member"))
     changed = [f"{name} {was} → {now}" for name, was, now in pairs if was != now]

@@ -187,13 +187,21 @@ def test_the_tables_fit_and_cut_no_number(monkeypatch, capsys, width):
         assert text in out
 
 
+@pytest.mark.parametrize(("chips", "members"), [("16", (2,)), ("64", (2, 4, 8)), ("16k", (2, 4, 8, 16))])
+def test_the_default_numbers_of_members_are_those_that_fit(tmp_path, chips, members):
+    code, out, err = run_here(tmp_path, "fleet", "--chips", chips, "--json")
+    assert code == 0, err
+    assert {row["members"] for row in json.loads(out)["rows"]} - {1} == set(members)
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
         ([], "--chips is missing"),
         (["--chips", "few"], "chips='few': write 25b"),
         (["--chips", "1k", "--members", "1"], "give numbers from 2 on"),
-        (["--chips", "64", "--slice", "8"], "too few for 16 members"),
+        (["--chips", "64", "--members", "16"], "too few for 16 members"),
+        (["--chips", "8"], "too few for 2 members"),
         (["--chips", "1k", "--quorum", "3"], "give 1 to 2, the smallest of --members"),
         (["--chips", "1k", "--slice", "0"], "at least 1"),
         (["--chips", "1k", "--spares", "5"], "share from 0 to 1"),

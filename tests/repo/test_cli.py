@@ -19,7 +19,7 @@ from diloco.cli.help import render
 from diloco.errors import ConfigError
 from diloco.flags import meaning, parse, spelled, stored, to_toml
 from diloco.outer import Nesterov
-from diloco.runs.config import METHODS, TrainConfig, distinguishes, reads, stored_settings
+from diloco.runs.config import METHODS, TrainConfig, distinguishes, reads
 from diloco.train import setup
 from diloco.train.defaults import lr_at, resolve
 from diloco.world import World, address_from, job_from, world_from
@@ -70,15 +70,28 @@ def test_the_help_of_every_verb_fits_80_columns_and_names_every_flag_once(verb):
 def test_the_help_says_what_a_default_is_and_why():
     text = " ".join(render("train", TrainConfig, ["diloco train"], width=80).split())
     for said in ("Default: by scaling law.", "Default: strided:3 (as in the paper).", "Default: 600.", "Default: off.",
-                 "--[no-]outer-follow", "Default: on (otherwise",
+                 "--[no-]outer-follow", "Default: on (prevents",
                  "e3m0, bfloat16, float32, twobit or topk.", "--pace decoupled|strict",
-                 "Outer rule: nesterov, nesterov:LR,MOMENTUM, sgd or sgd:LR.",
+                 "Outer optimizer: nesterov, nesterov:LR,MOMENTUM, sgd or sgd:LR.",
                  "Weight decay, applied to matrices only."):  # fmt: skip
         assert said in text
-    assert text.index("model and data:") < text.index("optimisation:") < text.index("sync:") < text.index("members:")
-    compare = import_module("diloco.cli.compare")
-    text = render("compare", compare.CONFIG, compare.EXAMPLES, width=80)
-    assert text.index("--vary") < text.index("--model")  # its own flags first
+    assert text.index("model and data:") < text.index("optimization:") < text.index("sync:") < text.index("members:")
+
+
+def test_help_shows_the_usual_flags_and_help_all_every_one(capsys):
+    def shown(*words):
+        assert main(words) == 0
+        return capsys.readouterr().out
+
+    usual, every = shown("train", "--help"), shown("train", "--help-all")
+    assert "  --sync-every" in usual and "  --keep-local" not in usual and "  --keep-local" in every
+    assert len(usual.splitlines()) < 0.7 * len(every.splitlines())
+    hidden = sum(meaning(field).expert for field in fields(TrainConfig))
+    assert f"diloco train --help-all shows {hidden} more flags." in usual and "--help-all" not in every
+    own, every = shown("compare", "--help"), shown("compare", "--help-all")
+    assert "  --vary" in own and "  --model" not in own and "see `diloco train --help`" in own
+    assert every.index("  --vary") < every.index("  --model"), "its own flags come first"
+    assert "--help-all" not in shown("ls", "--help")
 
 
 @pytest.mark.parametrize("verb", COMMANDS)
@@ -93,8 +106,8 @@ def test_the_examples_in_the_help_are_valid_in_any_folder(verb, monkeypatch, tmp
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--sync-evry", "7"], "there is no flag --sync-evry; did you mean --sync-every?"),
-        (["--zzz", "7"], "there is no flag --zzz; --help lists them"),
+        (["--sync-evry", "7"], "unknown flag --sync-evry; did you mean --sync-every?"),
+        (["--zzz", "7"], "unknown flag --zzz; --help-all lists all"),
         (["--steps", "few"], "--steps few: give a whole number"),
         (["--lr", "low"], "--lr low: give a number"),
         (["--steps"], "--steps: give a value"),
@@ -259,7 +272,7 @@ def test_what_is_not_given_is_derived_with_its_reason():
     assert config.inner == "muon" and resolve(TrainConfig(model="hf:x"), 35_000_000, 2)[0].inner == "adamw"
     assert "scaling law" in derived["lr"].reason and "20 tokens" in derived["tokens"].reason
     given = TrainConfig(inner="muon", lr=1e-3, batch=8, steps=10, warmup=0, weight_decay=0.0, outer_lr=0.7,
-                        outer_momentum=0.8)  # fmt: skip
+                        outer_momentum=0.8, eval_every=5)  # fmt: skip
     config, rules = resolve(given, 35_000_000, 2)
     assert rules == []
     assert (config.lr, config.batch, config.steps, config.outer_lr) == (1e-3, 8, 10, 0.7)
@@ -272,14 +285,6 @@ def test_the_outer_rule_grows_with_the_rounds_unless_it_is_given():
     given, rules = resolve(TrainConfig(outer="nesterov:0.4,0.9", outer_follow=False), 700_000, 2)
     assert setup.outer(given) == Nesterov(0.4, 0.9, follow=False)
     assert not {"outer_lr", "outer_momentum"} & {rule.name for rule in rules}
-
-
-def test_a_run_of_the_first_version_keeps_its_optimizer_and_outer_rule(tmp_path):
-    (tmp_path / "config.toml").write_text("outer_lr = 0.7\nouter_momentum = 0.5\n")
-    config = parse(TrainConfig, stored_settings(tmp_path))
-    assert (config.inner, config.outer_follow, config.outer_lr) == ("adamw", False, 0.7)
-    (tmp_path / "config.toml").write_text('inner = "muon"\nouter_follow = true\n')
-    assert parse(TrainConfig, stored_settings(tmp_path)).outer_follow
 
 
 def test_the_learning_rate_warms_up_and_falls_to_five_percent():
@@ -332,6 +337,20 @@ def test_the_doctor_tries_a_bucket_and_leaves_nothing_in_it(tmp_path):
 def test_the_doctor_refuses_a_message_without_a_size(tmp_path):
     code, out, err = run_here(tmp_path, "doctor", "--megabytes", "-1")
     assert (code, out) == (2, "") and "megabytes=-1: give a size above 0" in err
+
+
+@pytest.mark.parametrize("words", [["train", "--out"], ["recipes", "demo", "--to"]])
+def test_an_output_folder_that_cannot_be_made_is_refused_with_the_flag(words, tmp_path):
+    (tmp_path / "file").write_text("")
+    for place in ("/proc/x", tmp_path / "file/x", tmp_path / "file"):
+        code, _, err = run_here(tmp_path, *words, place)
+        assert code == 2 and "cannot write to" in err and f"give another folder with {words[-1]}" in err, err
+
+
+def test_another_file_that_cannot_be_written_is_named_without_an_errno(tmp_path):
+    given = ["--model", "1b", "--step-seconds", "1", "--link", "1gbit", "--codec-ns", "0", "--hook-ns", "0"]
+    code, _, err = run_here(tmp_path, "plan", *given, "--write", "/proc/x/plan.toml")
+    assert code == 1 and err == "diloco: /proc/x: No such file or directory\n"
 
 
 WRONG = [

@@ -238,7 +238,7 @@ def test_a_recipe_is_stored_flags_and_a_typo_in_it_gets_a_suggestion_as_on_the_l
     assert "steps = 40" in written and "context = 32" in written and "lr = 0.008" in written
     (place / "typo.toml").write_text("sync_evry = 7\n")
     for words, message in (
-        (["typo.toml"], "typo.toml: there is no setting sync_evry; did you mean sync_every?"),
+        (["typo.toml"], "typo.toml: unknown setting sync_evry; did you mean sync_every?"),
         (["--sync-evry", "7"], "--sync-every"),
     ):
         code, _, err = run_here(place, "train", *words)
