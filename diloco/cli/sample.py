@@ -15,6 +15,8 @@ from diloco.runs import folder as folders
 from diloco.runs.config import TrainConfig
 
 RUNS = Path("runs")
+SMALL = 30_000_000
+"""Parameters below which threads cost more than they save, when tokens come one at a time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +108,12 @@ def _say(speaker: Speaker, text: str, config: SampleConfig) -> None:
 
     from diloco.train.model import continuation
 
-    ids = [int(i) for i in speaker.tokenizer.encode(text.encode())] or [speaker.tokenizer.end]
+    try:
+        ids = [int(i) for i in speaker.tokenizer.encode(text.encode())] or [speaker.tokenizer.end]
+    except UnicodeError:
+        raise ConfigError("the text to go on with is not UTF-8: set a UTF-8 locale, or type it in UTF-8") from None
+    if sum(parameter.numel() for parameter in speaker.model.parameters()) < SMALL:
+        torch.set_num_threads(1)
     said = speaker.tokenizer.decode(ids)
     print(said, end="", flush=True)
     cpu = torch.device("cpu")

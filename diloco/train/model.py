@@ -7,6 +7,7 @@ paper (section 5). The names make the export a plain save.
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from inspect import signature
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -23,6 +24,8 @@ ROPE_THETA = 10_000.0
 Z_LOSS = 1e-4
 IGNORE = -100
 """Targets of this value do not count."""
+Cache = list[list[Tensor]]
+"""Keys and values of each layer, of (batch, heads, tokens, head width); empty before the first token."""
 Windows = Sequence[tuple[Tensor, Tensor]]
 """Batches of inputs and targets."""
 
@@ -93,17 +96,24 @@ def sample(model: nn.Module, tokenizer: Tokenizer, prompt: str, count: int, cont
 
 @torch.no_grad()
 def continuation(
-    model: nn.Module, ids: Sequence[int], context: int, device: torch.device, temperature: float = 0.8, seed: int = 0
+    model: Any, ids: Sequence[int], context: int, device: torch.device, temperature: float = 0.8, seed: int = 0
 ) -> Iterator[int]:
-    """One token after another, without end. Temperature 0 takes the likeliest."""
+    """One token after another, without end. Temperature 0 takes the likeliest.
+
+    Keys and values are kept until the context is full. Then the window moves, and with it all of them.
+    """
     generator = torch.Generator().manual_seed(seed)
-    window = list(ids)[-context:]
+    new = window = list(ids)[-context:]
+    cache = model.new_cache()
     while True:
-        logits = model(torch.tensor([window], device=device))[0, -1].float().cpu()
+        logits = model(torch.tensor([new], device=device), cache=cache)[0, -1].float().cpu()
         shares = (logits / temperature).softmax(0) if temperature else None
         chosen = logits.argmax() if shares is None else torch.multinomial(shares, 1, generator=generator)
-        window = [*window, int(chosen)][-context:]
-        yield window[-1]
+        yield int(chosen)
+        window = [*window, int(chosen)]
+        cache = cache if len(window) <= context else None
+        window = window[-context:]
+        new = window if cache is None else window[-1:]
 
 
 class Decoder(nn.Module):
@@ -128,8 +138,14 @@ class Decoder(nn.Module):
                 std = 0.02 / math.sqrt(2 * self.shape.layers) if residual else 0.02
                 parameter.normal_(0.0, std, generator=generator)
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor | Loss:
-        hidden = self.model(tokens, *_rotary(tokens.shape[1], self.shape.head_width, self.theta, tokens.device))
+    def new_cache(self) -> Cache:
+        return [[] for _ in range(self.shape.layers)]
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None, cache: Cache | None = None) -> Tensor | Loss:
+        """With a `cache`, `tokens` follow those that it has seen; all of the first call, then one at a time."""
+        start = cache[0][0].shape[2] if cache and cache[0] else 0
+        rotary = _rotary(start, start + tokens.shape[1], self.shape.head_width, self.theta, tokens.device)
+        hidden = self.model(tokens, *rotary, cache or [None] * self.shape.layers)
         head = self.model.embed_tokens if self.lm_head is None else self.lm_head
         logits = F.linear(hidden, head.weight)
         return logits if targets is None else loss_of(logits, targets)
@@ -142,8 +158,16 @@ class Pretrained(nn.Module):
         super().__init__()
         self.network = network
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor | Loss:
-        logits = self.network(input_ids=tokens, use_cache=False).logits
+    def new_cache(self) -> Any:
+        """None if the model keeps its past in another form than keys and values."""
+        from transformers import DynamicCache
+
+        known = "past_key_values" in signature(self.network.forward).parameters
+        return DynamicCache(config=self.network.config) if known else None
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None, cache: Any = None) -> Tensor | Loss:
+        past = {"use_cache": False} if cache is None else {"use_cache": True, "past_key_values": cache}
+        logits = self.network(input_ids=tokens, **past).logits
         return logits if targets is None else loss_of(logits, targets)
 
 
@@ -154,10 +178,10 @@ class _Body(nn.Module):
         self.layers = nn.ModuleList(_Layer(shape) for _ in range(shape.layers))
         self.norm = nn.RMSNorm(shape.width, EPSILON)
 
-    def forward(self, tokens: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, cos: Tensor, sin: Tensor, cache: Sequence[list[Tensor] | None]) -> Tensor:
         x = self.embed_tokens(tokens)
-        for layer in self.layers:
-            x = layer(x, cos, sin)
+        for layer, past in zip(self.layers, cache, strict=True):
+            x = layer(x, cos, sin, past)
         return self.norm(x)
 
 
@@ -169,8 +193,8 @@ class _Layer(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(shape.width, EPSILON)
         self.mlp = _MLP(shape)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin)
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, past: list[Tensor] | None) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, past)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -185,14 +209,20 @@ class _Attention(nn.Module):
         self.q_norm = nn.RMSNorm(shape.head_width, EPSILON)
         self.k_norm = nn.RMSNorm(shape.head_width, EPSILON)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, past: list[Tensor] | None) -> Tensor:
         heads = (*x.shape[:2], self.heads, -1)
         v = self.v_proj(x).view(heads)
         # Under autocast the projections are bf16, and the norms stay fp32.
         q = self.q_norm(self.q_proj(x).view(heads).type_as(self.q_norm.weight))
         k = self.k_norm(self.k_proj(x).view(heads).type_as(self.k_norm.weight))
         q, k = _rotate(q, cos, sin).type_as(v), _rotate(k, cos, sin).type_as(v)
-        out = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True)
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        causal = not past  # the one token that follows a past may see all of it
+        if past:
+            k, v = torch.cat((past[0], k), 2), torch.cat((past[1], v), 2)
+        if past is not None:
+            past[:] = k, v
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
 
@@ -207,13 +237,13 @@ class _MLP(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
-def _rotary(length: int, head_width: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Tables of (length, 1, head_width), the sine with the sign of each half.
+def _rotary(start: int, end: int, head_width: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Tables of (end − start, 1, head_width), the sine with the sign of each half.
 
     Computed for every batch: it takes 0.1 % of a step, and a buffer would have to grow, be cast and be averaged.
     """
     frequencies = theta ** -(torch.arange(0, head_width, 2, device=device, dtype=torch.float32) / head_width)
-    angles = torch.arange(length, device=device, dtype=torch.float32)[:, None, None] * frequencies
+    angles = torch.arange(start, end, device=device, dtype=torch.float32)[:, None, None] * frequencies
     cos, sin = angles.cos(), angles.sin()
     return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
 

@@ -3,6 +3,7 @@
 import math
 import sys
 from dataclasses import replace
+from itertools import islice
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from diloco.errors import ConfigError
 from diloco.presets import PRESETS, Shape
 from diloco.runs.config import TrainConfig
 from diloco.train import preflight
-from diloco.train.model import Decoder, Loss, Pretrained, _rotary, _rotate, build, loss_of
+from diloco.train.model import Decoder, Loss, Pretrained, _rotary, _rotate, build, continuation, loss_of
 
 SMALL = Shape(layers=2, width=32, heads=2, mlp=48, vocabulary=61)
 PAPER = {"35m": 35.3, "100m": 88.3, "200m": 183.8, "300m": 335.9, "500m": 558.8, "1b": 1273.0, "4b": 4175.0}
@@ -69,7 +70,7 @@ def test_one_layer_sees_the_order_of_earlier_tokens():
 
 
 def test_rotary_scores_depend_on_the_distance_alone():
-    cos, sin = _rotary(12, 16, 10_000.0, torch.device("cpu"))
+    cos, sin = _rotary(0, 12, 16, 10_000.0, torch.device("cpu"))
     q, k = torch.randn(2, 16, generator=torch.Generator().manual_seed(0)).unbind()
     rotated_q, rotated_k = (_rotate(x.expand(12, 1, 16), cos, sin)[:, 0] for x in (q, k))
     scores = rotated_q @ rotated_k.T
@@ -208,6 +209,28 @@ def test_a_hugging_face_model_that_does_not_fit_is_refused(llama, vocabulary, co
     config = TrainConfig(model=f"hf:{llama}", tokenizer=f"train:{vocabulary}", context=context)
     with pytest.raises(ConfigError, match=text):
         preflight.outline(config, 2)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.2])
+def test_cached_keys_and_values_give_the_tokens_of_the_whole_window(llama, temperature):
+    cpu = torch.device("cpu")
+    for model in (build("nano", 61, 24, seed=3).eval(), build(f"hf:{llama}", 61, 24, seed=0).eval()):
+        for name, parameter in model.named_parameters():
+            if "layers" in name and parameter.dim() > 1:
+                parameter.data *= 20  # untrained layers hardly change what comes next
+        generator, window, expected = torch.Generator().manual_seed(5), [1, 2, 3], []
+        with torch.no_grad():
+            for _ in range(40):
+                logits = model(torch.tensor([window]))[0, -1]
+                shares = (logits / temperature).softmax(0) if temperature else None
+                token = logits.argmax() if shares is None else torch.multinomial(shares, 1, generator=generator)
+                expected.append(int(token))
+                window = [*window, int(token)][-24:]
+        counted = []
+        model.register_forward_pre_hook(lambda _, args, counted=counted: counted.append(args[0].shape[1]))
+        found = list(islice(continuation(model, [1, 2, 3], 24, cpu, temperature, seed=5), 40))
+        assert found == expected and len(set(found)) > 5
+        assert counted == [3, *[1] * 21, *[24] * 18]
 
 
 def test_a_folder_without_a_model_is_refused_in_one_line(tmp_path):
