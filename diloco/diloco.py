@@ -10,26 +10,25 @@ import enum
 import time
 from collections.abc import Callable, Iterator, Sequence
 from math import inf
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
 
 from diloco import mistakes, saved
 from diloco.advance import Memory
-from diloco.codec import E3M0, Codec, check_sizes
+from diloco.codec import E3M0, Codec, check_sizes, feedback_of
 from diloco.errors import ConfigError, DiLoCoError, NotFinite
 from diloco.flat import ShardId, checksum_all, forget_not_finite, pinned, reshard, shard_id
 from diloco.fragment import Fragment, Fragmenter, Strided
 from diloco.hook import Optimizers, as_list, attach, eager, evaluate, evaluation_mode, lr_of
 from diloco.module import find_layers, frozen, trainable, trained_buffers, unwrap
 from diloco.outer import Nesterov, Outer
-from diloco.pace import RoundTimes
+from diloco.pace import Pace, RoundTimes
 from diloco.reduce import Dropped, Jump, Reduce, Round
 from diloco.schedule import Schedule
 from diloco.stats import Stats
 from diloco.sync import FragmentSync, Trained, anchors_inside, contract_of, sync_of_buffers
-from diloco.tuning import Overlap, Tuning
 
 CATCH_UP = 2
 """Rounds of a fragment that are applied after one step: a replica that was away catches up over many steps, instead of
@@ -74,7 +73,7 @@ class DiLoCo:
         *,
         sync_every: int = 100,
         fragments: Fragmenter = Strided(layers=3),  # noqa: B008 (frozen)
-        overlap: Overlap = 1,
+        overlap: int | Literal["auto"] = 1,
         keep_local: float = 0.0,
         codec: Codec = E3M0(),  # noqa: B008
         outer: Outer = Nesterov(),  # noqa: B008
@@ -97,7 +96,8 @@ class DiLoCo:
         self.reduce = _default_reduce(self._shard) if reduce is None else reduce
         self._name = mistakes.known_as(self.reduce)
         self.outer, self.keep_local, self._feedback = outer, keep_local, feedback
-        self._cut(sync_every, fragments, overlap, codec)
+        first = 1 if overlap == "auto" else overlap
+        self._cut(sync_every, fragments, first, codec, auto=overlap == "auto")
         self._buffers = sync_of_buffers(len(self._fragments), trained_buffers(model), self._fragments[0].memory)
         self.step_count = 0
         self.stats = Stats()
@@ -108,25 +108,29 @@ class DiLoCo:
         self._life = _Life.APART
         self._detach = attach(self._optimizers, self.join, self._step)
 
-    def _cut(self, sync_every: int, fragments: Fragmenter, overlap: Overlap, codec: Codec) -> None:
+    def _cut(self, sync_every: int, fragments: Fragmenter, overlap: int, codec: Codec, auto: bool) -> None:
         parameters: dict[str, Tensor] = dict(trainable(self.model))
         pieces = fragments.split(self._shapes, find_layers(self.model, parameters))
         mistakes.hint_one_fragment(fragments, pieces)
-        self.fragmenter, self.tuning = fragments, Tuning(sync_every, len(pieces), overlap, codec, self._feedback)
-        how = self.outer, codec, Memory(pinned({p.device.type for p in self._trained})), self.tuning.feedback
-        self._fragments = [FragmentSync(i, piece, parameters, *how) for i, piece in enumerate(pieces)]
+        self.fragmenter, self.codec, self.schedule = fragments, codec, Schedule(sync_every, len(pieces))
+        self.pace = Pace(overlap, len(pieces), sync_every, auto)
+        feedback = feedback_of(codec) if self._feedback is None else self._feedback
+        memory = Memory(pinned({p.device.type for p in self._trained}))
+        self._fragments = [FragmentSync(number, piece, parameters, self.outer, codec, memory, feedback)
+                           for number, piece in enumerate(pieces)]  # fmt: skip
 
     @torch.no_grad()
-    def settle_on(self, sync_every: int, fragments: Fragmenter, overlap: Overlap, codec: Codec) -> None:
-        """Begin with other settings after all: on all replicas after the same step, before the first round is sent."""
+    def settle_on(self, sync_every: int, fragments: Fragmenter, overlap: int, codec: Codec) -> None:
+        """Begin with other settings after all: on all replicas after the same step, before the first round is sent. An
+        overlap that is chosen automatically begins with this one."""
         if any(self.indices) or self.in_flight or self._life is not _Life.JOINED:
             raise DiLoCoError("fragments can be cut again only before the first round is sent")
-        clock = self.tuning.clock
+        clock = self.pace.clock
         with self.anchors():  # what the new fragments read is the agreed start, not what was trained since
-            self._cut(sync_every, fragments, overlap, codec)
+            self._cut(sync_every, fragments, overlap, codec, self.pace.auto)
         for each in self._buffers:
             each.number = len(self._fragments)
-        self.tuning.clock, self._life = clock, _Life.APART  # the next step compares the settings
+        self.pace.clock, self._life = clock, _Life.APART  # the next step compares the settings
 
     def step(self) -> None:
         """Call this after each inner step if DiLoCo was made without an optimizer; otherwise the hook does it."""
@@ -138,13 +142,12 @@ class DiLoCo:
     def _step(self) -> None:
         if self._life is not _Life.JOINED:
             self._meet(self._all_fragments())  # the step is done: what was there at construction is the start
-        self.tuning.clock.begin(time.perf_counter())
+        self.pace.clock.begin(time.perf_counter())
         self.step_count += 1
         self._add(0.0 if self._tokens else 1.0, lr_of(self._optimizers), steps=1)
         try:
             self._apply(self._fragments, CATCH_UP)
         finally:  # also after a lost peer: what is sent now is saved, and sent again when all resume
-            self.tuning.switch(self.step_count, self._fragments)
             now, slot = self.step_count, self.schedule.sends_at
             due = [f for f in self._fragments if self.reduce.due(f.number, now - f.sent_step, slot(f.number, now))]
             if due:
@@ -155,14 +158,14 @@ class DiLoCo:
             self._apply(self._fragments)
         if self.watch:
             self.watch()
-        self.tuning.clock.end(time.perf_counter())
+        self.pace.clock.end(time.perf_counter())
 
     def _check_trained(self) -> None:
         reshard(self.model)  # FSDP2 may show gathered parameters in the place of its own
         mistakes.check_trained(self.model, self._trained, self._optimizers)
 
     def _send(self, fragment: FragmentSync) -> None:
-        sent = fragment.take_delta(self.step_count, self._progress, self.tuning.said(fragment.number))
+        sent = fragment.take_delta(self.step_count, self._progress)
         self.reduce.send(fragment.number, sent.index, fragment.delta_later(sent, self._tokens))
 
     def _apply(self, fragments: Sequence[FragmentSync], most: float = inf) -> None:
@@ -194,9 +197,7 @@ class DiLoCo:
                 hook, waited = time.perf_counter() - taken, taken - began
                 self.stats.add(fragment.statistics(outcome, sent, self.step_count, waited, hook, self.overlap))
                 if sent and fragment.number < len(self._fragments) and not finishing:
-                    self.tuning.landed(RoundTimes(outcome.seconds, outcome.apart, waited))
-                if sent and fragment.number == 0:
-                    self.tuning.heard(outcome.wishes, sent.step)
+                    self.pace.after(RoundTimes(outcome.seconds, outcome.apart, waited), self.pace.clock.seconds)
                 self.reduce.applied(fragment.number, fragment.state)
         return outcome is not None
 
@@ -266,7 +267,6 @@ class DiLoCo:
         fragments = self._all_fragments()
         self._find_buffers()
         self._apply(fragments)
-        self.tuning.switch(self.step_count, self._fragments, ending=True)
         evaluate(self._optimizers)
         for fragment in fragments:
             fragment.ending = together
@@ -333,14 +333,15 @@ class DiLoCo:
 
         Resuming is exact if all replicas have the same overlap. Otherwise a replica that still waited for a
         round which another had applied takes that replica's state at once.
-        What sync_every and codec were changed to by agreement is in it, and the overlap if that is "auto".
+        The overlap is in it if that is "auto".
         Save the model and the optimizer at the same step, as always: of the weights there is only a checksum in it, by
         which join() refuses a model that belongs to another state. The tensors are the live ones, not copies.
         """
         self._check_counted()
         weights = checksum_all(self._trained)
-        progress = saved.Progress(self.step_count, self._progress, self._tokens, weights)
-        return saved.save(str(self._shard), self._name, progress, self.tuning, self._all_fragments())
+        overlap = self.overlap if self.pace.auto else None
+        progress = saved.Progress(self.step_count, self._progress, self._tokens, weights, overlap)
+        return saved.save(str(self._shard), self._name, progress, self._all_fragments())
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -349,7 +350,9 @@ class DiLoCo:
         shard, fragments = str(self._shard), self._all_fragments()
         saved.check(state_dict, shard, self._name, fragments)
         self._check_open()
-        progress = saved.load(state_dict, shard, self.tuning, fragments)
+        progress = saved.load(state_dict, shard, fragments)
+        if self.pace.auto and progress.overlap is not None:
+            self.pace = Pace(progress.overlap, len(self._fragments), self.schedule.sync_every)
         self.step_count, self._progress, self._tokens = progress.step, progress.trained, progress.tokens
         # Compared now if the model is loaded already: optimizer.train() of a schedule-free one moves it before join().
         self._loaded = None if progress.weights == checksum_all(self._trained) else progress.weights
@@ -360,19 +363,15 @@ class DiLoCo:
         feedback = f"feedback={first.feedback:g}, " if first.feedback else ""
         return (
             f"DiLoCo({count:,} parameters in {len(self._fragments)} fragments, sync_every={self.schedule.sync_every}, "
-            f"overlap={self.overlap}{' (auto)' if self.tuning.auto else ''}, keep_local={self.keep_local:g}, "
+            f"overlap={self.overlap}{' (auto)' if self.pace.auto else ''}, keep_local={self.keep_local:g}, "
             f"codec={first.codec}, outer={first.outer}, "
             f"{feedback}reduce={type(self.reduce).__name__}, step {self.step_count}, {self.stats.rounds} rounds)"
         )
 
     @property
-    def schedule(self) -> Schedule:
-        return self.tuning.schedule
-
-    @property
     def overlap(self) -> int:
         """At the moment; "auto" changes it."""
-        return self.tuning.overlap
+        return self.pace.overlap
 
     @property
     def fragments(self) -> list[Fragment]:
@@ -398,8 +397,7 @@ class DiLoCo:
         return self._fragments + self._buffers
 
     def _contract(self) -> dict[str, object]:
-        origin = {"start of the schedule": self.schedule.origin} if self.schedule.origin else {}
-        about = {"sync_every": self.schedule.sync_every, **origin, "codec": repr(self._fragments[0].codec),
+        about = {"sync_every": self.schedule.sync_every, "codec": repr(self.codec),
                  "outer": repr(self.outer), "shard": str(self._shard)}  # fmt: skip
         return about | contract_of(self._all_fragments(), self._shapes, frozen(self.model))
 

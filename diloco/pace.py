@@ -1,4 +1,4 @@
-"""How long a round may take: the overlap that this replica chooses for itself, from what its rounds took. Pure.
+"""How long a round may take: the overlap, fixed or chosen by this replica from what its rounds took. Pure.
 
 The smallest overlap without waiting is the number of steps in which the slowest round of a sync period arrives.
 Replicas may differ in it: only the sends must be at the same steps (paper, Algorithm 2).
@@ -10,6 +10,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from diloco.laws import SAFE_OVERLAP
+from diloco.schedule import check_overlap
 
 RISE, FALL = 1.05, 1.2
 """A round must fit in the overlap's steps with this much to spare; a smaller overlap is taken with more to spare, so
@@ -30,27 +31,30 @@ class RoundTimes:
 
 
 class Pace:
-    """Chooses the next overlap after each round.
+    """The overlap; with `auto` it is chosen again after each round.
 
     A round that is slow once, as after a lost packet, changes nothing: of the rounds of the last two sync periods, in
     which each fragment has two, the second slowest counts. So the overlap rises as soon as two rounds were waited for,
     and falls after two periods in which less would have been enough.
 
     Args:
-        overlap: the first one.
+        overlap: the first one, and the only one without `auto`.
         fragments: rounds in a sync period.
         sync_every: the overlap stays below it.
     """
 
-    def __init__(self, overlap: int, fragments: int, sync_every: int) -> None:
+    def __init__(self, overlap: int, fragments: int, sync_every: int, auto: bool = True) -> None:
+        if not auto:
+            check_overlap(overlap, sync_every)
+        self.auto, self.clock = auto, StepClock()
         self.most = max(min(SAFE_OVERLAP, sync_every - 1), 0)
-        self.overlap = min(max(overlap, 1), self.most)  # with 0 every round would be waited for
+        self.overlap = min(max(overlap, 1), self.most) if auto else overlap  # with 0 it would wait for every round
         self._least_apart: deque[float] = deque(maxlen=4 * fragments)
         self._rounds: deque[tuple[float, bool]] = deque(maxlen=2 * fragments)  # (steps that it took, waited for)
 
     def after(self, times: RoundTimes, step_seconds: float) -> int:
         """A round was applied. Returns the overlap from now on."""
-        if step_seconds <= 0:
+        if not self.auto or step_seconds <= 0:
             return self.overlap
         # A replica that comes first waits for the others whatever its overlap is, and that must not raise it. The least
         # of these waits is what the link itself takes.

@@ -1,36 +1,27 @@
-"""Autopilot: measure the first steps and the link, let the planner choose the settings, and follow the link in mid-run.
+"""Autopilot: measure the first steps and the link, and let the planner choose the settings.
 
 Nothing is sent in the first `sync_every` steps, so settings that are chosen after a few of them hold as if the run had
-begun with them. Later this replica moves its own overlap (pace.py), and wishes another sync_every or codec when the
-link has become another one; if all replicas wish it, all change (terms.py).
+begun with them. From then on only the overlap follows the link, with `overlap="auto"` (pace.py).
 """
 
 import logging
 from collections.abc import Callable, Collection, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, replace
 from typing import Any
 
 from diloco import speed
-from diloco.codec import codec_named
+from diloco.codec import codec_named, name_of
 from diloco.diloco import DiLoCo
 from diloco.errors import ConfigError
 from diloco.fragment import WITHOUT_LAYERS, Balanced, Sequential, Strided, fragmenter
 from diloco.module import find_layers, trainable
-from diloco.plan.auto import Facts, better, lines, pick_first, worst
+from diloco.plan.auto import Facts, lines, pick_first, worst
 from diloco.plan.choose import Choice, Limits, Settings
 from diloco.plan.model import Model
-from diloco.plan.rate import LinkRate
-from diloco.report import units
 from diloco.runs.config import TUNED
-from diloco.terms import Terms
 
 FIRST_STEPS = 10
 """Steps whose median is the time of a step. The first ones compile and fill caches."""
-ASK_AGAIN = 1.1
-"""The planner is asked again when the link is faster or slower by this factor."""
-EARLY = 8
-"""The planner is asked once in a sync period, this part of it before the send that carries the wish."""
 FEWEST = 500
 """Steps: a shorter run is planned like this one, which limits sync_every to 10."""
 Say = Callable[[str, Mapping[str, Any]], None]
@@ -42,7 +33,6 @@ def autopilot(
     *,
     keep: Collection[str] = (),
     steps: int | None = None,
-    retune: bool = True,
     say: Say = lambda text, values: log.info(text),
 ) -> "Autopilot | None":
     """Let the settings of a DiLoCo follow from what is measured. Call it on all replicas, before the first step.
@@ -53,8 +43,7 @@ def autopilot(
     Args:
         keep: settings that stay as DiLoCo was given them: any of sync_every, fragments, overlap, codec.
         steps: how many the run has, if that is known: a short run needs a smaller sync_every.
-        retune: whether all may agree on another sync_every and codec in mid-run, when the link has changed.
-        say: called with a text, and with what it says as values, at the choice and at each change.
+        say: called with a text, and with what it says as values.
 
     Returns what will hold the choice, or None where there is nothing to choose: with a bucket, whose members change
     only their own overlap, and for a replica alone.
@@ -68,7 +57,7 @@ def autopilot(
     if getattr(diloco.reduce, "replicas", 1) == 1:
         say("autopilot: one replica has no link to measure; the settings stay as given", {})
         return None
-    pilot = Autopilot(diloco, keep, steps, retune, say)
+    pilot = Autopilot(diloco, keep, steps, say)
     diloco.watch = pilot.after_step
     return pilot
 
@@ -76,45 +65,35 @@ def autopilot(
 class Autopilot:
     """Made by `autopilot`."""
 
-    def __init__(self, diloco: DiLoCo, keep: Collection[str], steps: int | None, retune: bool, say: Say) -> None:
-        self._diloco, self._keep, self._steps, self._retune, self._say = diloco, set(keep), steps, retune, say
+    def __init__(self, diloco: DiLoCo, keep: Collection[str], steps: int | None, say: Say) -> None:
+        self._diloco, self._keep, self._steps, self._say = diloco, set(keep), steps, say
         self._replicas: int = diloco.reduce.replicas  # pyright: ignore[reportAttributeAccessIssue]
-        self._model, self._ranks = model_of(diloco), 1
+        self._model = model_of(diloco)
         self._at = max(min(FIRST_STEPS, diloco.schedule.sync_every - 1), 1)
-        self._facts: Facts | None = None  # for which the terms that are held were chosen
-        self._link: LinkRate | None = None
-        self._asked = 0.0  # the rate for which the planner was asked last
-        self._planner = ThreadPoolExecutor(1, "diloco planner")  # an answer takes 25 ms or more: training goes on
-        self._answer: Future[Settings | None] | None = None
-        self._rounds, self._held = diloco.stats.rounds, diloco.tuning.held
+        self.facts: Facts | None = None
+        """What was measured."""
         self.choice: Choice | None = None
-        """What was chosen at the start, with reasons and the expected utilisation."""
+        """What was chosen, with reasons and the expected utilization."""
 
     def after_step(self) -> None:
+        """Measure and choose once. A run that is resumed keeps its settings."""
         step = self._diloco.step_count
-        if self._facts is None and step >= self._at:
-            self._facts = self._measure()
-            self._asked = self._facts.rate if step == self._at else 0.0
-            if step == self._at and not any(self._diloco.indices):  # otherwise the run was resumed
-                self._begin(self._facts)
-        elif self._facts is not None and self._diloco.stats.rounds > self._rounds:
-            self._follow(self._facts)
-        schedule = self._diloco.schedule
-        if self._retune and self._link and schedule.sends_at(0, step + max(schedule.sync_every // EARLY, 1)):
-            self._ask(self._link.now)
-        if self._answer is not None and schedule.sends_at(0, step + 1):
-            self._take_answer()
+        if step >= self._at:
+            self._diloco.watch = None
+            if step == self._at and not any(self._diloco.indices):
+                self.facts = self._measure()
+                self._begin(self.facts)
 
     def _measure(self) -> Facts:
         """On all replicas after the same step. With shards or DDP inside a replica its ranks send at once, each its
         part; with DDP each takes and writes the complete model."""
         diloco, machine = self._diloco, speed.known()
         link = diloco.reduce.measure()  # pyright: ignore[reportAttributeAccessIssue]
-        self._ranks = ranks = len(self._tell(None)) // self._replicas
+        ranks = len(self._tell(None)) // self._replicas
         shards = ranks // getattr(diloco.reduce, "ddp_size", 1)
         copied_beside = any(p.device.type != "cpu" for p in trainable(diloco.model).values())
         facts = Facts(
-            step_seconds=diloco.tuning.clock.seconds,
+            step_seconds=diloco.pace.clock.seconds,
             rate=link.rate * ranks,
             round_trip=link.round_trip,
             codec_ns={name: machine.codec_ns(name, self._replicas) / shards for name in machine.encode},
@@ -128,75 +107,23 @@ class Autopilot:
     def _begin(self, facts: Facts) -> None:
         """Choose, and take what the first replica has chosen: another processor may round otherwise."""
         said = self._tell(asdict(pick_first(self._model, facts, self._replicas, self._limits())))[0]
-        settings, diloco, tuning = self._as_cut(Settings(**said["settings"])), self._diloco, self._diloco.tuning
+        settings, diloco = self._as_cut(Settings(**said["settings"])), self._diloco
         self.choice = choice = Choice(**{**said, "settings": settings})
-        codec = tuning.codec if "codec" in self._keep else codec_named(settings.codec)
+        codec = diloco.codec if "codec" in self._keep else codec_named(settings.codec)
         cut = diloco.fragmenter if "fragments" in self._keep else fragmenter(settings.fragments)
-        diloco.settle_on(settings.sync_every, cut, "auto" if tuning.auto else settings.overlap, codec)
-        diloco.tuning.begin_with(settings.overlap)
-        self._held = diloco.tuning.held
+        diloco.settle_on(settings.sync_every, cut, settings.overlap, codec)
         measured = {"step_seconds": facts.step_seconds, "rate": facts.rate, "round_trip": facts.round_trip}
         details = {**asdict(settings), "expected_utilization": choice.utilization, **measured}
         self._say("\n".join(lines(choice, facts)), details)
 
     def _limits(self) -> Limits:
         """What may be chosen: not what was given."""
-        held = self._diloco.tuning.held
-        given: dict[str, Any] = {"sync_every": held.sync_every, "fragments": self._text(),
-                                 "overlap": self._diloco.overlap, "codec": _planned(held.codec)}  # fmt: skip
+        diloco = self._diloco
+        codec = name_of(diloco.codec) or "float32"  # one that the planner does not know costs at most as much
+        given: dict[str, Any] = {"sync_every": diloco.schedule.sync_every, "fragments": self._text(),
+                                 "overlap": diloco.overlap, "codec": codec}  # fmt: skip
         steps = None if self._steps is None else max(self._steps, FEWEST)
         return Limits(steps=steps, **{name: given[name] for name in self._keep})
-
-    def _follow(self, facts: Facts) -> None:
-        """Rounds were applied: wish other terms if the link has become another one."""
-        tuning = self._diloco.tuning
-        self._link = self._link or self._new_link(facts)
-        for round in self._diloco.stats.since(self._rounds):
-            if round.bytes_sent and round.seconds_transfer:
-                queued = round.seconds - round.seconds_apart - round.seconds_transfer
-                self._link.add(self._ranks * round.bytes_sent, round.seconds_transfer, queued)
-        self._rounds, rate = self._diloco.stats.rounds, self._link.now
-        if tuning.held != self._held:
-            self._say_change(rate)
-            recoded, self._held, self._facts = tuning.held.codec != self._held.codec, tuning.held, self._now(rate)
-            self._asked = 0.0  # what was wished since the change was agreed on is void
-            self._link = self._new_link(self._facts) if recoded else self._link  # rounds of another size
-
-    def _new_link(self, facts: Facts) -> LinkRate:
-        """Bases itself on the first sync period from now on."""
-        return LinkRate(facts, _planned(self._diloco.tuning.held.codec), self._replicas, len(self._diloco.fragments))
-
-    def _now(self, rate: float) -> Facts:
-        assert self._facts is not None
-        return replace(self._facts, rate=rate, step_seconds=self._diloco.tuning.clock.seconds)
-
-    def _ask(self, rate: float) -> None:
-        """Ask what the planner takes for the link as it is, with the fragments that there are."""
-        if self._asked / ASK_AGAIN < rate < self._asked * ASK_AGAIN:
-            return
-        tuning, limits = self._diloco.tuning, replace(self._limits(), fragments=self._text())
-        if not tuning.auto:
-            limits = replace(limits, overlap=tuning.overlap)
-        if not tuning.held.codec:
-            limits = replace(limits, codec=_planned(""))
-        most = min(limits.most_overlap, tuning.held.sync_every - 1) if tuning.auto else tuning.overlap
-        held = Settings(tuning.held.sync_every, self._text(), most, _planned(tuning.held.codec))
-        assert self._facts is not None
-        then, self._asked = self._facts.rate, rate
-        self._answer = self._planner.submit(better, self._model, self._now(rate), then, self._replicas, held, limits)
-
-    def _take_answer(self) -> None:
-        """Before fragment 0 is sent, with which a wish travels."""
-        assert self._answer is not None
-        chosen, self._answer, tuning = self._answer.result(), None, self._diloco.tuning
-        tuning.wish = Terms(chosen.sync_every, chosen.codec if tuning.held.codec else "") if chosen else None
-
-    def _say_change(self, rate: float) -> None:
-        was, held = self._held, self._diloco.tuning.held
-        pairs = ("sync_every", was.sync_every, held.sync_every), ("codec", was.codec, held.codec)
-        changes = ", ".join(f"{name} {old} → {new}" for name, old, new in pairs if old != new)
-        text = f"autopilot: at step {self._diloco.step_count} {changes}, because the link gives {units.rate(rate)}"
-        self._say(text, {**asdict(held), "rate": rate})
 
     def _as_cut(self, settings: Settings) -> Settings:
         """Without layers the planner's are parts of equal size, which only `Balanced` cuts."""
@@ -227,8 +154,3 @@ def model_of(diloco: DiLoCo) -> Model:
     rest = [p for name, p in parameters.items() if name not in inside]
     rows = tuple((p.shape[0], p.numel() // max(p.shape[0], 1)) if p.dim() else (1, 1) for p in rest)
     return Model("", tuple(float(sum(parameters[name].numel() for name in layer)) for layer in layers), rows)
-
-
-def _planned(codec: str) -> str:
-    """A codec that the planner does not know costs at most what the values themselves do."""
-    return codec or "float32"

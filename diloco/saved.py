@@ -10,7 +10,6 @@ from typing import Any
 from diloco import mistakes
 from diloco.errors import Mismatch
 from diloco.sync import FragmentSync, Trained
-from diloco.tuning import Tuning
 
 
 @dataclass(frozen=True)
@@ -21,10 +20,11 @@ class Progress:
     trained: Trained
     tokens: bool  # whether the work is counted in tokens
     weights: int  # checksum of the trained parameters, which are saved apart from this state
+    overlap: int | None  # as this replica chose it; None: it is fixed
 
 
 def save(
-    shard: str, replica: int | str | None, progress: Progress, tuning: Tuning, fragments: Sequence[FragmentSync]
+    shard: str, replica: int | str | None, progress: Progress, fragments: Sequence[FragmentSync]
 ) -> dict[str, Any]:
     return {
         shard: {
@@ -33,7 +33,7 @@ def save(
             "tokens": progress.tokens,
             "weights": progress.weights,
             "replica": replica,
-            "tuning": tuning.saved(),
+            "overlap": progress.overlap,
             "parts": {str(fragment.number): fragment.state_dict() for fragment in fragments},
         }
     }
@@ -51,11 +51,9 @@ def check(state: Mapping[str, Any], shard: str, replica: int | str | None, fragm
         )
 
 
-def load(state: Mapping[str, Any], shard: str, tuning: Tuning, fragments: Sequence[FragmentSync]) -> Progress:
-    """Fill the fragments and the tuning."""
+def load(state: Mapping[str, Any], shard: str, fragments: Sequence[FragmentSync]) -> Progress:
+    """Fill the fragments."""
     saved = state[shard]
-    tuning.load(saved["tuning"])
-    tuning.recode(fragments)
     for fragment in fragments:
         fragment.load_state_dict(saved["parts"][str(fragment.number)])
-    return Progress(saved["step"], Trained(*saved["work"]), saved["tokens"], saved["weights"])
+    return Progress(saved["step"], Trained(*saved["work"]), saved["tokens"], saved["weights"], saved["overlap"])

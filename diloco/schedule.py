@@ -7,7 +7,7 @@ from diloco.errors import ConfigError
 
 @dataclass(frozen=True)
 class Schedule:
-    """Fragment f of P is sent after steps o + H, o + 2H, … with offset o = origin + floor(f · H / P).
+    """Fragment f of P is sent after steps o + H, o + 2H, … with offset o = floor(f · H / P).
 
     So every fragment is sent once in `sync_every` (H) steps, for the first time after a full `sync_every`,
     and fragments are spread as evenly as integers allow. The result of a send after step t is applied after
@@ -19,8 +19,6 @@ class Schedule:
 
     sync_every: int
     fragments: int
-    origin: int = 0
-    """Other than 0 once sync_every was changed: as if a run with this one had begun there. May be negative."""
 
     def __post_init__(self) -> None:
         if self.sync_every < 1:
@@ -33,7 +31,7 @@ class Schedule:
 
     def sends_at(self, fragment: int, step: int) -> bool:
         """Whether the fragment is sent after this step."""
-        since = step - self.origin - self.offset(fragment)
+        since = step - self.offset(fragment)
         return since > 0 and since % self.sync_every == 0
 
     def sends(self, step: int) -> list[int]:

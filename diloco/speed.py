@@ -64,7 +64,7 @@ def known(folder: Path | None = None) -> Speed:
     file, key = (folder or default_cache()) / "speed.json", _key()
     with suppress(OSError, ValueError, KeyError, TypeError):
         found = Speed(**json.loads(file.read_text(encoding="utf-8"))[key])
-        if found.encode.keys() >= FORMATS.keys():
+        if found.encode.keys() == FORMATS.keys():
             return found
     return remeasured(folder)
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from diloco.advance import Memory, NextState
-from diloco.codec import Codec, Float32, codec_named, name_of
+from diloco.codec import Codec, Float32
 from diloco.errors import Mismatch, NotFinite
 from diloco.flat import FlatView, checksum, reshard
 from diloco.fragment import Fragment, Piece
@@ -21,7 +21,6 @@ from diloco.module import float_buffers
 from diloco.outer import SGD, Outer, denormals
 from diloco.reduce import Delta, Round, State
 from diloco.stats import RoundStats
-from diloco.terms import Terms
 
 
 @dataclass(frozen=True)
@@ -55,9 +54,6 @@ class InFlight:
     values: Tensor
     ready: Callable[[], None]  # wait for copies from the device
     sent_at: float
-    codec: Codec
-    feedback: float  # share of what that codec loses which goes into the next delta
-    wish: Terms | None = None  # what this replica would like all to change to
     seconds: float = 0.0  # of the training thread, spent on taking the delta
 
 
@@ -95,27 +91,19 @@ class FragmentSync:
         self.feedback = feedback
         # What the codec lost of the deltas that counted, for the next one. Never changed while a delta is being taken.
         self.residual = self.memory.anchors.take(self.view.size).zero_() if feedback else None
-        self._keeps_residual = bool(feedback)  # checkpoints want the same tensors in every save
-
-    def recode(self, codec: Codec, feedback: float) -> None:
-        """Send with this codec from now on. What the one before has lost goes into the next delta in any case."""
-        self.codec, self.feedback = codec, feedback
-        if self.residual is None:
-            self._forget_residual()
 
     @property
     def _rule(self) -> Outer:
         return LAST if self.ending else self.outer
 
-    def take_delta(self, step: int, trained: Trained, wish: Terms | None = None) -> InFlight:
+    def take_delta(self, step: int, trained: Trained) -> InFlight:
         """Take the delta against the anchor, never against the merged local value."""
         began = time.perf_counter()
         values = self.memory.deltas.take(self.view.size)
         self.view.subtract(self.state.anchor, values, self.residual)
         ready, taken = self.view.mark(), time.perf_counter() - began
         self.sent_step, index, new = step, self.state.index + 1, trained - self.counted
-        how = self.codec, self.feedback, wish
-        self.in_flight = InFlight(index, step, trained, new, values, ready, time.time(), *how, taken)
+        self.in_flight = InFlight(index, step, trained, new, values, ready, time.time(), taken)
         return self.in_flight
 
     def moved(self) -> bool:
@@ -140,8 +128,6 @@ class FragmentSync:
                 lr=sent.new.lr,
                 feedback=feedback,
                 next=partial(NextState, state, rule, self.memory),
-                codec=sent.codec,
-                wish=sent.wish,
             )
 
         return delta
@@ -189,15 +175,15 @@ class FragmentSync:
         """residual ← feedback · (what was sent − what the others decoded of it)."""
         if self.residual is None:
             return
-        if not sent.feedback or round.own is None:  # own is None: an older delta was counted, its loss is not known
+        if round.own is None:  # an older delta was counted, its loss is not known
             self._forget_residual()
         else:
-            torch.sub(sent.values, round.own(), out=self.residual).mul_(sent.feedback)
+            torch.sub(sent.values, round.own(), out=self.residual).mul_(self.feedback)
 
     def _forget_residual(self) -> None:
-        """A new one, if there is to be one: the old one may still be copied to a device."""
-        needed = self.feedback or self._keeps_residual
-        self.residual = self.memory.anchors.take(self.view.size).zero_() if needed else None
+        """In new memory: the old one may still be copied to a device."""
+        if self.residual is not None:
+            self.residual = self.memory.anchors.take(self.view.size).zero_()
 
     def jump(self, state: State, trained: Trained) -> None:
         """Replace the state; local work since the last round is lost."""
@@ -247,7 +233,7 @@ class FragmentSync:
         return json.dumps([(piece.name, piece.start, piece.stop) for piece in self.pieces])
 
     def state_dict(self) -> dict[str, Any]:
-        residual = {"residual": self.residual} if self._keeps_residual else {}
+        residual = {} if self.residual is None else {"residual": self.residual}
         return {
             "pieces": self._pieces(),
             "index": self.state.index,
@@ -260,17 +246,12 @@ class FragmentSync:
         }
 
     def _flight(self) -> bytearray:
-        """What is there at times only. torch.load(weights_only=True) refuses bytes."""
-        flight, f = None, self.in_flight
-        if f is not None:
-            f.ready()
-            trained = f.trained.saved(), f.new.saved()
-            flight = (f.index, f.step, *trained, f.values, name_of(f.codec), f.feedback)
-        residual = None if self._keeps_residual else self.residual
-        if flight is None and residual is None:
+        """The delta under way. torch.load(weights_only=True) refuses bytes."""
+        if (sent := self.in_flight) is None:
             return bytearray()
+        sent.ready()
         buffer = io.BytesIO()
-        torch.save({"flight": flight, "residual": residual}, buffer)
+        torch.save((sent.index, sent.step, sent.trained.saved(), sent.new.saved(), sent.values), buffer)
         return bytearray(buffer.getvalue())
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
@@ -288,17 +269,13 @@ class FragmentSync:
         self.state = State(saved["index"], self.state.anchor, self.state.outer)
         self.state.anchor.copy_(saved["anchor"])
         self.state.outer.copy_(saved["outer"])
-        found = torch.load(io.BytesIO(saved["flight"]), weights_only=True) if saved["flight"] else {}
-        residual = saved.get("residual", found.get("residual"))
-        if self.residual is not None or residual is not None:
-            self.residual = self.memory.anchors.take(self.view.size).zero_() if self.residual is None else self.residual
-            self.residual.zero_() if residual is None else self.residual.copy_(residual)
+        if self.residual is not None:
+            self.residual.copy_(saved["residual"]) if "residual" in saved else self.residual.zero_()
         self.sent_step, self.counted, self.in_flight = saved["sent_step"], Trained(*saved["counted"]), None
-        if flight := found.get("flight"):
-            index, step, trained, new, values, name, feedback = flight
-            codec = codec_named(name) if name else self.codec
+        if saved["flight"]:
+            index, step, trained, new, values = torch.load(io.BytesIO(saved["flight"]), weights_only=True)
             self.in_flight = InFlight(
-                index, step, Trained(*trained), Trained(*new), values, _already, time.time(), codec, feedback
+                index, step, Trained(*trained), Trained(*new), values, ready=_already, sent_at=time.time()
             )
 
 

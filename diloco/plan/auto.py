@@ -8,19 +8,16 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from diloco.formats import FORMATS
-from diloco.plan.choose import SUFFICES, TOLERANCE, Choice, Limits, Settings, choose, method_of
+from diloco.plan.choose import SUFFICES, TOLERANCE, Choice, Limits, choose
 from diloco.plan.model import Model
-from diloco.plan.simulate import Group, utilization
+from diloco.plan.simulate import Group
 from diloco.plan.traffic import ROUND_SECONDS, Link
 from diloco.report import units
-from diloco.terms import Terms
 
 CODEC_LADDER = ("e3m0", "twobit")
-"""The gentlest first. `topk` sends less and wants another outer rule, which cannot change in mid-run."""
+"""The gentlest first. `topk` sends less and wants another outer optimizer."""
 ROOM = 3
 """How much slower the link may become before other fragments would be better."""
-FASTER, GAIN = 4 / 3, 0.02
-"""What a change in mid-run must be worth: see `better`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,23 +86,6 @@ def pick_first(model: Model, facts: Facts, replicas: int, limits: Limits) -> Cho
         return chosen
     why = f"{len(model.fragments(small))} fragments, small enough for a link of a third of this rate too"
     return replace(first, reasons=first.reasons | {"fragments": why})
-
-
-def better(model: Model, now: Facts, then: float, replicas: int, held: Settings, limits: Limits) -> Settings | None:
-    """Settings to change to on the link as it is, or None. `then`: the rate for which those that are held were chosen.
-
-    To send less must make training busier by some points. To send more, which only lowers the loss a little, the link
-    must be faster by a third.
-    """
-    chosen = pick(model, now, replicas, limits)
-    less = Terms(chosen.settings.sync_every, chosen.settings.codec).bits() < Terms(held.sync_every, held.codec).bits()
-    if (chosen.settings.sync_every, chosen.settings.codec) == (held.sync_every, held.codec):
-        return None
-    if less:
-        method, group = method_of(held, model), now.group(held.codec, replicas)
-        busy = float(utilization(method, group, Link.same(now.rate))[0])
-        return chosen.settings if chosen.utilization > busy + GAIN else None
-    return chosen.settings if now.rate > FASTER * then else None
 
 
 def lines(choice: Choice, facts: Facts) -> list[str]:

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from diloco.codec import Codec
 from diloco.reduce.mean import Encoded, decode
-from diloco.terms import Terms
 
 Contract = Mapping[str, object]
 """What all replicas must agree on before the first round, as JSON values."""
@@ -58,8 +57,6 @@ class Delta:
     next: Callable[[float], Next] | None = (
         None  # for a reducer that prepares the next state on a thread of its own; takes the round's lr
     )
-    codec: Codec | None = None  # of this delta; None: that of `join`
-    wish: Terms | None = None  # what this replica would like all to change to
 
     @property
     def fault(self) -> int | None:
@@ -81,7 +78,6 @@ class Round:
     seconds: float = 0.0  # from send to result
     apart: float = 0.0  # the part of them until all replicas had come to the round, as far as it is known
     transfer: float = 0.0  # the part of them from that moment on
-    wishes: Sequence[Terms | None] = ()  # of all replicas, in their order; empty: not told
     faults: Mapping[str, int] = field(default_factory=dict)  # member → span; then nothing is applied
     own: Callable[[], Tensor] | None = (
         None  # this replica's delta as the others decoded it; None: not asked or not known

@@ -38,7 +38,6 @@ from diloco.reduce.mean import (
 )
 from diloco.reduce.thread import CommThread, usual_threads
 from diloco.rendezvous import meet_at
-from diloco.terms import Terms, from_numbers, to_numbers
 
 
 def _checked(at: object, group: object, replica: int | None, replicas: int | None) -> tuple[int, int]:
@@ -229,15 +228,17 @@ class Collective:
         self, groups: Groups, fragment: int, index: int, delta_later: Callable[[], Delta], began: float
     ) -> Round | Dropped:
         delta = delta_later()
-        n, codec, before = len(delta.values), delta.codec or self._codecs[fragment], groups.sent
-        work, wish, came = (delta.weight, delta.lr), to_numbers(delta.wish), time.perf_counter()
+        n, codec, before = len(delta.values), self._codecs[fragment], groups.sent
+        came = time.perf_counter()
         digest = words(delta.values)  # 0.13 ns a value; encoding takes 0.6
-        header = Header(Kind.ROUND, delta.tokens, fragment, index, *work, delta.fingerprint, -1, *wish, digest)
+        header = Header(
+            Kind.ROUND, delta.tokens, fragment, index, delta.weight, delta.lr, delta.fingerprint, digest=digest
+        )
         headers = groups.exchange(header)
         met = time.perf_counter()
         if settling(headers):
             return Dropped()
-        wished, digests = _agree(groups, headers)
+        digests = _agree(groups, headers)
         first_rank = self._ddp_ranks.index == self._shard_ranks.index == 0
         self._same_data.compare(digests, len(self._codecs), warn=first_rank and self.replica == 0)
         weights = [h.weight for h in headers]
@@ -266,7 +267,7 @@ class Collective:
         ended = time.perf_counter()
         return Round(
             index, mean, members, lr, sent=sent, received=sent, seconds=ended - began, apart=met - came,
-            transfer=ended - met, wishes=wished, own=own, state=state,
+            transfer=ended - met, own=own, state=state,
         )  # fmt: skip
 
     def _own(self, groups: Groups, codec: Codec, payloads: list[Tensor], share: slice, n: int) -> Callable[[], Tensor]:
@@ -343,20 +344,18 @@ class Collective:
             headers = groups.exchange(Header(Kind.SETTLE))
 
 
-def _agree(groups: Groups, headers: Sequence[Header]) -> tuple[list[Terms | None], dict[str, int]]:
-    """The wishes of all ranks of all replicas, and a digest of each replica's delta. Raises, on all ranks of this
-    replica, the error that one has found."""
+def _agree(groups: Groups, headers: Sequence[Header]) -> dict[str, int]:
+    """A digest of each replica's delta. Raises, on all ranks of this replica, the error that one has found."""
     wrong = None
     try:
         check_round(headers)
     except DiLoCoError as error:
         wrong = [type(error).__name__, str(error)]
-    said = groups.gather_json_of_ranks([wrong, [(h.sync_every, h.codec) for h in headers], [h.digest for h in headers]])
-    for verdict, _, _ in said:
-        if verdict is not None:
-            raise {"Mismatch": Mismatch, "Diverged": Diverged}[verdict[0]](verdict[1])
-    digests = {str(m): sum(of_ranks) for m, of_ranks in enumerate(zip(*(row for _, _, row in said), strict=True))}
-    return [from_numbers(*numbers) for _, wished, _ in said for numbers in wished], digests
+    verdicts = groups.gather_json_of_ranks([wrong, [header.digest for header in headers]])
+    for error, _ in verdicts:
+        if error is not None:
+            raise {"Mismatch": Mismatch, "Diverged": Diverged}[error[0]](error[1])
+    return {str(m): sum(of_ranks) for m, of_ranks in enumerate(zip(*(digests for _, digests in verdicts), strict=True))}
 
 
 def _faults(groups: Groups, header: Header, delta: Delta) -> dict[str, int]:

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 
 from diloco.errors import Diverged, Mismatch
-from diloco.terms import Terms, from_numbers
 
-_FORMAT = struct.Struct("<BB?xiqddqiiiQ4x")  # with room for more: gloo aborts where two sizes meet
-_PROTOCOL = 6
+_FORMAT = struct.Struct("<BB?xiqddqiQ12x")  # with room for more: gloo aborts where two sizes meet
+_PROTOCOL = 7
 NBYTES = _FORMAT.size
 
 
@@ -30,8 +29,6 @@ class Header:
     lr: float = 0.0
     fingerprint: int = 0
     fault: int = -1
-    sync_every: int = 0  # with `codec`: the wish of this replica (terms.py)
-    codec: int = -1
     digest: int = 0  # of the delta
 
     def pack(self) -> bytes:
@@ -46,10 +43,6 @@ class Header:
                 f"{_PROTOCOL}, does not know: install the same version of diloco on all replicas"
             )
         return Header(Kind(kind), *rest)
-
-
-def wishes(headers: Sequence[Header]) -> list[Terms | None]:
-    return [from_numbers(h.sync_every, h.codec) for h in headers]
 
 
 def settling(headers: Sequence[Header]) -> bool:

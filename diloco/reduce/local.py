@@ -17,9 +17,8 @@ from diloco.codec import Codec
 from diloco.errors import ConfigError, DiLoCoError, Mismatch, PeerLost
 from diloco.reduce import Contract, Delta, Dropped, Round, State, words
 from diloco.reduce.contract import SameData, compare, sources
-from diloco.reduce.header import Header, Kind, check_round, wishes
+from diloco.reduce.header import Header, Kind, check_round
 from diloco.reduce.mean import codec_of_mean, decode_cuts, encode_cuts, gathers, mean_lr, mean_of_encoded
-from diloco.terms import to_numbers
 
 T = TypeVar("T")
 
@@ -178,7 +177,7 @@ class Local:
         if len(deltas) < self.replicas:
             del deltas[self.replica]
             return Dropped()
-        codec = deltas[self.replica].codec or self._codecs[fragment]
+        codec = self._codecs[fragment]
         if key not in board.outcomes:
             ordered = [deltas[m] for m in range(self.replicas)]
             _check_places(what, board.places.pop(key))
@@ -233,7 +232,7 @@ def _outcome(
 ) -> tuple[Round | DiLoCoError, list[list[Tensor]]]:
     faults = [-1 if (fault := d.fault) is None else fault for d in deltas]
     headers = [
-        Header(Kind.ROUND, d.tokens, fragment, index, d.weight, d.lr, d.fingerprint, fault, *to_numbers(d.wish))
+        Header(Kind.ROUND, d.tokens, fragment, index, d.weight, d.lr, d.fingerprint, fault)
         for d, fault in zip(deltas, faults, strict=True)
     ]
     try:
@@ -251,4 +250,4 @@ def _outcome(
     to_each = codec.nbytes(n) if gathers(codec, replicas) else (codec.nbytes(n) + mean_codec.nbytes(n)) / replicas
     nbytes = round((replicas - 1) * to_each)
     lr = mean_lr([d.weight for d in deltas], [d.lr for d in deltas])
-    return Round(index, mean, members, lr, sent=nbytes, received=nbytes, wishes=wishes(headers)), encoded
+    return Round(index, mean, members, lr, sent=nbytes, received=nbytes), encoded

@@ -27,7 +27,7 @@ PER_STEP = {
 }
 """Fields of a step that have a chart of their own, with a curve for each replica, and the titles of these charts."""
 
-MARKED = ("save", "resume", "stop", "autopilot", "retune")
+MARKED = ("save", "resume", "stop", "autopilot")
 """Events that the timeline shows."""
 
 Curve = tuple[str, str, Callable[[int], float | None]]
@@ -250,7 +250,7 @@ def _lanes(replica: Replica, width: int, since: int) -> dict[str, Any]:
 
 
 def tuned(event: Event) -> str:
-    """What the autopilot has chosen or changed to, and for which link."""
+    """What the autopilot has chosen, and for which link."""
     chosen = [f"{name} {event.details[name]}" for name in TUNED if event.details.get(name)]
     rate = event.details.get("rate")
     return ", ".join(chosen) + (f"; the link gives {units.rate(rate)}" if isinstance(rate, (int, float)) else "")

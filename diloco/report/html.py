@@ -107,7 +107,7 @@ def _origin(run: RecordedRun) -> list[tuple[str, str]]:
 def _autopilot(run: RecordedRun) -> list[tuple[int, str]]:
     """What it chose and what all changed to, each with its step."""
     events = run.replicas[0].events if run.replicas else ()
-    return [(e.step, tuned(e)) for e in events if e.event in ("autopilot", "retune")]
+    return [(e.step, tuned(e)) for e in events if e.event == "autopilot"]
 
 
 def several(runs: Sequence[RecordedRun], pages: Sequence[tuple[str, str]]) -> dict[str, Any]:

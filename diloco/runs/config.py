@@ -105,8 +105,6 @@ class TrainConfig:
         scope="member", methods=STREAMING)
     kept: tuple[Tuned, ...] = _sync((), "With --auto: settings that it does not change.",
         why="those set explicitly", scope="member", methods=STREAMING, expert=True)
-    retune: bool = _sync(True, "With --auto: when the link changes, all replicas agree on another sync_every or "
-        "codec. --no-retune: only the overlap follows the link.", scope="member", methods=STREAMING, expert=True)
     streams: int = _sync(1, "TCP connections that carry the deltas.",
         why="enough on a short link; a long one needs more", scope="member", methods=SYNCED, expert=True)
     timeout: float = _sync(600.0,

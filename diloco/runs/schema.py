@@ -67,8 +67,8 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """What happened besides rounds: start, resume, save, finish, stop, what the autopilot chose (autopilot) or all
-    replicas changed to (retune), and what a bucket reports."""
+    """What happened besides rounds: start, resume, save, finish, stop, what the autopilot chose, and what a
+    bucket reports."""
 
     event: str
     seconds: float

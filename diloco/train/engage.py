@@ -22,10 +22,9 @@ log = logging.getLogger("diloco")
 
 def engage(diloco: DiLoCo, config: TrainConfig, world: World, folder: Path, writer: Writer) -> None:
     def say(text: str, values: Mapping[str, Any]) -> None:
-        chosen = "expected_utilization" in values
         if values and world.shard == 0:
-            writer.write(Event("autopilot" if chosen else "retune", writer.seconds(), diloco.step_count, values))
-        if chosen and world.local_rank == 0:  # on every machine, each of which may resume
+            writer.write(Event("autopilot", writer.seconds(), diloco.step_count, values))
+        if values and world.local_rank == 0:  # on every machine, each of which may resume
             stored = {name: values[name] for name in STORED}
             folders.store(folder, to_toml(replace(config, **stored)), world.rank)
         if world.rank:
@@ -34,4 +33,4 @@ def engage(diloco: DiLoCo, config: TrainConfig, world: World, folder: Path, writ
         with (folder / "derived.txt").open("a") as file:
             file.write(text + "\n")
 
-    autopilot(diloco, keep=config.kept, steps=config.steps, retune=config.retune, say=say)
+    autopilot(diloco, keep=config.kept, steps=config.steps, say=say)

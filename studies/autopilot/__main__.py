@@ -18,14 +18,11 @@ from benchmarks import processes
 from benchmarks.record import Record, Target, write
 from diloco.laws import SAFE_OVERLAP
 from diloco.plan.choose import SYNC_EVERY, Settings
-from studies.autopilot.loss import NOISE, losses
-from studies.autopilot.worker import LAYERS, STEP_SECONDS, WIDTH, WITHIN, Cell
+from studies.autopilot.worker import LAYERS, STEP_SECONDS, WIDTH, Cell
 from tests.support.netns import DEVICE, impossible, network
 
 PATH = Path(__file__).parent / "results.json"
 MBITS = (3.0, 9.0, 18.0)
-CHANGES = ((9.0, 3.0), (9.0, 18.0))
-"""Each between two of the rates above, so that the best fixed settings are known for both."""
 SECONDS = 1500
 
 
@@ -34,7 +31,6 @@ def main() -> None:
     parser.add_argument(
         "--quick", action="store_true", help="a few cells, shortly, to see that it runs; writes nothing"
     )
-    parser.add_argument("--part", choices=["link", "loss"], help="measure one part and keep the other")
     parser.add_argument("--lane", type=float, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.lane is not None:
@@ -43,12 +39,8 @@ def main() -> None:
     if reason := impossible():
         print(f"studies.autopilot is skipped: {reason}")
         return
-    values: Record = json.loads(PATH.read_text())["values"] if PATH.exists() and not arguments.quick else {}
-    if arguments.part != "loss":
-        values |= {"link": summary(lanes(arguments.quick))}
-    if arguments.part != "link":
-        values |= {"loss": losses(arguments.quick)}
-    settings = {"parameters": LAYERS * WIDTH**2, "step_seconds": STEP_SECONDS, "within": WITHIN, "noise": NOISE}
+    values = summary(lanes(arguments.quick))
+    settings = {"parameters": LAYERS * WIDTH**2, "step_seconds": STEP_SECONDS}
     if arguments.quick:
         print(json.dumps(values, indent=1), *targets(values), sep="\n")
     else:
@@ -70,9 +62,7 @@ def grid() -> list[Settings]:
 def cells(mbit: float, quick: bool) -> list[Cell]:
     fixed = [Settings(30, "strided:3", 5, "e3m0")] if quick else grid()
     scale = 0.3 if quick else 1.0
-    flown = [Cell(mbit=mbit, scale=scale)]
-    flown += [Cell(mbit=before, then=then, scale=scale) for before, then in CHANGES if before == mbit]
-    return [*(Cell(settings=each, mbit=mbit, scale=scale) for each in fixed), *flown]
+    return [Cell(settings=settings, mbit=mbit, scale=scale) for settings in (*fixed, None)]
 
 
 def lane(mbit: float, quick: bool) -> list[Record]:
@@ -88,8 +78,7 @@ def lane(mbit: float, quick: bool) -> list[Record]:
 
 
 def _mean(one: Record, other: Record) -> Record:
-    measured = {key: (one[key] + other[key]) / 2 for key in ("measured", "measured_then", "during") if key in one}
-    return one | measured
+    return one | {"measured": (one["measured"] + other["measured"]) / 2}
 
 
 def lanes(quick: bool) -> dict[float, list[Record]]:
@@ -105,39 +94,28 @@ def lanes(quick: bool) -> dict[float, list[Record]]:
             process.wait()
 
 
-def summary(found: dict[float, list[Record]]) -> Record:
-    """By rate the best fixed settings, what the autopilot chose and reached, and what it did when the link changed."""
-    rates, changes = {}, []
-    best = {mbit: max((row for row in rows if "expected" not in row), key=_measured) for mbit, rows in found.items()}
-    for mbit, rows in found.items():
-        flown = [row for row in rows if "expected" in row]
-        steady = next(row for row in flown if "then" not in row)
-        fixed = [(row["settings"], row["measured"]) for row in rows if "expected" not in row]
-        rates[f"{mbit:g}"] = {"best": best[mbit], "auto": steady, "fixed": fixed}
-        for row in flown:
-            if "then" in row:
-                changes.append({"auto": row, "best": best[row["then"]]})
-    return {"rates": rates, "changes": changes}
-
-
-def _measured(row: Record) -> float:
-    return row["measured"]
+def summary(rows_by_rate: dict[float, list[Record]]) -> Record:
+    """By rate the best fixed settings, and what the autopilot chose and reached."""
+    rates = {}
+    for mbit, rows in rows_by_rate.items():
+        fixed = [row for row in rows if "expected" not in row]
+        (flown,) = (row for row in rows if "expected" in row)
+        rates[f"{mbit:g}"] = {
+            "best": max(fixed, key=lambda row: row["measured"]),
+            "auto": flown,
+            "fixed": [(row["settings"], row["measured"]) for row in fixed],
+        }
+    return rates
 
 
 def targets(values: Record) -> list[Target]:
     out = []
-    for mbit, found in values.get("link", {}).get("rates", {}).items():
-        auto, best = found["auto"], found["best"]["measured"]
+    for mbit, rate in values.items():
+        auto, best = rate["auto"], rate["best"]["measured"]
         out.append(Target(f"{mbit} Mbit/s: below the best fixed settings, points", _points(best, auto["measured"]),
                           at_most=3))  # fmt: skip
         apart = abs(_points(auto["expected"], auto["measured"]))
         out.append(Target(f"{mbit} Mbit/s: between what was expected and measured, points", apart, at_most=5))
-    for found in values.get("link", {}).get("changes", []):
-        auto, best = found["auto"], found["best"]["measured"]
-        what = f"{auto['mbit']:g} → {auto['then']:g} Mbit/s: {WITHIN} sync periods later, below the best fixed ones"
-        out.append(Target(f"{what}, points", _points(best, auto["measured_then"]), at_most=3))
-    for name, found in values.get("loss", {}).items():
-        out.append(Target(f"{name}: loss above the mean of both fixed settings", found["above"], at_most=NOISE))
     return out
 
 

@@ -1,7 +1,6 @@
 """One replica of a cell, in its network namespace: steps are pauses, as if an accelerator trained meanwhile.
 
-A cell has fixed settings, or is flown by the autopilot. The link may change in the middle of it: each replica shapes
-what it sends itself, after the same step.
+A cell has fixed settings, or is flown by the autopilot. Each replica shapes what it sends itself.
 """
 
 import argparse
@@ -32,8 +31,6 @@ LAYERS, WIDTH, STEP_SECONDS = 12, 576, 0.05
 PERIODS = 2
 """Sync periods that are measured with the autopilot. Fixed settings: whole periods of at least `LEAST` steps."""
 LEAST = 90
-WITHIN = 3
-"""Sync periods after a change of the link, from which on utilisation counts again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,8 +38,6 @@ class Cell:
     settings: Settings | None = None
     """None: the autopilot's."""
     mbit: float
-    then: float | None = None
-    """The rate after the change."""
     scale: float = 1.0
     """Of the lengths that are measured, for a quick try."""
 
@@ -122,30 +117,11 @@ def flown(cell: Cell) -> Record:
     loop.run(last - 10)
     row: Record = {"mbit": cell.mbit, "settings": asdict(pilot.choice.settings), "expected": pilot.choice.utilization,
                    "measured": loop.utilization(first, last)}  # fmt: skip
-    if cell.then is not None:
-        row |= changed(cell, loop, periods)
     applied = [(r.applied_step, r.overlap) for r in loop.diloco.stats.last]
     row["overlaps"] = [new for old, new in pairwise([(0, -1), *applied]) if old[1] != new[1]]  # where it changes
     row["said"] = said
     loop.close()
     return row
-
-
-def changed(cell: Cell, loop: Loop, periods: int) -> Record:
-    """The link becomes another one in the middle of a sync period."""
-    assert cell.then is not None
-    diloco = loop.diloco
-    before = diloco.schedule.sync_every
-    loop.run(before // 2)
-    at = diloco.step_count
-    shape(cell.then)
-    loop.run(WITHIN * before)
-    first, after = diloco.step_count, diloco.tuning.held
-    loop.run(periods * after.sync_every)
-    last = diloco.step_count
-    settings = {"sync_every": after.sync_every, "codec": after.codec, "overlap": diloco.overlap}
-    return {"then": cell.then, "at": at, "settings_then": settings, "during": loop.utilization(at, first),
-            "measured_then": loop.utilization(first, last)}  # fmt: skip
 
 
 if __name__ == "__main__":

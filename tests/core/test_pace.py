@@ -102,7 +102,7 @@ def test_in_a_loop_auto_follows_its_rounds_and_the_statistics_say_which_overlap_
     reduce = Slow()
     diloco, step = start(reduce, sync_every=8, overlap="auto")
     assert diloco.overlap == 1 and "overlap=1 (auto)" in repr(diloco)
-    diloco.tuning.clock = SimpleNamespace(seconds=0.001, begin=lambda now: None, end=lambda now: None)
+    diloco.pace.clock = SimpleNamespace(seconds=0.001, begin=lambda now: None, end=lambda now: None)
     reduce.seconds = 0.0025
     for _ in range(30):
         step()
@@ -114,7 +114,7 @@ def test_in_a_loop_auto_follows_its_rounds_and_the_statistics_say_which_overlap_
 
 def test_the_overlap_that_was_found_is_saved():
     diloco, step = start(Slow(), sync_every=8, overlap="auto")
-    diloco.tuning.begin_with(4)
+    diloco.pace.overlap = 4
     step()
     again, _ = start(Slow(), sync_every=8, overlap="auto")
     again.load_state_dict(diloco.state_dict())

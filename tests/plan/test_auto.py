@@ -1,14 +1,13 @@
-"""The planner's choice for what was measured, and what a round says about the link. All numbers are virtual."""
+"""The planner's choice for what was measured. All numbers are virtual."""
 
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
-from diloco.plan.auto import Facts, better, lines, pick, pick_first, worst
-from diloco.plan.choose import Limits, Settings, allowed, method_of
+from diloco.plan.auto import Facts, lines, pick, pick_first, worst
+from diloco.plan.choose import Limits, allowed, method_of
 from diloco.plan.model import model_of_layers, model_of_preset
-from diloco.plan.rate import LinkRate
 from diloco.plan.simulate import utilization
 from diloco.plan.traffic import Link
 
@@ -64,21 +63,6 @@ def test_the_slowest_replica_sets_the_pace():
     )
 
 
-HELD = Settings(50, "balanced:40", 5, "e3m0")
-
-
-@pytest.mark.parametrize(
-    ("mbit", "held", "wished"),
-    [(9, 50, None), (8, 50, None), (3, 50, "less"), (2.8, 100, "less"), (18, 100, "more"), (10.5, 50, None)],
-)
-def test_a_change_must_be_worth_it(mbit, held, wished):
-    """At 9 Mbit/s 50 was chosen; one of 50 needs 6.4, one of 100 3.2 Mbit/s."""
-    now = replace(FACTS, rate=mbit * 1e6)
-    chosen = better(MODEL, now, 9e6, 2, replace(HELD, sync_every=held), Limits(fragments="balanced:40"))
-    found = chosen and ("less" if chosen.sync_every > held else "more")
-    assert found == wished and (chosen is None or chosen.codec == "e3m0")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("mbit", [3, 9, 18, 100, 1000])
 def test_the_first_fragments_leave_room_for_a_slower_link_and_cost_nothing_on_this_one(mbit):
@@ -89,36 +73,3 @@ def test_the_first_fragments_leave_room_for_a_slower_link_and_cost_nothing_on_th
     slower = replace(facts, rate=facts.rate / 3)
     later = pick(MODEL, slower, 2, Limits(fragments=first.settings.fragments)).utilization
     assert later >= 0.97 * pick(MODEL, slower, 2, Limits()).utilization
-
-
-BURST = 32_000 * 8
-"""Bits that a link carries at once after a pause."""
-
-
-def seconds(nbytes, rate, idle=True):
-    return (8 * nbytes - (BURST if idle else 0)) / rate + FACTS.round_trip
-
-
-def rounds(link, nbytes, rate, count, idle=True):
-    for _ in range(count):
-        link.add(nbytes, seconds(nbytes, rate, idle), 0.0 if idle else seconds(nbytes, rate, False))
-    return link.now
-
-
-@pytest.mark.parametrize("nbytes", [60_000, 100_000, 1_000_000])
-def test_the_rate_is_that_of_the_link_though_short_rounds_look_faster(nbytes):
-    link = LinkRate(FACTS, "e3m0", 2, first=8)
-    assert rounds(link, nbytes, 9e6, 30) == pytest.approx(9e6)
-    assert rounds(link, nbytes, 3e6, 3, idle=False) == pytest.approx(3e6)  # never idle: nothing is carried at once
-    assert rounds(link, nbytes, 3e6, 3) == pytest.approx(3e6)
-    assert rounds(link, nbytes, 18e6, 3) == pytest.approx(18e6)
-
-
-def test_one_slow_round_and_a_slow_codec_say_nothing_about_the_link():
-    link = LinkRate(FACTS, "e3m0", 2, first=4)
-    rounds(link, 100_000, 9e6, 8)
-    assert rounds(link, 100_000, 1e6, 1) == pytest.approx(9e6)
-    slow = LinkRate(replace(FACTS, codec_ns={"e3m0": 5000.0}), "e3m0", 2, first=4)
-    assert rounds(slow, 100_000, 5e6, 8) == 9e6
-    short = LinkRate(FACTS, "e3m0", 2, first=4)
-    assert rounds(short, 33_000, 9e6, 8) == 9e6  # 1 ms, 2 % of a step

@@ -54,9 +54,13 @@ def test_the_mean_has_its_own_codec_and_sparse_deltas_are_all_decoded():
     assert both.codec_ns("topk", 8) == 6 + 8 * 0.25 + 2
 
 
-def test_figures_that_lack_a_codec_are_measured_again(tmp_path, monkeypatch):
+MORE = Speed(dict.fromkeys([*FORMATS, "cut"], 1.0), dict.fromkeys([*FORMATS, "cut"], 1.0), 2.0, 3.0)
+
+
+@pytest.mark.parametrize("remembered", [SOME, MORE], ids=["fewer", "more"])
+def test_figures_of_other_codecs_are_measured_again(remembered, tmp_path, monkeypatch):
     whole = Speed(dict.fromkeys(FORMATS, 1.0), dict.fromkeys(FORMATS, 1.0), 2.0, 3.0)
-    monkeypatch.setattr(speed, "_measure", lambda: SOME)
+    monkeypatch.setattr(speed, "_measure", lambda: remembered)
     speed.remeasured(tmp_path)
     monkeypatch.setattr(speed, "_measure", lambda: whole)
     assert speed.known(tmp_path) == whole

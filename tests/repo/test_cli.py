@@ -158,7 +158,7 @@ def test_a_method_reads_its_own_settings_only():
     known = [field.name for field in fields(TrainConfig)]
     unread = {method: {name for name in known if not reads(method, name)} for method in METHODS}
     assert unread["streaming"] == set()
-    tuned = {"auto", "kept", "retune"}
+    tuned = {"auto", "kept"}
     assert unread["diloco"] == {"fragments", "overlap", "keep_local", "codec", "mean_codec"} | tuned
     assert unread["dp"] == unread["local"] > {"sync_every", "outer", "outer_lr", "feedback", "streams", "bucket"}
     assert not unread["dp"] & {"lr", "batch", "replicas", "seed"}

@@ -108,9 +108,9 @@ def test_a_carried_round_is_drawn_as_an_outline_and_says_why(copied: Path, tmp_p
 
 
 @browser
-def test_the_overlap_has_a_chart_if_it_changed_and_a_changed_setting_a_mark(copied: Path, tmp_path: Path) -> None:
+def test_the_overlap_has_a_chart_if_it_changed_and_the_autopilot_a_mark(copied: Path, tmp_path: Path) -> None:
     for number in (0, 1):
-        steer(copied / f"replica-{number}", [2] * 10 + [3] * 99, retuned=200)
+        steer(copied / f"replica-{number}", [2] * 10 + [3] * 99)
     html.write([copied], tmp_path / "report.html")
     touch = """<script>{
         const canvas = document.querySelector("#timeline canvas"), told = [];
@@ -126,7 +126,7 @@ def test_the_overlap_has_a_chart_if_it_changed_and_a_changed_setting_a_mark(copi
     page.write_text((tmp_path / "report.html").read_text().replace("</body>", touch))
     drawn = chromium(page, tmp_path / "profile", "--dump-dom", "--window-size=1280,900")
     assert '<section id="overlap-section">' in drawn and drawn.count('class="uplot') == 7
-    assert "autopilot after step 10" in drawn and "retune after step 200\nat 42 s\nsync_every 75, codec twobit" in drawn
+    assert "autopilot after step 10\nat 2 s\nsync_every 50" in drawn
 
 
 @browser

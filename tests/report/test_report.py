@@ -188,7 +188,7 @@ def test_carried_rounds_are_read_drawn_and_counted_in_the_table(copied: Path) ->
 def test_the_overlap_is_drawn_where_it_changes_and_what_the_autopilot_did_is_told(copied: Path) -> None:
     assert charts(read(copied))["overlap"]["steps"] == [], "lines from before the key existed"
     for number, overlaps in ((0, [2] * 99), (1, [2] * 10 + [4] * 5 + [3] * 99)):
-        steer(copied / f"replica-{number}", overlaps, retuned=200)
+        steer(copied / f"replica-{number}", overlaps)
     run = read(copied)
     chart = charts(run)["overlap"]
     steps = [round.step for round in run.replicas[1].rounds]
@@ -199,15 +199,15 @@ def test_the_overlap_is_drawn_where_it_changes_and_what_the_autopilot_did_is_tol
     assert two == {steps[0]: 2, steps[10]: 4, steps[15]: 3, steps[-1]: 3}
     told = {event["event"]: event["settings"] for event in timeline(run)["replicas"][0]["events"]}
     assert told["autopilot"] == "sync_every 50, fragments strided:3, overlap 2, codec e3m0; the link gives 94 Mbit/s"
-    assert told["retune"] == "sync_every 75, codec twobit; the link gives 31 Mbit/s" and told["save"] == ""
+    assert told["save"] == ""
     html.write([copied], copied / "report.html")
     page = (copied / "report.html").read_text()
-    assert '<th scope="row">after step 200</th><td>sync_every 75, codec twobit; the link gives 31 Mbit/s</td>' in page
+    assert '<th scope="row">after step 10</th><td>sync_every 50, fragments strided:3' in page
 
 
 def test_an_overlap_that_never_changed_is_not_drawn(copied: Path) -> None:
     for number in (0, 1):
-        steer(copied / f"replica-{number}", [2] * 100, retuned=200)
+        steer(copied / f"replica-{number}", [2] * 100)
     assert charts(read(copied))["overlap"]["curves"] == []
 
 

@@ -113,8 +113,8 @@ def carry(replica: Path, unsent: Iterable[int] = (), uncounted: Iterable[int] = 
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def steer(replica: Path, overlaps: Iterable[int], retuned: int) -> None:
-    """Rewrite the rounds, in turn, as applied with these overlaps, and let the autopilot choose and change settings."""
+def steer(replica: Path, overlaps: Iterable[int]) -> None:
+    """Rewrite the rounds, in turn, as applied with these overlaps, and let the autopilot choose settings."""
     path = replica / "events.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     rounds = [line for line in lines if line["event"] == "round"]
@@ -122,8 +122,7 @@ def steer(replica: Path, overlaps: Iterable[int], retuned: int) -> None:
         round["overlap"] = overlap
     chosen = {"event": "autopilot", "seconds": 2.0, "step": 10, "sync_every": 50, "fragments": "strided:3",
               "overlap": 2, "codec": "e3m0", "expected_utilization": 0.99, "rate": 94e6}  # fmt: skip
-    changed = {"event": "retune", "seconds": 0.21 * retuned, "step": retuned, "sync_every": 75, "codec": "twobit"}
-    path.write_text("".join(json.dumps(line) + "\n" for line in [*lines, chosen, changed | {"rate": 31e6}]))
+    path.write_text("".join(json.dumps(line) + "\n" for line in [*lines, chosen]))
 
 
 def wait_at_end(replica: Path, seconds: float) -> None:
