@@ -28,7 +28,9 @@ from diloco import (
     NotFinite,
     PeerLost,
 )
-from diloco.reduce import Delta, State, groups, local
+from diloco.codec import CHUNK
+from diloco.formats import GATHER
+from diloco.reduce import Delta, State, groups, local, mean
 from diloco.reduce.groups import Broken
 from tests.support.members import until
 from tests.support.models import Tiny, adamw, anchors, flat, loss_of, steps
@@ -103,6 +105,38 @@ def test_a_lost_peer_is_named_soon_on_every_survivor_and_the_state_can_be_saved(
         assert "state can still be saved" in message
         assert text in message or "is gone" in message  # a survivor that sees another one close says so
     assert all(results[rank][1] >= 12 for rank in (0, 2))
+
+
+def _die_within_a_payload(rank, replicas, sent):
+    """The last replica dies when it has sent so many pieces of its delta."""
+    mean.PIECE = CHUNK
+    n = 6 * CHUNK * (1 if replicas <= GATHER else replicas)
+    reduce, state = Collective(timeout=600.0), State(0, torch.zeros(n), torch.zeros(0))
+    reduce.join({}, [state], [Float32()])
+    send, count = groups.Transfer.send, itertools.count(1)
+
+    def send_and_die(transfer, *args):
+        send(transfer, *args)
+        if next(count) == sent:
+            os._exit(1)
+
+    if rank == replicas - 1:
+        groups.Transfer.send = send_and_die
+    reduce.send(0, 1, lambda: Delta(torch.ones(n), 1.0, False, state.fingerprint()))
+    try:
+        reduce.take(0, 1)
+    except PeerLost as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize(("replicas", "sent"), [(2, 1), (3, 3), (4, 1), (4, 8)])
+def test_a_peer_that_dies_within_a_payload_is_lost_at_once(replicas, sent):
+    """With 4 replicas, in the sixth piece or before in what it sends to be averaged, then in averages."""
+    *survivors, died = run(replicas, _die_within_a_payload, replicas, sent, may_die=True)
+    assert died.exitcode == 1
+    for message in survivors:
+        assert f"replica {replicas - 1} (" in message
 
 
 _HOST = """
