@@ -101,19 +101,19 @@ def _mean(nbytes: Bytes) -> Bytes:
 
 
 def round_trips(replicas: int, reduce: Reduce = "collective", nbytes: Bytes = FORMATS["e3m0"]) -> float:
-    """Round trips of a round: headers go round a ring, half a trip a hop; a swap of payloads is announced, then sent.
+    """Round trips of a round. An exchange takes one: receives are announced, then data are sent, straight to every
+    peer. Headers are exchanged, then deltas; from four replicas on, then averages.
 
     >>> round_trips(2), round_trips(8), round_trips(8, "ring")
-    (1.5, 5.5, 7.0)
+    (2.0, 3.0, 7.0)
     """
     if replicas == 1:
         return 0.0
     if reduce == "bucket":
         return BUCKET_TRIPS if gathers(nbytes, replicas) else SHARED_TRIPS
-    around = (replicas - 1) / 2
     if reduce == "ring":
-        return 2 * around
-    return around + (1 if gathers(nbytes, replicas) else 2)
+        return replicas - 1.0  # half a trip a hop, twice around
+    return 2.0 if gathers(nbytes, replicas) else 3.0
 
 
 def transfer_seconds(up: float, down: float, link: Link, reduce: Reduce = "collective") -> Array:

@@ -172,9 +172,10 @@ class Groups:
         self._control, self._payload, self._ddp, self._shards = None, [], None, None
 
     def exchange(self, header: Header) -> list[Header]:
-        out = torch.empty(NBYTES * self._replicas, dtype=torch.uint8)
-        mine = torch.frombuffer(bytearray(header.pack()), dtype=torch.uint8)
-        self.wait([self._control._allgather_base(out, mine)])
+        """Straight to every peer, in one round trip. Gloo's all-gather goes round a ring: one for each other replica."""
+        mine = torch.frombuffer(bytearray(header.pack() * self._replicas), dtype=torch.uint8)
+        out = torch.empty_like(mine)
+        self.wait([self._control.alltoall_base(out, mine, [], [])])
         return [Header.unpack(bytes(row.tolist()), m) for m, row in enumerate(out.view(self._replicas, -1))]
 
     def gather_json(self, value: object) -> list[Any]:

@@ -285,7 +285,7 @@ def test_round_trips_codec_time_and_slow_uplinks_cost_what_they_take():
     each = method.streaming([[(0, 2e6)]], 1, 10, 0, paper.bits4, by_fragment=True)
     link = Link(up=1e6, down=8e6)
     assert utilization(each, Group(1.0), link)[0] == pytest.approx(10 / 18)
-    assert utilization(each, Group(1.0, round_trip=0.5), link)[0] == pytest.approx(10 / 18.75)
+    assert utilization(each, Group(1.0, round_trip=0.5), link)[0] == pytest.approx(10 / 19)
     assert utilization(each, Group(1.0, codec_ns=1000), link)[0] == pytest.approx(10 / 20)
     assert utilization(each, Group(1.0, hook_ns=500), link)[0] == pytest.approx(10 / 19)
     gradients = method.data_parallel([2e6], paper.bits4)  # its all-reduce has neither codec nor hook
