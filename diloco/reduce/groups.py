@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from diloco.reduce.header import NBYTES, Header
+from diloco.reduce.header import Header
 
 PATIENCE = 2.0
 """Seconds in which the others can say that their exchange broke too. They learn of it at once."""
@@ -172,7 +172,7 @@ class Groups:
         self._control, self._payload, self._ddp, self._shards = None, [], None, None
 
     def exchange(self, header: Header) -> list[Header]:
-        """Straight to every peer, in one round trip. Gloo's all-gather goes round a ring: one for each other replica."""
+        """Straight to every peer, in one round trip. Gloo's all-gather goes round a ring: a trip for each peer."""
         mine = torch.frombuffer(bytearray(header.pack() * self._replicas), dtype=torch.uint8)
         out = torch.empty_like(mine)
         self.wait([self._control.alltoall_base(out, mine, [], [])])
