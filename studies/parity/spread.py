@@ -7,8 +7,7 @@ from statistics import fmean, stdev
 
 import numpy as np
 
-T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179)
-"""97.5 % point of Student's distribution with 1, 2, … degrees of freedom."""
+from diloco.report.comparison import student
 
 
 @dataclass(frozen=True)
@@ -77,11 +76,6 @@ def residual(values: Mapping[tuple[str, int], float]) -> Noise:
     freedom = len(losses) - int(rank)
     squares = float(((losses - design @ levels) ** 2).sum())
     return Noise(round(sqrt(2 * squares / freedom), 12) if freedom else inf, freedom)
-
-
-def student(freedom: int) -> float:
-    """97.5 % point; beyond the table within 0.01."""
-    return T[freedom - 1] if freedom <= len(T) else 1.96 + 2.5 / freedom
 
 
 @dataclass(frozen=True)
