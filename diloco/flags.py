@@ -4,6 +4,7 @@ Everything about a flag is declared with its field: `x: int = flag(…)`.
 """
 
 import difflib
+import json
 import re
 import tomllib
 from collections.abc import Iterable, Sequence
@@ -223,24 +224,26 @@ def stored(path: Path) -> list[str]:
     try:
         with path.open("rb") as file:
             values = tomllib.load(file)
+        return [word for key, value in values.items() for word in _words(key, value)]
     except FileNotFoundError:
         raise ConfigError(f"{path} does not exist; these recipes come with diloco, by name: "
                           f"{', '.join(shipped_recipes())}") from None  # fmt: skip
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
-    words = []
-    for key, value in values.items():
-        if isinstance(value, dict):
-            raise ConfigError(f"{path}: [{key}] is a table: a recipe has only keys, as in sync_every = 100")
-        if isinstance(value, bool):
-            words.append(spelled(key) if value else spelled(f"no_{key}"))
-        elif isinstance(value, list):
-            words += [spelled(key), *map(str, value)] if value else []
-        else:
-            words += [spelled(key), str(value)]
-    return words
+
+
+def _words(key: str, value: Any) -> list[str]:
+    if isinstance(value, dict):
+        raise ConfigError(f"[{key}] is a table: a recipe has only keys, as in sync_every = 100")
+    if isinstance(value, bool):
+        return [spelled(key) if value else spelled(f"no_{key}")]
+    if isinstance(value, list):
+        return [spelled(key), *map(str, value)] if value else []
+    return [spelled(key), str(value)]
 
 
 def to_toml(config: Any) -> str:
@@ -263,7 +266,7 @@ def to_toml(config: Any) -> str:
 
 
 def _quoted(text: str) -> str:
-    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _listed(allowed: Sequence[str]) -> str:

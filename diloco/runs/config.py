@@ -158,9 +158,11 @@ class TrainConfig:
             _at_least(1, name, getattr(self, name))
         _at_least(2, "keep", self.keep)  # a crash while saving may leave the newest on some replicas only
         _at_least(0, "warmup", self.warmup)
+        if not -(1 << 63) <= self.seed < 1 << 63:
+            raise ConfigError(f"seed={self.seed}: give one of 64 bits")
         if self.overlap != "auto":
             check_overlap(self.overlap, self.sync_every)
-        for name in ("keep_local", "feedback"):
+        for name in ("keep_local", "feedback", "weight_decay", "outer_momentum"):
             value = getattr(self, name)
             if value is not None and not 0 <= value <= 1:
                 raise ConfigError(f"{name}={value}: give a number from 0 to 1")
@@ -170,7 +172,9 @@ class TrainConfig:
                 raise ConfigError(f"{name}={value}: give a positive number")
         for name in ("name", "member"):
             value = getattr(self, name)
-            if value is not None and (not value or value.startswith(".") or set(value) & set("/\\")):
+            if value is not None and not (
+                value.isprintable() and value and value[0] != "." and not set(value) & set("/\\")
+            ):
                 raise ConfigError(
                     f"{name}={value!r}: give a name, not a path, as in exp-1; --out is the folder of all runs"
                 )

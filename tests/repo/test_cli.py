@@ -11,6 +11,7 @@ from dataclasses import fields, replace
 from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
+from random import Random
 
 import pytest
 
@@ -221,7 +222,14 @@ def test_the_version_is_the_packages():
 
 
 def test_a_config_written_as_a_recipe_comes_back_the_same(tmp_path):
-    config = TrainConfig(data=("a b.txt", 'c"d.txt'), steps=7, lr=3e-4, compile=True, fragments="balanced:5", name="x")
+    config = TrainConfig(
+        data=("a b.txt", 'c"d\\.txt', "e\n\x7fü😀.txt"),
+        steps=7,
+        lr=3e-4,
+        compile=True,
+        fragments="balanced:5",
+        name="x",
+    )
     (tmp_path / "recipe.toml").write_text(to_toml(config))
     assert parse(TrainConfig, [str(tmp_path / "recipe.toml")]) == config
 
@@ -240,6 +248,41 @@ def test_a_broken_recipe_is_refused_with_the_reason(tmp_path, text, message):
     (tmp_path / "recipe.toml").write_bytes(text)
     with pytest.raises(ConfigError, match=message):
         stored(tmp_path / "recipe.toml")
+
+
+def _mutated(random, recipe):
+    """A recipe with some bytes changed, or some settings with values of any kind."""
+    if random.random() < 0.4:
+        changed = bytearray(recipe)
+        for _ in range(random.randrange(4)):
+            start = random.randrange(len(changed))
+            changed[start : start + random.randrange(20)] = random.randbytes(random.randrange(4))
+        return bytes(changed)
+    values = [b'"x"', b'""', b'"-1"', b'"--resume"', b'"\\u0000"', b'"\xff"', b'"hf:"', b'"train:"', b'"named:("',
+              b"[]", b'"nesterov:nan,inf"', b'"balanced:0"', b'"strided:99999999999999999"', b"[1, 2]", b"[[1]]",
+              b"{a = 1}", b"nan", b"inf", b"-1", b"0", b"1.5", b"1e400", b"true", b"1979-05-27", b"9" * 30, b"9" * 5000,
+              b"0x" + b"f" * 5000, b"[" * 3000 + b"]" * 3000]  # fmt: skip
+    names = random.sample([field.name for field in fields(TrainConfig)], random.randrange(3))
+    kept = [line for line in recipe.splitlines() if random.random() < 0.5 and not line.startswith(tuple(
+        name.encode() for name in names))]  # fmt: skip
+    return b"\n".join([*kept, *(b"%s = %s" % (name.encode(), random.choice(values)) for name in names)])
+
+
+def test_a_thousand_mutated_recipes_are_taken_or_refused(tmp_path):
+    recipe, random = to_toml(TrainConfig(data=("a",), steps=90, batch=8, lr=0.1, name="x")).encode(), Random(5)
+    path, taken = tmp_path / "recipe.toml", 0
+    for _ in range(1000):
+        path.write_bytes(_mutated(random, recipe))
+        try:
+            config = parse(TrainConfig, [str(path)])
+            resolve(config, 1000, 2)
+        except ConfigError:
+            continue
+        taken += 1
+        path.write_text(to_toml(config), encoding="utf-8")
+        assert parse(TrainConfig, [str(path)]) == replace(config, resume=False, json=False, dry_run=False,
+                                                          dashboard=False, join_only=False)  # fmt: skip
+    assert 50 < taken < 950
 
 
 def test_torchrun_and_slurm_are_understood():
