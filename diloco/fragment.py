@@ -16,6 +16,8 @@ from diloco.errors import ConfigError
 
 WITHOUT_LAYERS = 4
 """Fragments of a model in which no list of layers is found: a quarter of the peak, few enough to stay large."""
+MOST_REST = 4
+"""Fragments of what is in no layer, for each fragment of layers."""
 Rows = tuple[int, int, int]
 """(tensor, start, stop): rows start..stop of the tensor with that position."""
 
@@ -119,11 +121,13 @@ def _by_layer(shapes: Shapes, layers: Sequence[Sequence[str]], rule: list[list[i
 def _with_rest(shapes: Shapes, groups: Sequence[Sequence[str]]) -> list[Fragment]:
     """The groups, then what is in none of them, cut so that no piece is larger than the largest group.
 
-    At 35M parameters the embedding is 46 % of the model: without a cut it would determine the bandwidth.
+    At 35M parameters the embedding is 46 % of the model: without a cut it would determine the bandwidth. But beside
+    layers that are small, as adapters are, it would be cut into thousands: so there are MOST_REST pieces a group at most.
     """
     grouped = {name for group in groups for name in group}
     rest = [name for name in shapes if name not in grouped]
-    limit = max(sum(math.prod(shapes[name]) for name in group) for group in groups)
+    largest = max(sum(math.prod(shapes[name]) for name in group) for group in groups)
+    limit = max(largest, -(-sum(math.prod(shapes[name]) for name in rest) // (MOST_REST * len(groups))))
     grouped_pieces = [tuple(Piece(name, 0, _rows(shapes[name])[0]) for name in group) for group in groups]
     return grouped_pieces + _pieces(rest, cut_below([_rows(shapes[name]) for name in rest], limit))
 

@@ -187,3 +187,17 @@ def test_a_fragmenter_has_a_name(text, expected):
 def test_a_wrong_name_of_a_fragmenter_says_what_is_allowed(text):
     with pytest.raises(ConfigError, match=r"give strided:N, sequential:N or balanced:N .* or named:PATTERN"):
         rules.fragmenter(text)
+
+
+def test_a_large_embedding_beside_adapters_is_not_cut_into_hundreds():
+    """LoRA of rank 16 on a model of 1B with its embedding and head trained."""
+    layers = [[f"layers.{i}.{side}" for side in "ab"] for i in range(16)]
+    shapes = {name: (2048, 32) for layer in layers for name in layer} | {
+        "embed": (128_256, 2048),
+        "head": (128_256, 2048),
+    }
+    fragments = Strided(3).split(shapes, layers)
+    assert fragments[:6] == Strided(3).split({n: s for n, s in shapes.items() if "layers" in n}, layers)
+    assert 6 + 20 <= len(fragments) <= 6 + 4 * 6 + 1
+    sizes = [sum((p.stop - p.start) * 2048 for p in fragment) for fragment in fragments[6:]]
+    assert sum(sizes) == 2 * 128_256 * 2048 and max(sizes) <= 1.1 * min(sizes)
