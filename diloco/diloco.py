@@ -19,7 +19,7 @@ from diloco import mistakes, saved
 from diloco.advance import Memory
 from diloco.codec import E3M0, Codec, check_sizes, feedback_of
 from diloco.errors import ConfigError, DiLoCoError, NotFinite
-from diloco.flat import ShardId, checksum_all, forget_not_finite, pinned, reshard, shard_id
+from diloco.flat import ShardId, checksum_all, forget_not_finite, fsdp_modules, pinned, reshard, shard_id
 from diloco.fragment import Fragment, Fragmenter, Strided
 from diloco.hook import Optimizers, as_list, attach, eager, evaluate, evaluation_mode, lr_of
 from diloco.module import find_layers, frozen, trainable, trained_buffers, unwrap
@@ -89,7 +89,8 @@ class DiLoCo:
         mistakes.hint_momentum(codec, outer)
         self._optimizers = as_list(optimizer)  # refuses what is not an optimizer, before anything is done
         self.model = model = unwrap(model)
-        reshard(model)  # after a forward without a backward FSDP2 shows gathered parameters, which it frees later
+        self._fsdp = fsdp_modules(model)
+        reshard(self._fsdp)  # after a forward without a backward FSDP2 shows gathered parameters, which it frees later
         parameters: dict[str, Tensor] = dict(trainable(model))
         shapes = {name: tuple(p.shape) for name, p in parameters.items()}
         self._shapes, self._trained, self._shard = shapes, list(parameters.values()), shard_id(parameters.values())
@@ -150,7 +151,7 @@ class DiLoCo:
         finally:  # also after a lost peer: what is sent now is saved, and sent again when all resume
             now, slot = self.step_count, self.schedule.sends_at
             due = [f for f in self._fragments if self.reduce.due(f.number, now - f.sent_step, slot(f.number, now))]
-            if due:
+            if self._fragments[0] in due:  # not at each send: it looks at every module
                 self._check_trained()
             for fragment in due:
                 self._send(fragment)
@@ -161,7 +162,7 @@ class DiLoCo:
         self.pace.clock.end(time.perf_counter())
 
     def _check_trained(self) -> None:
-        reshard(self.model)  # FSDP2 may show gathered parameters in the place of its own
+        reshard(self._fsdp)  # FSDP2 may show gathered parameters in the place of its own
         mistakes.check_trained(self.model, self._trained, self._optimizers)
 
     def _send(self, fragment: FragmentSync) -> None:
@@ -209,7 +210,7 @@ class DiLoCo:
         self._spoiled = (self._spoiled or self.step_count) if spoiled else self._spoiled
         for fragment in self._fragments:
             fragment.go_back(self._progress)
-        reshard(self.model)
+        reshard(self._fsdp)
         for optimizer in self._optimizers:
             forget_not_finite(optimizer)
 
@@ -245,7 +246,7 @@ class DiLoCo:
         for fragment, state in zip(fragments, states, strict=True):
             if state is not None:
                 fragment.jump(state, self._progress)
-        reshard(self.model)
+        reshard(self._fsdp)
         # What was under way when the state was saved is sent again, in the same order: equal deltas, equal mean.
         again = [(fragment, sent) for fragment in fragments if (sent := fragment.in_flight) is not None]
         for fragment, sent in sorted(again, key=lambda each: (each[1].step, each[0].number)):
@@ -274,7 +275,7 @@ class DiLoCo:
         self._apply(fragments)
         for fragment in fragments:
             fragment.view.write(fragment.state.anchor)
-        reshard(self.model)
+        reshard(self._fsdp)
         self.leave()
         self._life = _Life.FINISHED
 

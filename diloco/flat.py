@@ -4,11 +4,13 @@ The only place that knows about sharded parameters (DTensor), devices and parame
 the host; parameters are read and written in place, never replaced, so optimizers, compiled graphs and FSDP keep them.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 from torch import Tensor, nn
+from torch._utils import _unflatten_dense_tensors
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -90,12 +92,20 @@ def forget_not_finite(optimizer: torch.optim.Optimizer) -> None:
             state.clear()
 
 
-def reshard(model: nn.Module) -> None:
+def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def reshard(modules: Iterable[FSDPModule]) -> None:
     """Make FSDP2 drop gathered parameters: it keeps the root's after a forward without a backward, and would use them
     although the shards have changed."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+    for module in modules:
+        module.reshard()
+
+
+SMALL = 1 << 12
+"""Values. Neighbors that are smaller are handled together: with thousands of experts, a few Python calls for each would
+take longer than the work on their values."""
 
 
 @dataclass(frozen=True)
@@ -107,14 +117,41 @@ class Span:
     start: int
     stop: int
     position: int
+    size: int
 
     def rows(self) -> Tensor:
         return local(self.tensor)[self.start : self.stop]
 
     def of(self, flat: Tensor) -> Tensor:
         """The same rows of flat values."""
-        rows = self.rows()
-        return flat[self.position : self.position + rows.numel()].view(rows.shape)
+        return flat[self.position : self.position + self.size].view(self.rows().shape)
+
+    @property
+    def small(self) -> bool:
+        plain = type(self.tensor) in (Tensor, nn.Parameter)
+        return plain and self.size < SMALL and self.size == self.tensor.numel()
+
+
+@dataclass(frozen=True)
+class Small:
+    """Neighboring spans, each of a whole small tensor."""
+
+    tensors: list[Tensor]
+    here: slice  # of the fragment's flat values
+
+    def of(self, flat: Tensor) -> tuple[Tensor, ...]:
+        """The same values of a flat tensor, in the shapes of the tensors."""
+        return _unflatten_dense_tensors(flat[self.here], self.tensors)
+
+
+def _together(spans: Iterable[Span]) -> Iterator[Span | Small]:
+    for small, run in groupby(spans, key=lambda span: span.small):
+        neighbors = list(run)
+        if not small:
+            yield from neighbors
+            continue
+        first, last = neighbors[0], neighbors[-1]
+        yield Small([span.tensor for span in neighbors], slice(first.position, last.position + last.size))
 
 
 def _chunks(rows: Tensor) -> list[slice]:
@@ -135,38 +172,53 @@ class FlatView:
             mine, begin = local(tensor), first_row(tensor)
             start = min(max(piece.start - begin, 0), len(mine))
             stop = min(max(piece.stop - begin, start), len(mine))
-            self.spans.append(Span(piece.name, tensor, start, stop, self.size))
-            self.size += mine[start:stop].numel()
+            self.spans.append(Span(piece.name, tensor, start, stop, self.size, mine[start:stop].numel()))
+            self.size += self.spans[-1].size
+        self._parts = list(_together(self.spans))
         self.pinned = pinned({span.tensor.device.type for span in self.spans})
 
+    @torch.no_grad()
     def read(self, out: Tensor) -> None:
         """out ← the model's values."""
-        for span in self.spans:
-            span.of(out).copy_(span.rows())
+        for part in self._parts:
+            if isinstance(part, Small):
+                torch._foreach_copy_(part.of(out), part.tensors)
+            else:
+                part.of(out).copy_(part.rows())
 
+    @torch.no_grad()
     def write(self, values: Tensor) -> None:
         """The model's values ← values."""
-        for span in self.spans:
-            rows, new = span.rows(), span.of(values)
+        for part in self._parts:
+            if isinstance(part, Small):
+                torch._foreach_copy_(part.tensors, part.of(values), non_blocking=True)
+                continue
+            rows, new = part.rows(), part.of(values)
             if kernels.passes(rows, new):
                 kernels.copy(new, rows)
                 torch.autograd.graph.increment_version(rows)  # a live graph must notice, as it does after copy_
             else:
                 rows.copy_(new, non_blocking=True)
 
+    @torch.no_grad()
     def subtract(self, anchor: Tensor, out: Tensor, residual: Tensor | None = None) -> None:
         """out ← anchor − the model's values (+ residual). Complete once what `mark` returned has returned."""
-        for span in self.spans:
-            rows, a, o = span.rows(), span.of(anchor), span.of(out)
-            if rows.device.type == "cpu":
+        on_cpu = all(span.tensor.device.type == "cpu" for span in self.spans)
+        for part in self._parts if on_cpu else self.spans:
+            if isinstance(part, Small):
+                out[part.here] = anchor[part.here]
+                torch._foreach_sub_(part.of(out), part.tensors)
+                continue
+            rows, a, o = part.rows(), part.of(anchor), part.of(out)
+            if on_cpu:
                 kernels.subtract(a, rows, o) if kernels.passes(a, rows, o) else torch.sub(a, rows, out=o)
-                if residual is not None:
-                    o.add_(span.of(residual))
             else:
                 delta = a.to(rows.device, non_blocking=True) - rows
                 if residual is not None:
-                    delta += span.of(residual).to(rows.device, non_blocking=True)
+                    delta += part.of(residual).to(rows.device, non_blocking=True)
                 o.copy_(delta, non_blocking=True)
+        if on_cpu and residual is not None:
+            out.add_(residual)
 
     def mark(self) -> Callable[[], None]:
         """A function that waits for all copies so far, both ways. Call it before you use what was read, and before

@@ -121,8 +121,8 @@ def _by_layer(shapes: Shapes, layers: Sequence[Sequence[str]], rule: list[list[i
 def _with_rest(shapes: Shapes, groups: Sequence[Sequence[str]]) -> list[Fragment]:
     """The groups, then what is in none of them, cut so that no piece is larger than the largest group.
 
-    At 35M parameters the embedding is 46 % of the model: without a cut it would determine the bandwidth. But beside
-    layers that are small, as adapters are, it would be cut into thousands: so there are MOST_REST pieces a group at most.
+    At 35M parameters the embedding is 46 % of the model: without a cut it would determine the bandwidth. Beside
+    adapters it would be cut into thousands, so there are at most MOST_REST pieces for each group.
     """
     grouped = {name for group in groups for name in group}
     rest = [name for name in shapes if name not in grouped]

@@ -68,21 +68,24 @@ def _is_whole(value: Any) -> bool:
 
 def check_trained(model: nn.Module, known: Sequence[Tensor], optimizers: Sequence[torch.optim.Optimizer]) -> None:
     """Raise unless what is trained now is what is synced (`known`) and what the optimizers hold."""
-    trained, synced = trainable(model), set(map(id, known))
-    if new := [name for name, p in trained.items() if id(p) not in synced]:
+    parameters = list(model.parameters())
+    trained, synced = {id(p) for p in parameters if p.requires_grad}, set(map(id, known))
+    if trained - synced:
+        new = [name for name, p in trainable(model).items() if id(p) not in synced]
         raise ConfigError(f"{_listed(new)} trained, but not there when DiLoCo was made, so never synced: make DiLoCo "
                           "after the last change to the model, such as adapters and new layers, unfreezing, "
                           "conversion, load_state_dict(assign=True). In the middle of a run call finish() first, then "
                           "make a new optimizer and a new DiLoCo")  # fmt: skip
     held = {id(p): p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
-    missing = [name for name, p in trained.items() if id(p) not in held] if optimizers else []
+    missing = trained - held.keys() if optimizers else set()
     if missing and len(missing) == len(trained):
         raise ConfigError("the optimizer holds no parameter of this model: make it from model.parameters(), after the "
                           "last change to the model")  # fmt: skip
     if missing:
-        raise ConfigError(f"{_listed(missing)} trained (requires_grad), but in no optimizer that DiLoCo was given: "
+        names = [name for name, p in trainable(model).items() if id(p) in missing]
+        raise ConfigError(f"{_listed(names)} trained (requires_grad), but in no optimizer that DiLoCo was given: "
                           "give it all of them as a list, or freeze with requires_grad_(False)")  # fmt: skip
-    own = {id(p) for p in model.parameters()} | synced  # what was tied or removed since is trained no more
+    own = {id(p) for p in parameters} | synced  # what was tied or removed since is trained no more
     if strange := [tuple(p.shape) for key, p in held.items() if p.requires_grad and key not in own]:
         raise ConfigError(f"the optimizer trains a parameter of shape {strange[0]} that the model does not have, so it "
                           "is never synced: give DiLoCo a module that holds all of them, and make the optimizer from "

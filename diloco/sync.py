@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from diloco.advance import Memory, NextState
 from diloco.codec import Codec, Float32
 from diloco.errors import Mismatch, NotFinite
-from diloco.flat import FlatView, checksum, reshard
+from diloco.flat import FlatView, checksum, fsdp_modules, reshard
 from diloco.fragment import Fragment, Piece
 from diloco.module import float_buffers
 from diloco.outer import SGD, Outer, denormals
@@ -302,7 +302,7 @@ def anchors_inside(fragments: Sequence[FragmentSync], model: nn.Module) -> Itera
         for fragment, values in saved:
             fragment.view.read(values)
             fragment.view.write(fragment.state.anchor)
-    reshard(model)  # FSDP2 must gather again after each change
+    reshard(fsdp := fsdp_modules(model))  # it must gather again after each change
     try:
         yield
     finally:
@@ -312,7 +312,7 @@ def anchors_inside(fragments: Sequence[FragmentSync], model: nn.Module) -> Itera
             for name, buffer in float_buffers(model).items():
                 if name in buffers:
                     buffer.copy_(buffers[name])
-        reshard(model)
+        reshard(fsdp)
 
 
 def contract_of(

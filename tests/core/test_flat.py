@@ -1,5 +1,7 @@
 """A fragment's values in this process, where they meet the model's own tensors."""
 
+import sys
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -7,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from diloco.flat import WHOLE, FlatView, ShardId, checksum, first_row, forget_not_finite, pinned, shard_id
+from diloco.flat import SMALL, WHOLE, FlatView, ShardId, checksum, first_row, forget_not_finite, pinned, shard_id
 from diloco.fragment import Piece
 from diloco.outer import CHUNK
 
@@ -21,6 +23,53 @@ def test_keep_local_weighs_every_value_with_separate_roundings(shape, dtype):
     expected = (0.3 * tensor.float() + 0.7 * anchor).to(dtype)
     FlatView((Piece("x", 0, shape[0]),), {"x": tensor}).merge(anchor.flatten(), 0.3)
     assert torch.equal(tensor, expected)
+
+
+@pytest.mark.parametrize("with_residual", [False, True])
+def test_small_and_large_tensors_of_any_kind_are_read_subtracted_and_written_alike(with_residual):
+    torch.manual_seed(0)
+    tensors = {
+        "small": torch.nn.Parameter(torch.randn(3, 5)), "scalar": torch.tensor(2.0), "bf16": torch.randn(7).bfloat16(),
+        "large": torch.nn.Parameter(torch.randn(SMALL + 1)), "turned": torch.randn(4, 6).T, "empty": torch.empty(0, 3),
+        "part": torch.randn(9, 2), "last": torch.randn(2),
+    }  # fmt: skip
+    pieces = [Piece(name, 0, len(t) if t.dim() else 1) for name, t in tensors.items()]
+    pieces[6] = Piece("part", 2, 5)
+    view = FlatView(tuple(pieces), tensors)
+    expected = {n: (t[2:5] if n == "part" else t).detach().float().flatten() for n, t in tensors.items()}
+    local, values = torch.cat(list(expected.values())), torch.empty(view.size)
+    view.read(values)
+    assert torch.equal(values, local) and not values.requires_grad
+    anchor, residual = torch.randn(2, view.size)
+    view.subtract(anchor, values, residual if with_residual else None)
+    assert torch.equal(values, anchor - local + residual if with_residual else anchor - local)
+    before = [t._version for t in tensors.values() if t.numel()]
+    view.write(anchor)
+    assert all(t._version > v for t, v in zip((t for t in tensors.values() if t.numel()), before, strict=True))
+    view.read(values)
+    bf16 = slice(16, 23)
+    assert torch.equal(values[bf16], anchor[bf16].bfloat16().float())
+    values[bf16] = anchor[bf16]
+    assert torch.equal(values, anchor) and tensors["part"][1].tolist() != anchor[-4:-2].tolist()
+
+
+def test_thousands_of_small_tensors_cost_no_python_call_each():
+    tensors = {str(i): torch.nn.Parameter(torch.zeros(2)) for i in range(1000)}
+    view = FlatView(tuple(Piece(name, 0, 2) for name in tensors), tensors)
+    values, calls = torch.zeros(view.size), 0
+
+    def count(frame, event, argument):
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    for act in (lambda: view.subtract(values, values.clone()), lambda: view.write(values), lambda: view.read(values)):
+        calls = 0
+        sys.setprofile(count)
+        try:
+            act()
+        finally:
+            sys.setprofile(None)
+        assert calls < 1.5 * len(tensors)
 
 
 def test_memory_is_pinned_for_accelerators_that_copy_from_it_and_never_for_a_model_on_the_cpu():
