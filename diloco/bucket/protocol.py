@@ -10,10 +10,11 @@ The way of a delta into the store, six changes of object:
 Then `OpenRound.saw` is told: from now on it stands.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
+from zlib import crc32
 
 from diloco.bucket.averaging import Averaging, Gone
 from diloco.bucket.chain import Chain
@@ -146,6 +147,7 @@ class FragmentProtocol:
         counted = fate.counted is not None
         self.outbox.clear(counted)
         self._closer = record.by
+        self.session.compare(_digests(followed))
         return Round(
             index=index, encoded=followed.mean, members=record.members, lr=record.lr, counted=counted,
             sent=fate.sent,
@@ -376,3 +378,14 @@ class FragmentProtocol:
         self._chain.begin()
         self._advance(state.index, link)
         self.session.event("jump", fragment=self.number, index=state.index)
+
+
+def _digests(followed: Followed) -> dict[str, int]:
+    """Of the deltas of a round, by member; none if each member averaged a share: then nobody has read them all. A delta
+    whose norm no other has is known by it."""
+    entries, mean = followed.record.entries, followed.mean
+    if any(len(part.payloads) != len(entries) for part in mean):
+        return {}
+    norms = Counter(e.norm for e in entries)
+    payloads = [[crc32(part.payloads[i].numpy()) for part in mean if norms[e.norm] > 1] for i, e in enumerate(entries)]
+    return {e.member: hash((e.norm, *payloads[i])) if e.norm else 0 for i, e in enumerate(entries)}

@@ -3,6 +3,7 @@ members, the unit of work, and what happened."""
 
 import threading
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +13,7 @@ from diloco.bucket.store.envelope import HEADER, PREFIX, Envelope, Invalid
 from diloco.bucket.store.operations import Task, create
 from diloco.bucket.timing import MemberOptions, Timing
 from diloco.errors import Mismatch
+from diloco.reduce.contract import SameData
 
 ALL_EVERY = 4
 """One round in this many waits for all living members."""
@@ -42,6 +44,7 @@ class Session:
         self._held: dict[int, int] = {}
         self._wants: dict[int, int] = {}
         self._stuck: set[str] = set()
+        self._same_data = SameData()
         self._events: deque[dict[str, Any]] = deque(maxlen=10_000)
         self._events_lock = threading.Lock()
 
@@ -94,6 +97,10 @@ class Session:
         self._held[fragment] = index
         if index >= self._wants.get(fragment, 0):
             self._wants.pop(fragment, None)
+
+    def compare(self, digests: Mapping[str, int]) -> None:
+        """Look for members that train on the same data."""
+        self._same_data.compare(digests, len(self._held))
 
     def want(self, fragment: int, index: int | None) -> None:
         """Ask the others for a snapshot of at least this index, or no longer."""

@@ -8,7 +8,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from diloco import Balanced, Collective, DiLoCo
+from diloco import Balanced, Bucket, Collective, DiLoCo
 from diloco.reduce import local
 from tests.support.models import Tiny, adamw, steps
 from tests.support.processes import run
@@ -86,3 +86,16 @@ def _shards(rank, data):
 @pytest.mark.parametrize(("data", "warned"), [([7, 7], 1), ([1, 2], 0)])
 def test_shards_count_as_one_replica(data, warned):
     assert len(list(chain.from_iterable(run(4, _shards, data)))) == warned
+
+
+def _member(rank, data, folder):
+    # In strict pace the members take the same steps between rounds.
+    reduce = Bucket(str(folder), f"member-{rank}", quorum=2, heartbeat=0.2, poll=0.02, pace="strict")
+    return _messages(_train, reduce, data[rank])
+
+
+@pytest.mark.parametrize(("data", "warned"), [([7, 7], 1), ([1, 2], 0)])
+def test_members_of_a_bucket_on_the_same_data_are_named_by_each(data, warned, tmp_path):
+    for messages in run(2, _member, data, tmp_path / "run"):
+        assert len(messages) == warned
+        assert all("replicas member-0 and member-1 sent identical updates" in message for message in messages)
