@@ -60,7 +60,8 @@ def main() -> None:
     print(
         f"replica {rank}: loss {shared.item():.3f}; {stats.rounds} rounds, {stats.bytes_sent / 1e6:.2f} MB sent "
         f"(data-parallel in bf16: {400 * 2 * size / 1e6:.0f} MB), {stats.seconds_hidden:.2f} s of it hidden behind "
-        f"training, {stats.seconds_exposed:.2f} s exposed; weights {total:.12f}"
+        f"training, {stats.seconds_exposed:.2f} s exposed; weights {total:.12f}\n",
+        end="",  # one write: the lines of two processes stay apart
     )
     dist.destroy_process_group()
 
