@@ -7,6 +7,7 @@ import secrets
 import shutil
 import socket
 import sys
+import textwrap
 import time
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -91,11 +92,10 @@ def look_here() -> list[Finding]:
         found.append(Finding("nccl", "yes" if dist.is_nccl_available() else "no", dist.is_nccl_available(),
                              "only --shards needs NCCL; install a torch build with it"))  # fmt: skip
     found += [_kernels(), _speed(), _disk(), _hostname(), _port()]
-    for extra, modules in EXTRAS.items():
-        missing = [m for m in modules if importlib.util.find_spec(m) is None]
-        text = f"no {', '.join(missing)}" if missing else "installed"
-        found.append(Finding(f"extra {extra}", text, None, install_command(extra) if missing else ""))
-    return found
+    extras = [name for name, modules in EXTRAS.items() if all(map(importlib.util.find_spec, modules))]
+    absent = [name for name in EXTRAS if name not in extras]
+    how = f"optional: {', '.join(absent)}. To add one: {install_command(absent[0])}" if absent else ""
+    return [*found, Finding("extras installed", ", ".join(extras) or "none", None, how)]
 
 
 def _kernels() -> Finding:
@@ -224,12 +224,14 @@ def show(findings: list[Finding], as_json: bool) -> None:
     if as_json:
         print(json.dumps([asdict(f) for f in findings]))
         return
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=None, show_header=False)
-    marks = {True: "[green]ok[/]", False: "[red]problem[/]", None: ""}
+    width, columns = max(len(f.what) for f in findings), shutil.get_terminal_size((80, 24)).columns
+    marks = {True: "ok", False: "problem", None: ""}
     for f in findings:
-        table.add_row(marks[f.good], *map(Text, (f.what, f.value, f.remedy if f.good is not True else "")))
-    Console().print(table)
+        head = f"{marks[f.good]:7}  {f.what:{width}}  "
+        below = " " * len(head)
+        print(textwrap.fill(f.value, columns, initial_indent=head, subsequent_indent=below))
+        if f.remedy and f.good is not True:
+            print(textwrap.fill(f.remedy, columns, initial_indent=below, subsequent_indent=below,
+                                break_long_words=False, break_on_hyphens=False))  # fmt: skip
+    problems = [f.what for f in findings if f.good is False]
+    print(f"\nproblems: {', '.join(problems)}" if problems else "\nno problems: this machine can train")

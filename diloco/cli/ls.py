@@ -1,4 +1,4 @@
-"""`diloco ls`: the runs in a folder, the newest last, each with its state."""
+"""`diloco ls`: the runs in a folder, the newest first, each with its state."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -16,7 +16,7 @@ from diloco.runs.brief import brief
 
 @dataclass(frozen=True, kw_only=True)
 class LsConfig:
-    """List runs: running, finished, stopped (--resume continues it), or ended without a summary."""
+    """List runs, the newest first: running, finished, stopped (--resume continues it), or ended without a summary."""
 
     folder: Path = flag(Path("runs"), "The folder of the runs.", positional=True)
     json: bool = flag(False, "Print them as JSON.")
@@ -27,7 +27,7 @@ EXAMPLES = ("diloco ls", "diloco ls runs/compare-1")
 
 
 def main(config: LsConfig) -> int:
-    runs = [brief(folder) for folder in folders.by_age(config.folder)]
+    runs = [brief(folder) for folder in reversed(folders.by_age(config.folder))]
     if config.json:
         print(json.dumps([asdict(run) | {"folder": str(run.folder)} for run in runs]))
         return 0
@@ -38,7 +38,7 @@ def main(config: LsConfig) -> int:
         Column("state", [run.state for run in runs], left=True),
         Column("method", [run.method for run in runs], left=True, spare=2),
         Column("model", [run.model for run in runs], left=True, spare=3),
-        Column("step", [f"{run.step}/{run.steps}" if run.steps else str(run.step) for run in runs]),
+        Column("progress", [run.progress for run in runs]),
         Column("loss", [units.loss(run.loss) for run in runs]),
         Column("last sign", [f"{units.duration(max(round(run.age), 1))} ago" for run in runs], spare=1),
     ]

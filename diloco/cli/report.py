@@ -75,4 +75,5 @@ def _beside(given: Sequence[Path], runs: Sequence[Path]) -> Path:
         return runs[0] / "report.html"
     if len(given) == 1:
         return given[0] / "report.html"
-    return Path(os.path.commonpath([run.absolute().parent for run in runs])) / "comparison.html"
+    common = Path(os.path.commonpath([run.absolute().parent for run in runs])) / "comparison.html"
+    return common.relative_to(Path.cwd()) if common.is_relative_to(Path.cwd()) else common

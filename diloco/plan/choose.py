@@ -125,7 +125,7 @@ def choose(model: Model, group: Group, link: Link, limits: Limits, *, reduce: Re
     }
     if limits.codec is None and share(chosen) < SUFFICES:
         sparse = share(replace(chosen, codec="topk"))
-        reasons["codec"] += f"; {percent(sparse, digits=1)} busy with --codec topk, 0.23 bits and error feedback"
+        reasons["codec"] += f"; --codec topk (0.23 bits) would be {percent(sparse, digits=1)} busy, {laws.TOPK_LOSS}"
     given = {name: "given" for name in asdict(chosen) if getattr(limits, name) is not None}
     return Choice(chosen, share(chosen), best, reasons | given)
 

@@ -109,6 +109,8 @@ def notes(conditions: Conditions, choice: Choice, memory: float | None) -> list[
             f"{group.hook_ns:.1f} ns of the training thread (--hook-ns), {source}"
             f" A round takes {1000 * group.round_seconds:g} ms of the training thread whatever its size."
         )
+    if isinstance(FORMATS[settings.codec], Sparse):
+        out.append(f"The estimate of the loss is for e3m0; {settings.codec} comes {laws.TOPK_LOSS}.")
     if isinstance(FORMATS[settings.codec], Sparse) and conditions.reduce == "collective":
         most = break_even(settings.codec)
         if group.replicas > most:

@@ -124,7 +124,7 @@ class Watch:
         share, progress = self._progress([max((r[1] for r in rounds if r[0] == f), default=0)
                                           for f in range(len(self.run.snapshots))])  # fmt: skip
         listed = tuple(
-            (str(f), str(index), ", ".join(f"{name} {share:.2f}" for name, share in shares.items()), units.size(nbytes))
+            (str(f), str(index), ", ".join(f"{name} {share:.0%}" for name, share in shares.items()), units.size(nbytes))
             for f, index, shares, nbytes in rounds
         )
         return Sight(_printable(title), share, progress, tuple(map(self._row, members)), listed)

@@ -26,9 +26,9 @@ GLOSSARY = {
     "round": "one exchange of one fragment between the replicas",
     "sent": "bytes that one replica sends to the others",
     "burst": "bytes that are sent at once, in one round",
-    "hidden": "time of communication in which training went on",
-    "exposed": "time of communication in which training waited",
-    "utilisation": "the share of the time in which training did not wait",
+    "hidden": "time of communication while training continued",
+    "exposed": "time that training lost to communication: waiting, and taking and applying deltas",
+    "utilisation": "the share of the time that was not lost to communication",
     "unigram model": "one that knows only how frequent each token is: what a model must beat",
 }
 

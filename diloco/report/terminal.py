@@ -56,9 +56,7 @@ def rows(run: RecordedRun) -> list[Figure]:
     ]
     if run.carried[0]:
         much = "{} of {}".format(*run.carried)
-        figures.insert(
-            -1, Figure("rounds carried", much, "own delta not sent or not counted; its work is in a later one")
-        )
+        figures.insert(-1, Figure("rounds carried", much, "without this delta; a later one has its work"))
     return figures
 
 
@@ -121,7 +119,7 @@ def data_parallel(run: RecordedRun) -> str:
     """The bytes of data-parallel in as many steps, and how many times fewer were sent."""
     if run.figures.bytes_data_parallel is None:
         return ""
-    text = f"data-parallel in bf16: {units.size(run.figures.bytes_data_parallel)}"
+    text = f"data-parallel: {units.size(run.figures.bytes_data_parallel)}"
     return text if run.factor is None or run.method == "dp" else f"{text}, {units.factor(run.factor)} as much"
 
 
@@ -130,7 +128,7 @@ def _bits(run: RecordedRun) -> str:
     if bits is None:
         return ""
     if run.method in ("streaming", "diloco") and run.state != "finished" and not run.rounds:
-        return "of the weights that the run began with: no round was applied yet"
+        return "of the initial weights: no round yet"
     return f"nats per token; {bits:.4f} bits per byte"
 
 
@@ -146,15 +144,12 @@ def _waited(run: RecordedRun) -> str:
     """Names the replica that waited longest, if it waited much longer than the first, which the figure is of."""
     if run.waited_most and run.waited_most[1] > 1.2 * (run.figures.seconds_exposed or 0.0) + 0.1:
         replica, seconds = run.waited_most
-        return f"training waited; replica {replica.number}: {units.duration(seconds)}"
-    return "training waited"
+        return f"lost to training; replica {replica.number}: {units.duration(seconds)}"
+    return "lost to training"
 
 
 def _lowest(run: RecordedRun) -> str:
     """Utilisation is training / (training + exposed); beside it the planner's for the same steps and rounds."""
     planned = run.summary.predicted_utilization if run.summary else None
-    return (
-        "of the time in training"
-        + (", lowest replica" if len(run.replicas) > 1 else "")
-        + (f"; planned {units.percent(planned, digits=1)}" if planned is not None else "")
-    )
+    lowest = "of the lowest replica" if len(run.replicas) > 1 else "of the time"
+    return lowest + (f"; planned {units.percent(planned, digits=1)}" if planned is not None else "")

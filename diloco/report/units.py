@@ -88,10 +88,13 @@ def loss(value: float | None) -> str:
 def percent(value: float | None, *, signed: bool = False, digits: int = 2) -> str:
     """A share of 1 as percent.
 
-    >>> percent(0.9921), percent(0.0041, signed=True), percent(None)
-    ('99.21 %', '+0.41 %', '–')
+    >>> percent(0.9921), percent(0.0041, signed=True), percent(-1e-6, signed=True), percent(None)
+    ('99.21 %', '+0.41 %', '+0.00 %', '–')
     """
-    return "–" if value is None else f"{value * 100:{'+' if signed else ''}.{digits}f} %"
+    if value is None:
+        return "–"
+    nearest = round(value * 100, digits) + 0.0  # which makes -0 a 0
+    return f"{nearest:{'+' if signed else ''}.{digits}f} %"
 
 
 def _prefixed(count: float | None, prefixes: tuple[str, ...]) -> str:

@@ -114,4 +114,4 @@ def describe(rules: list[Rule], parameters: int, config: TrainConfig, corpus: st
 
 
 def _shown(value: float | str) -> str:
-    return value if isinstance(value, str) else f"{value:g}"
+    return value if isinstance(value, str) else f"{value:,}" if isinstance(value, int) else f"{value:g}"

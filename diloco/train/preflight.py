@@ -8,6 +8,7 @@ from pathlib import Path
 
 from diloco.errors import ConfigError, install_command
 from diloco.presets import shape_named
+from diloco.report import units
 from diloco.runs.config import SYNCED, TrainConfig
 from diloco.runs.reader import read_summary
 from diloco.runs.sinks import MODULES, missing
@@ -115,7 +116,7 @@ def outline(config: TrainConfig, replicas: int) -> str:
     text = describe(rules, parameters, resolved, sources.name, 0)
     assert resolved.batch is not None
     tokens = resolved.batch // replicas // config.accumulate * config.context
-    return (f"{text}\n  memory of a replica: {16 * parameters / 1e9:.3g} GB for weights, gradients and moments; the "
+    return (f"{text}\n  memory of a replica: {units.size(16 * parameters)} for weights, gradients and moments; the "
             f"activations of {tokens} tokens at a time come on top and are not estimated")  # fmt: skip
 
 

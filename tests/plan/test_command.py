@@ -190,7 +190,7 @@ def test_a_link_that_does_not_suffice_is_told_what_top_k_would_give(capsys):
     for link, told in (("1mbit", True), ("1gbit", False)):
         main(PlanConfig(**GIVEN | {"link": (link,)}, json=True))
         reason = json.loads(capsys.readouterr().out)["recommended"]["reasons"]["codec"]
-        assert ("busy with --codec topk" in reason) == told
+        assert ("--codec topk (0.23 bits) would be" in reason and "7.6 % more loss" in reason) == told
 
 
 def test_the_residual_of_a_codec_with_feedback_is_in_the_memory(capsys):

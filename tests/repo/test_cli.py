@@ -1,5 +1,7 @@
 """The command line: quick, without torch, helpful when misused."""
 
+import contextlib
+import io
 import json
 import os
 import re
@@ -15,7 +17,7 @@ from random import Random
 
 import pytest
 
-from diloco.cli import COMMANDS, main
+from diloco.cli import COMMANDS, doctor, main
 from diloco.cli.help import render
 from diloco.errors import ConfigError
 from diloco.flags import meaning, parse, spelled, stored, to_toml
@@ -349,6 +351,20 @@ def test_doctor_lists_what_is_here_and_measures_the_link_under_torchrun(tmp_path
     assert re.fullmatch(r"round trip [\d.]+ ms, \d+ Mbit/s each way", told["replica 0 ↔ 1"]["value"])
     assert "differ by" in told["clocks 0 and 1"]["value"] and told["clocks 0 and 1"]["good"]
     assert pair[1][1] == ""
+
+
+def test_the_doctor_fits_80_columns_lists_extras_in_one_line_and_ends_with_a_verdict(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    found = doctor.look_here()
+    assert sum(finding.what.startswith("extra") for finding in found) == 1
+    bad = doctor.Finding("host name", "has no address " * 8, False, "set GLOO_SOCKET_IFNAME " * 6)
+    for findings, verdict in ((found, "no problems"), ([*found, bad], "problems: host name")):
+        out = io.StringIO()
+        monkeypatch.setenv("COLUMNS", "80")
+        with contextlib.redirect_stdout(out):
+            doctor.show(findings, as_json=False)
+        lines = out.getvalue().splitlines()
+        assert max(map(len, lines)) <= 80 and lines[-1].startswith(verdict)
 
 
 def _be_late(words):

@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import re
 from pathlib import Path
 
@@ -82,6 +83,7 @@ def test_report_takes_the_newest_run_a_folder_of_runs_and_what_a_star_gives(tmp_
     own = Path("runs/cmp/dp-seed0/report.html").read_text()
     assert main(["report", *map(str, sorted(Path("runs/cmp").iterdir()))]) == 0  # with report.html among them
     assert Path("runs/cmp/dp-seed0/report.html").read_text() == own and Path("runs/cmp/comparison.html").is_file()
+    assert "report: runs/cmp/comparison.html" in capsys.readouterr().out
 
 
 def test_ls_says_of_each_run_what_became_of_it(tmp_path, monkeypatch, capsys):
@@ -103,6 +105,21 @@ def test_ls_says_of_each_run_what_became_of_it(tmp_path, monkeypatch, capsys):
     assert main(["ls"]) == 0
     text = capsys.readouterr().out
     assert "…" not in text and "60/60" in text and max(map(len, text.splitlines())) <= 60
+
+
+def test_ls_lists_the_newest_first_and_counts_rounds_of_a_member_of_a_bucket(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for age, (name, config) in enumerate([("new", {}), ("member", {"bucket": "b"}), ("late", {"bucket": "b"})]):
+        run = make_run(Path("runs") / name, steps=300, **config)
+        os.utime(run / "config.toml", (1e9 - age, 1e9 - age))
+    Path("runs/member/summary.json").unlink()  # it trains on: 300 steps, of which each fragment was synced every 50
+    for path in Path("runs/late").glob("replica-*/*.jsonl"):
+        path.write_text("")  # it came after the end, and took the result
+    assert main(["ls"]) == 0
+    listed = [
+        line.split()[:1] + re.findall(r"\d+/\d+(?: rounds)?", line) for line in capsys.readouterr().out.splitlines()
+    ]
+    assert listed[-3:] == [["runs/new", "300/300"], ["runs/member", "4/6 rounds"], ["runs/late", "6/6 rounds"]]
 
 
 def test_the_report_of_a_run_that_failed_says_why(tmp_path):

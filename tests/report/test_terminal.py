@@ -38,6 +38,15 @@ def test_the_table_names_every_figure_and_the_report(copied: Path) -> None:
     assert str(copied / "report.html") in text and "\x1b" not in text
 
 
+def test_no_line_of_the_table_wraps_at_80_columns(copied: Path) -> None:
+    summary = json.loads((copied / "summary.json").read_text())
+    (copied / "summary.json").write_text(json.dumps(summary | {"predicted_utilization": 0.992}))
+    wait_at_end(copied / "replica-1", seconds=10)
+    lines = [line.rstrip() for line in printed(terminal.table(read(copied)), width=80).splitlines()]
+    figures = [line for line in lines[1:] if line and not line.startswith("report:")]
+    assert len(figures) == len(terminal.rows(read(copied))), figures
+
+
 def test_the_table_names_the_replica_that_waited_most(copied: Path) -> None:
     wait_at_end(copied / "replica-1", seconds=10)
     assert "replica 1: 10.2 s" in printed(terminal.table(read(copied)))
@@ -148,7 +157,7 @@ def test_a_run_that_was_stopped_before_its_first_round_says_whose_loss_it_shows(
     assert "nats per token" in printed(terminal.table(read(run)))
     summary = json.loads((run / "summary.json").read_text()) | {"stopped": True}
     (run / "summary.json").write_text(json.dumps(summary))
-    assert "began with: no round was applied yet" in " ".join(printed(terminal.table(read(run))).split())
+    assert "of the initial weights: no round yet" in " ".join(printed(terminal.table(read(run))).split())
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])

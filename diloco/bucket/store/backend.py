@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import secrets
 import time
 from collections.abc import Callable
@@ -287,4 +288,7 @@ _REFUSED = ("403 Forbidden", "401 Unauthorized", "InvalidAccessKeyId", "Signatur
 
 
 def _first_line(error: BaseException) -> str:
+    """What the store says, without the XML around it."""
+    if message := re.search(r"<Message>(.+?)</Message>", str(error)):
+        return message[1][:300]
     return str(error).strip().splitlines()[0][:300] if str(error).strip() else type(error).__name__
