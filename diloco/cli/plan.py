@@ -67,7 +67,7 @@ class PlanConfig:
         why="chosen, up to --most-overlap")
     codec: str | None = _sync(None, "Format of the deltas on the wire.", why="chosen", choices=FORMATS)
     most_overlap: int = _sync(5, "The largest overlap that may be chosen.", why="above it loss may suffer")
-    target: float | None = _sync(None, "Utilisation that is enough, such as 0.95.", why="within 1 % of the best")
+    target: float | None = _sync(None, "Utilization that is enough, such as 0.95.", why="within 1 % of the best")
     mtbf: str | None = _failures(None, "Mean time between failures of one replica, such as 7d.", why="no failures")
     restart: str = _failures("10min", "Time that a failed replica is away.")
     save_every: int = _failures(500, "Steps between two checkpoints, to which all go back after a failure.")
@@ -78,7 +78,7 @@ class PlanConfig:
     put_price: float = _failures(0.0, "With --reduce bucket: price of a thousand writes.")
     get_price: float = _failures(0.0, "With --reduce bucket: price of a thousand reads.")
     write: Path | None = _output(None, "Write the recommendation to this file, as a recipe for `diloco train`.")
-    plot: Path | None = _output(None, "Draw utilisation over the rate of the link, to a .html, .svg or .png file.")
+    plot: Path | None = _output(None, "Draw utilization over the rate of the link, to a .html, .svg or .png file.")
     json: bool = _output(False, "Print everything as JSON.")
     check: Path | None = _output(None, "Compare the prediction with a finished run, given by its folder.")
     # fmt: on
@@ -225,7 +225,7 @@ def _plot(conditions: Conditions, chosen: Settings) -> plot.Plot:
     rates = np.union1d(np.geomspace(min(1e6, middle / 10), max(1e12, middle * 10), 200), middle)
     return plot.Plot(
         title=f"{conditions.model.name}, {group.replicas} replicas, {group.step_seconds:g} s a step",
-        share="utilisation",
+        share="utilization",
         axis="rate of the link (of its slower direction)",
         tick=units.rate,
         unit="bit/s",

@@ -1,6 +1,6 @@
 """Check the simulator with a finished run: replay the measured step times over the link.
 
-Measured utilisation is the time of all steps without what they waited for rounds, divided by the time of all steps.
+Measured utilization is the time of all steps without what they waited for rounds, divided by the time of all steps.
 Predicted is the simulator's, given the run's step times, the bytes of its rounds and the link. If the link is not
 given, it is read from the rounds: bytes over flight time of the replica that waited least for the others.
 """
@@ -32,7 +32,7 @@ class Comparison:
         link = f"link {units.rate(self.rate)}" if self.rate else "nothing was sent"
         source = ", as its rounds ran" if self.rate and self.estimated else ""
         predicted, measured = units.percent(self.predicted, digits=1), units.percent(self.measured, digits=1)
-        return f"utilisation: predicted {predicted}, measured {measured} ({link}{source})"
+        return f"utilization: predicted {predicted}, measured {measured} ({link}{source})"
 
 
 def compare(folder: Path, link: Link | None = None, round_trip: float = 0.0) -> Comparison:

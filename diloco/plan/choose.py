@@ -1,4 +1,4 @@
-"""Choose the settings for a link: the gentlest ones that are within 1 % of the best utilisation.
+"""Choose the settings for a link: the gentlest ones that are within 1 % of the best utilization.
 
 The gentlest settings are those that cost least loss in the published runs: first a small `sync_every`, then a small
 `overlap`, then the paper's three layers in a fragment. Only values that were tried there are chosen: overlap up to 5,
@@ -27,7 +27,7 @@ LEAST_ROUNDS = 50
 """The fewest rounds of a fragment in a run: the outer momentum needs some to settle."""
 TOLERANCE = 0.01
 SUFFICES = 0.9
-"""Below this utilisation, say what the smallest codec would give. It was not tried with streaming in published runs."""
+"""Below this utilization, say what the smallest codec would give. It was not tried with streaming in published runs."""
 
 
 @dataclass(frozen=True)
@@ -51,13 +51,13 @@ class Limits:
     steps: int | None = None
     """Steps of the run, if they are known."""
     target: float | None = None
-    """Utilisation that is enough."""
+    """Utilization that is enough."""
 
     def __post_init__(self) -> None:
         if self.codec is not None:
             format_named(self.codec)
         if self.target is not None and not 0 < self.target <= 1:
-            raise ConfigError(f"target={self.target}: give a utilisation above 0 and up to 1, such as 0.95")
+            raise ConfigError(f"target={self.target}: give a utilization above 0 and up to 1, such as 0.95")
         if self.sync_every is not None and self.sync_every < 1:
             raise ConfigError(f"sync_every={self.sync_every}: give a whole number of at least 1")
         if self.overlap is not None:
@@ -71,7 +71,7 @@ class Choice:
     settings: Settings
     utilization: float
     best: float
-    """The largest utilisation of all settings that may be chosen."""
+    """The largest utilization of all settings that may be chosen."""
     reasons: dict[str, str]
 
 
@@ -98,7 +98,7 @@ def allowed(model: Model, limits: Limits) -> Iterator[Settings]:
 
 
 def choose(model: Model, group: Group, link: Link, limits: Limits, *, reduce: Reduce = "collective") -> Choice:
-    """The gentlest settings within 1 % of the best utilisation, or, if a target is given, that reach it."""
+    """The gentlest settings within 1 % of the best utilization, or, if a target is given, that reach it."""
     known: dict[Settings, float] = {}
 
     def share(settings: Settings) -> float:
@@ -107,7 +107,7 @@ def choose(model: Model, group: Group, link: Link, limits: Limits, *, reduce: Re
         return known[settings]
 
     grid = list(allowed(model, limits))
-    # More overlap never hurts utilisation, so the best is among those with the most.
+    # More overlap never hurts utilization, so the best is among those with the most.
     widest = {
         h: [s for s in grid if s.sync_every == h and s.overlap == _overlaps(limits, h)[-1]]
         for h in _sync_everys(limits)

@@ -58,7 +58,7 @@ class Row:
     goodput: float
     """Share of the computed steps that count when replicas fail."""
     needed: dict[str, float]
-    """Bits a second, by the utilisation that they give."""
+    """Bits a second, by the utilization that they give."""
     bytes_per_day: float
     """What one replica sends."""
     largest_burst: float

@@ -2,7 +2,7 @@
 
 A step of T seconds is a forward pass (T/3) and a backward pass (2T/3) over L equal layers. When the backward pass of a
 layer that is due has ended, its message queues for the link, which carries one at a time. The forward pass of that
-layer, `overlap` steps later than the next, waits for it. Utilisation is time computing / total time.
+layer, `overlap` steps later than the next, waits for it. Utilization is time computing / total time.
 
 That is all of the paper. Beyond it, and off by default, are round trips, headers, codec time, cores that training and
 communication share, links that differ up and down, more than two replicas, replicas of unequal speed and jitter
@@ -23,7 +23,7 @@ Sends = Callable[[int], Sequence[Message]]
 """The messages of a step, from the last layer to the first."""
 
 MOST_PERIODS = 64
-"""Near the least bandwidth a queue builds up slowly. Stopping after n periods overstates utilisation by at most
+"""Near the least bandwidth a queue builds up slowly. Stopping after n periods overstates utilization by at most
 (overlap + 1) / (n · period)."""
 SETTLED = 1e-11
 """Seconds in a second by which two periods may differ and count as the same."""
@@ -86,7 +86,7 @@ class Group:
 def simulate(
     method: Method, group: Group, link: Link, steps: int, *, begin: int = 1, times: Array | None = None
 ) -> Array:
-    """Utilisation of a run of this many steps, for each link. The run ends when all that is in flight has arrived.
+    """Utilization of a run of this many steps, for each link. The run ends when all that is in flight has arrived.
 
     `begin`: the number of its first step. `times`: the seconds of each step of each replica, if they are known.
     """
@@ -99,7 +99,7 @@ def simulate(
 
 
 def utilization(method: Method, group: Group, link: Link) -> Array:
-    """Utilisation of a run that never ends, for each link: the start is left out, the sends repeat."""
+    """Utilization of a run that never ends, for each link: the start is left out, the sends repeat."""
     up, down = np.broadcast_arrays(np.atleast_1d(link.up), np.atleast_1d(link.down))
     dead = (up == 0) | (down == 0)  # exact, and not 0/0: nothing arrives, nothing goes on
     live = Link(np.where(dead, 1.0, up).astype(float), np.where(dead, 1.0, down).astype(float))
@@ -108,7 +108,7 @@ def utilization(method: Method, group: Group, link: Link) -> Array:
 
 
 def required_rates(method: Method, group: Group, targets: Sequence[float], like: Link | None = None) -> list[float]:
-    """The least rate, in bits a second, at which utilisation reaches each target; inf if none does.
+    """The least rate, in bits a second, at which utilization reaches each target; inf if none does.
 
     The rate is that of both directions. If a link is given, it is that of its slower direction, and the other keeps its
     ratio.

@@ -16,7 +16,7 @@ TRAINING_BYTES = 16
 
 
 ENOUGH = 0.95
-"""Utilisation from which on the answer is yes, unless a target is given."""
+"""Utilization from which on the answer is yes, unless a target is given."""
 
 
 def verdict(conditions: Conditions, rows: list[Row], target: float | None, memory: float | None) -> str:
@@ -51,7 +51,7 @@ def title(conditions: Conditions) -> str:
 
 
 def sheets(conditions: Conditions, rows: list[Row], choice: Choice) -> list[Sheet]:
-    """Utilisation and the rates that are needed; what it costs; what to take."""
+    """Utilization and the rates that are needed; what it costs; what to take."""
     link = conditions.link
     ways = "each way" if link.up == link.down else "of the slower direction, the other in proportion"
     busy = [[row.name, percent(row.utilization, digits=1), *map(_rate, row.needed.values())] for row in rows]
@@ -75,7 +75,7 @@ def sheets(conditions: Conditions, rows: list[Row], choice: Choice) -> list[Shee
     costs_head = ["method", "sent a day", "burst", "time", *(["goodput"] if failing else []),
                   *(["price a day"] if priced else []), "more on device", "on host", "loss (estimate)"]  # fmt: skip
     chosen = [[name, str(value), choice.reasons[name]] for name, value in asdict(choice.settings).items()]
-    rates = f"Utilisation on this link, and the rate for a utilisation, {ways}"
+    rates = f"Utilization on this link, and the rate for a utilization, {ways}"
     return [
         Sheet(rates, head, busy, spare=(0, 0, 5, 3, 2, 1, 4)),
         Sheet("What it costs", costs_head, costs, spare=(0, 1, 2, 0, *[0] * (failing + priced), 5, 4, 3)),

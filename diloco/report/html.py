@@ -28,7 +28,7 @@ GLOSSARY = {
     "burst": "bytes that are sent at once, in one round",
     "hidden": "time of communication while training continued",
     "exposed": "time that training lost to communication: waiting, and taking and applying deltas",
-    "utilisation": "the share of the time that was not lost to communication",
+    "utilization": "the share of the time that was not lost to communication",
     "unigram model": "one that knows only how frequent each token is: what a model must beat",
 }
 
@@ -89,7 +89,7 @@ def _figures(run: RecordedRun) -> list[terminal.Figure]:
     if run.factor is not None and run.method != "dp":
         note = f"{sent.value} per replica; {sent.note.rpartition(', ')[0] or sent.note}"
         sent = terminal.Figure("less traffic", units.factor(run.factor), note)
-    busy = rows.pop("utilisation")
+    busy = rows.pop("utilization")
     found = [sent, busy, *(row for row in rows.values() if row.name != "time")]
     return [row for row in found if row.value != "–"]  # what is known at the end only
 

@@ -51,7 +51,7 @@ def rows(run: RecordedRun) -> list[Figure]:
         Figure("largest burst", units.size(f.largest_burst), "sent at once, in one round" if f.largest_burst else ""),
         Figure("communication hidden", units.duration(f.seconds_hidden), "while training continued"),
         Figure("communication exposed", units.duration(f.seconds_exposed), _waited(run)),
-        Figure("utilisation", units.percent(run.utilization), _lowest(run)),
+        Figure("utilization", units.percent(run.utilization), _lowest(run)),
         Figure("time", units.duration(f.seconds), f"{f.steps} steps, {units.amount(f.tokens)} tokens"),
     ]
     if run.carried[0]:
@@ -149,7 +149,7 @@ def _waited(run: RecordedRun) -> str:
 
 
 def _lowest(run: RecordedRun) -> str:
-    """Utilisation is training / (training + exposed); beside it the planner's for the same steps and rounds."""
+    """Utilization is training / (training + exposed); beside it the planner's for the same steps and rounds."""
     planned = run.summary.predicted_utilization if run.summary else None
     lowest = "of the lowest replica" if len(run.replicas) > 1 else "of the time"
     return lowest + (f"; planned {units.percent(planned, digits=1)}" if planned is not None else "")

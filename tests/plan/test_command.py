@@ -231,7 +231,7 @@ def test_plots_are_drawn(tmp_path, capsys, ending):
         assert said in text, "the page begins with the answer too"
         shown = json.loads(re.findall(r'<script type="application/json" id="data">(.*)</script>', text)[0])["plot"]
         assert len(shown["curves"]) == 4 and shown["mark"] == [1e8, "your link, 100 Mbit/s"]
-        assert (shown["share"], shown["unit"]) == ("utilisation", "bit/s")
+        assert (shown["share"], shown["unit"]) == ("utilization", "bit/s")
         for part in ("What it costs", '<th scope="row">streaming, recommended</th>', "without visible loss",
                      "others would be recommended", "Times are for"):  # fmt: skip
             assert part in text, part
@@ -368,7 +368,7 @@ def test_a_blocking_run_is_measured_and_predicted_alike(tmp_path, capsys):
     assert comparison.measured == pytest.approx(10 / 15)
     assert comparison.predicted == pytest.approx(10 / 15, rel=1e-6)
     assert comparison.rate == pytest.approx(16e6)
-    assert str(compare(folder)) == "utilisation: predicted 66.7 %, measured 66.7 % (link 16 Mbit/s, as its rounds ran)"
+    assert str(compare(folder)) == "utilization: predicted 66.7 %, measured 66.7 % (link 16 Mbit/s, as its rounds ran)"
     assert main(PlanConfig(check=folder)) == 0
     assert capsys.readouterr().out == f"run: {compare(folder)}\n"
     assert main(PlanConfig(check=folder, json=True)) == 0

@@ -65,18 +65,18 @@ def closed_step(step_seconds, layers, sync_seconds):
 
 
 def closed_data_parallel(step_seconds, layers, sync_seconds):
-    """Utilisation; `sync_seconds` is what the complete model takes on the link."""
+    """Utilization; `sync_seconds` is what the complete model takes on the link."""
     return step_seconds / closed_step(step_seconds, layers, sync_seconds)
 
 
 def closed_diloco(step_seconds, layers, sync_seconds, sync_every):
-    """Utilisation: one step in `sync_every` is as in data-parallel."""
+    """Utilization: one step in `sync_every` is as in data-parallel."""
     longest = closed_step(step_seconds, layers, sync_seconds)
     return sync_every * step_seconds / ((sync_every - 1) * step_seconds + longest)
 
 
 def closed_streaming(step_seconds, rounds, sync_every, overlap):
-    """Utilisation with rounds of these seconds, one after another, never two in flight: overlap ≤ sync_every // rounds.
+    """Utilization with rounds of these seconds, one after another, never two in flight: overlap ≤ sync_every // rounds.
 
     Each has `overlap` steps; the time beyond them is waited for.
     """
@@ -127,7 +127,7 @@ def test_closed_form_of_streaming_in_turn(seconds, values, rate, data):
 
 
 def least_rate(bits, sync_every, step_seconds):
-    """Bits a second below which no overlap reaches full utilisation: all bits must pass within `sync_every` steps."""
+    """Bits a second below which no overlap reaches full utilization: all bits must pass within `sync_every` steps."""
     return bits / (sync_every * step_seconds)
 
 
@@ -138,7 +138,7 @@ def near(each, seconds, factor):
 
 @given(streamings(), st.floats(0.01, 10), st.floats(0.2, 5), st.floats(1, 2))
 @patient
-def test_more_bandwidth_never_lowers_utilisation(each, seconds, factor, more):
+def test_more_bandwidth_never_lowers_utilization(each, seconds, factor, more):
     rate = near(each, seconds, factor)
     link, group, steps = Link.same(np.array([rate, rate * more])), Group(seconds), 3 * each.period
     slow, fast = simulate(each, group, link, steps)
@@ -149,7 +149,7 @@ def test_more_bandwidth_never_lowers_utilisation(each, seconds, factor, more):
 
 @given(streamings(), st.floats(0.01, 10), st.floats(0.2, 5))
 @patient
-def test_more_overlap_and_fewer_bits_never_lower_utilisation(each, seconds, factor):
+def test_more_overlap_and_fewer_bits_never_lower_utilization(each, seconds, factor):
     link = Link.same(near(each, seconds, factor))
 
     def with_(overlap, nbytes):

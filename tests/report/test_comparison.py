@@ -140,7 +140,7 @@ def test_the_page_tells_the_story_first_explains_its_words_and_says_where_it_com
     events.write_text("\n".join([json.dumps(facts), *events.read_text().splitlines()[1:]]) + "\n")
     html.write([run], run / "report.html")
     page = (run / "report.html").read_text()
-    assert re.findall(r"<dt>([^<]+)</dt><dd>", page)[:3] == ["less traffic", "utilisation", "loss of the anchors"]
+    assert re.findall(r"<dt>([^<]+)</dt><dd>", page)[:3] == ["less traffic", "utilization", "loss of the anchors"]
     assert 'title="anchors: the weights that all replicas agree on' in page and "What the words mean" in page
     for part in ("lab-7", "2026-11-06 21:20 UTC", f"diloco train {run}/config.toml --name another"):
         assert part in page, part
