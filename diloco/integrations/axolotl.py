@@ -11,7 +11,6 @@ from axolotl.integrations.base import BasePlugin  # pyright: ignore[reportMissin
 from pydantic import BaseModel
 
 from diloco.codec import codec_named
-from diloco.errors import ConfigError
 from diloco.fragment import fragmenter
 from diloco.integrations.transformers import DiLoCoCallback
 from diloco.outer import outer_named
@@ -27,7 +26,7 @@ class DiLoCoArgs(BaseModel):
 
 
 class DiLoCoPlugin(BasePlugin):
-    """Make each process a replica: with data and a folder of its own, and with the callback of transformers.Trainer."""
+    """Make each process a replica, with its own folder and transformers.Trainer's callback, which divides the data."""
 
     def register(self, cfg: Any) -> None:
         """The first that Axolotl calls, before it looks at the variables of torchrun."""
@@ -44,11 +43,5 @@ class DiLoCoPlugin(BasePlugin):
         return [self.callback]
 
     def post_trainer_create(self, cfg: Any, trainer: Any) -> None:
-        if not hasattr(trainer.train_dataset, "shard"):
-            raise ConfigError(
-                f"the training data are a {type(trainer.train_dataset).__name__}, which cannot be divided over the "
-                "replicas: give a dataset that has shard(), as those of Hugging Face"
-            )
-        trainer.train_dataset = trainer.train_dataset.shard(self.callback.replicas, self.callback.replica)
-        if not cfg.get("max_steps") and trainer.args.max_steps > 0:  # Axolotl has counted those for all of the data
+        if not cfg.get("max_steps") and trainer.args.max_steps > 0:  # Axolotl counted the steps for all of the data
             trainer.args.max_steps = -(-trainer.args.max_steps // self.callback.replicas)

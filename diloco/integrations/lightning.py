@@ -4,38 +4,94 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning.fabric.utilities.rank_zero import rank_zero_only  # pyright: ignore[reportMissingImports]
-from lightning.pytorch.callbacks import Callback  # pyright: ignore[reportMissingImports]
+from lightning.pytorch.callbacks import (  # pyright: ignore[reportMissingImports]
+    Callback,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
+from lightning.pytorch.trainer.connectors.data_connector import (  # pyright: ignore[reportMissingImports]
+    _get_distributed_sampler,
+)
+from lightning.pytorch.utilities.data import (  # pyright: ignore[reportMissingImports]
+    _update_dataloader,
+    has_iterable_dataset,
+)
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler
 
 from diloco.errors import ConfigError
-from diloco.integrations.attached import Attached, AttachedCallback
+from diloco.integrations.attached import Attached, AttachedCallback, refuse
 from diloco.reduce import Reduce
 
 
 class DiLoCoCallback(AttachedCallback, Callback):
-    """Make this process a replica, and keep its model in agreement with the others'.
+    """Make this process a replica, and keep its model in agreement with the others.
 
-    Make it before the Trainer, which takes `devices=1` and `callbacks=[…]`. Every replica trains on data of its own
-    (`.replica` of `.replicas`) and saves into a folder of its own (`default_root_dir`); its state is in the checkpoint.
-    Validation during training is of the anchors, which all replicas agree on; `fit()` leaves the agreed model.
+    Create it before the Trainer, which takes `devices=1` and `callbacks=[…]`. Each replica trains on its part of the
+    training data; give it its own folder (`default_root_dir`). Validation and the weights in a checkpoint are of the
+    anchors, which all replicas agree on; the weights that a replica trains are in the callback's part of the
+    checkpoint. `fit()` leaves the agreed model.
 
     Args:
-        reduce: who computes the mean, or a function that makes it when training begins. None: `diloco.replica()`, for
-            processes that torchrun or srun has started. With `strategy="ddp"` or FSDP inside a replica, which is a job
-            of its own then, give `lambda: Collective(at="host:port", …)`.
-        settings: of `DiLoCo`.
+        reduce: the reducer, or a function that creates it when training begins. None: `diloco.replica()`, for processes
+            that torchrun or srun started. With `strategy="ddp"` or FSDP inside a replica, each replica is a job: give
+            `lambda: Collective(at="host:port", …)`.
+        shard: divide the training data over the replicas. False: you give each replica its own.
+        settings: arguments of `DiLoCo`.
     """
 
-    def __init__(self, *, reduce: Reduce | Callable[[], Reduce] | None = None, **settings: Any) -> None:
-        self._attached, self._saved, self._jobs = Attached(reduce, settings), None, reduce is not None
+    def __init__(
+        self, *, reduce: Reduce | Callable[[], Reduce] | None = None, shard: bool = True, **settings: Any
+    ) -> None:
+        self._attached, self._shard, self._jobs = Attached(reduce, settings), shard, reduce is not None
+        self._saved: dict[str, Any] | None = None
         if reduce is None:
             rank_zero_only.rank = 0  # read from RANK when lightning was imported: others would log nothing
 
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        if stage != "fit":
+            return
         if trainer.world_size > 1 and not self._jobs:
             raise ConfigError(
                 f"the Trainer has a world of {trainer.world_size} processes that train one model: set devices=1, "
-                "num_nodes=1, each process is a replica; or make each replica a job of its own and give reduce="
+                "num_nodes=1 so that each process is a replica; or make each replica a job and give reduce="
             )
+        for other in trainer.callbacks:
+            if isinstance(other, (WeightAveraging, StochasticWeightAveraging)):
+                refuse(type(other).__name__)
+        self._attached.open()
+        self._saved, strategy = None, trainer.strategy
+        weights = strategy.lightning_module_state_dict
+        strategy.lightning_module_state_dict = self._attached.on_anchors(lambda: _copied(weights()))
+        if self._shard:
+            process = strategy.process_dataloader
+            strategy.process_dataloader = lambda loader: process(self._part(trainer, loader))
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        for name in ("lightning_module_state_dict", "process_dataloader"):
+            vars(trainer.strategy).pop(name, None)
+
+    def _part(self, trainer: Any, loader: Any) -> Any:
+        """The loader of this replica's part. Lightning has divided it over the ranks of DDP inside the replica."""
+        if not trainer.training:
+            return loader
+        if not isinstance(loader, DataLoader) or has_iterable_dataset(loader):
+            raise ConfigError(
+                f"the training data, a {type(getattr(loader, 'dataset', loader)).__name__}, cannot be divided over the "
+                "replicas: give each replica its own data and set shard=False"
+            )
+        rank, size = (trainer.global_rank, trainer.world_size) if self._jobs else (0, 1)
+        place: dict[str, Any] = {"num_replicas": self.replicas * size, "rank": self.replica * size + rank}
+        if isinstance(sampler := loader.sampler, DistributedSampler):
+            if size == 1:  # the user's own
+                return loader
+            place |= {"shuffle": sampler.shuffle, "seed": sampler.seed, "drop_last": sampler.drop_last}
+            DistributedSampler.__init__(sampler, sampler.dataset, **place)  # Lightning has made it for this loader
+            return loader
+        shuffle = not isinstance(sampler, SequentialSampler)
+        return _update_dataloader(loader, _get_distributed_sampler(loader, shuffle, trainer.overfit_batches, **place))
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self._attached.begin(pl_module, trainer.optimizers, self._saved)
         self._saved = None
 
@@ -46,16 +102,22 @@ class DiLoCoCallback(AttachedCallback, Callback):
         self._attached.show_anchors()
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        self._attached.hide_anchors()  # before ModelCheckpoint, which comes last
+        self._attached.hide_anchors()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self._attached.end()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        self._attached.fail(exception)
+        self._attached.fail()
 
     def state_dict(self) -> dict[str, Any]:
-        return {} if self.diloco is None else {"diloco": self.diloco.state_dict()}
+        return {} if self.diloco is None else {"diloco": self._attached.state()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._saved = state_dict.get("diloco")
+
+
+def _copied(weights: dict[str, Any]) -> dict[str, Any]:
+    """On the CPU where possible, as the model holds the anchors for a moment only."""
+    return {n: w.detach().clone() if isinstance(w, DTensor) else w.detach().to("cpu", copy=True)
+            for n, w in weights.items()}  # fmt: skip

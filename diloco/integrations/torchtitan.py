@@ -94,8 +94,8 @@ class Replica:
         try:
             trainer.train()  # loads the checkpoint; the first step after it joins the others
             self._end()  # if the data ended before the last step
-        except BaseException as error:
-            self.attached.fail(error)
+        except BaseException:
+            self.attached.fail()
             raise
 
     def train_step(self, data_iterator: Any) -> None:

@@ -70,7 +70,9 @@ import lightning.pytorch as pl
 from lightning.pytorch import Trainer
 from torch.utils.data import DataLoader, TensorDataset
 class Module(Layers, pl.LightningModule):
+    seen = []
     def training_step(self, batch, _):
+        self.seen += [rows.tolist().index(row) for row in batch[0].tolist()]
         return self(batch[0])
     def validation_step(self, batch, _):
         self.log("val", self(batch[0]))
@@ -79,8 +81,7 @@ class Module(Layers, pl.LightningModule):
 torch.manual_seed(int(os.environ.get("RANK", 0)))
 module = Module()
 rows = torch.randn(80, 8, generator=torch.Generator().manual_seed(0))
-def loader(replica, replicas):
-    return DataLoader(TensorDataset(rows[replica::replicas]), batch_size=4)
+train_data = DataLoader(TensorDataset(rows), batch_size=4)
 validation = DataLoader(TensorDataset(rows[:8]), batch_size=8)
 from lightning.pytorch.callbacks import ModelCheckpoint
 small = {"accelerator": "cpu", "enable_progress_bar": False, "enable_model_summary": False, "log_every_n_steps": 1}
@@ -89,16 +90,67 @@ small = {"accelerator": "cpu", "enable_progress_bar": False, "enable_model_summa
 
 def test_lightning_agrees_learns_and_resumes_bit_for_bit(tmp_path):
     end = """
-said(module, val=float(trainer.callback_metrics["val"]), rounds=float(trainer.callback_metrics["diloco/rounds"]))
+said(module, val=float(trainer.callback_metrics["val"]), rounds=float(trainer.callback_metrics["diloco/rounds"]),
+     seen=module.seen)
 """
     keep = "callbacks=[diloco, ModelCheckpoint(f'saved-{diloco.replica}', '{epoch}', save_top_k=-1)]"
     code = MODULE + after(LIGHTNING).replace("callbacks=[diloco]", keep) + end
     (one,), (two,) = launch(tmp_path, code)
     assert one["hash"] == two["hash"] and one["val"] == two["val"] < 1.5 and one["rounds"] >= 4
+    assert one["seen"] == 2 * list(range(0, 80, 2)) and two["seen"] == 2 * list(range(1, 80, 2))
     again = code.replace("validation)\n", "validation, ckpt_path=f'saved-{diloco.replica}/epoch=0.ckpt')\n")
     assert "ckpt_path" in again
-    for (resumed,) in launch(tmp_path, again):
-        assert resumed["hash"] == one["hash"] and resumed["rounds"] < one["rounds"]
+    for resumed, whole in zip(launch(tmp_path, again), (one, two), strict=True):
+        assert resumed[0]["seen"] == whole["seen"][40:]
+        assert resumed[0]["hash"] == whole["hash"] and resumed[0]["rounds"] < whole["rounds"]
+
+
+def test_lightning_saves_the_anchors_it_has_monitored_and_refuses_other_averages(tmp_path):
+    code = """
+from diloco import ConfigError, replica
+from diloco.integrations.lightning import DiLoCoCallback
+from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
+reduce = replica()
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return zip(rows[reduce.replica :: 2])
+class Noisy(Module):  # so that the last weights are not the best
+    def on_train_epoch_start(self):
+        if self.trainer.current_epoch == 2:
+            self.trainer.optimizers[0].param_groups[0]["lr"] = 1.0
+def fit(module, data, *others, **settings):
+    diloco = DiLoCoCallback(reduce=reduce, sync_every=4, **settings)
+    trainer = Trainer(max_epochs=3, **small, devices=1, callbacks=[diloco, *others], logger=False,
+                      default_root_dir=f"out/{reduce.replica}")
+    trainer.fit(module, data, validation)
+    return trainer
+shuffled = DataLoader(TensorDataset(rows), batch_size=4, shuffle=True)
+for weights_only in (False, True):
+    Module.seen = []
+    module = Noisy()
+    best = ModelCheckpoint(f"{weights_only}-{reduce.replica}", monitor="val", save_weights_only=weights_only)
+    trainer = fit(module, shuffled, best)
+    (again,) = trainer.validate(module, validation, ckpt_path="best", verbose=False)
+    said(module, best=float(best.best_model_score), again=again["val"], seen=module.seen)
+for others, data, settings in (([EMAWeightAveraging(decay=0.9)], train_data, {}),
+                               ([StochasticWeightAveraging(swa_lrs=1e-2)], train_data, {}),
+                               ([], DataLoader(Stream(), 4), {}), ([], DataLoader(Stream(), 4), {"shard": False})):
+    try:
+        fit(module, data, *others, **settings)
+        print("SAID", json.dumps("done"))
+    except ConfigError as error:
+        print("SAID", json.dumps(str(error)))
+"""
+    one, two = launch(tmp_path, MODULE + code)
+    assert one[0]["hash"] == two[0]["hash"] and one[1]["hash"] == two[1]["hash"]
+    epochs = [one[0]["seen"][i : i + 40] for i in (0, 40, 80)], [two[0]["seen"][i : i + 40] for i in (0, 40, 80)]
+    assert all(sorted(a + b) == list(range(80)) for a, b in zip(*epochs, strict=True)), "each has its half"
+    assert epochs[0][0] != epochs[0][1], "shuffled anew"
+    for best in (*one[:2], *two[:2]):
+        assert best["best"] == pytest.approx(best["again"], rel=1e-6)
+    assert one[2].startswith("EMAWeightAveraging puts each replica's own weights")
+    assert one[3].startswith("StochasticWeightAveraging puts each replica's own weights")
+    assert "a Stream, cannot be divided" in one[4] and one[5] == "done"
 
 
 def test_accelerate_agrees_learns_and_resumes_bit_for_bit(tmp_path):

@@ -1,0 +1,89 @@
+"""The callback in the real transformers.Trainer: two replicas in processes of their own."""
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.support.frameworks import TINY, launch_forked
+
+pytestmark = pytest.mark.timeout(600)
+START = """
+from transformers import TrainerCallback, set_seed
+from diloco import ConfigError, replica
+from diloco.integrations.transformers import DiLoCoCallback
+number = int(os.environ["RANK"])
+reduce = replica()
+rows = [{"input_ids": row, "labels": row} for row in rows[:160]]
+class Collate:
+    def __init__(self):
+        self.seen = []
+    def __call__(self, examples):
+        self.seen += [example["input_ids"] for example in examples]
+        return {name: torch.tensor([example[name] for example in examples]) for name in ("input_ids", "labels")}
+def trainer(data, callbacks=(), shard=True, **changed):
+    set_seed(number)
+    arguments = {"output_dir": "out", "max_steps": 12, **small, "save_strategy": "no", **changed}
+    diloco = DiLoCoCallback(reduce=reduce, sync_every=5, shard=shard)
+    held_outs = {"a": held_out.select(range(20)), "b": held_out.select(range(20, 40))}
+    return Trainer(tiny(), TrainingArguments(**arguments), Collate(), train_dataset=data, eval_dataset=held_outs,
+                   callbacks=[diloco, *callbacks])
+"""
+
+
+def test_all_evaluations_and_checkpoints_are_of_the_anchors_and_one_path_resumes_all_replicas(tmp_path):
+    code = """
+class Ask(TrainerCallback):
+    def on_step_end(self, args, state, control, **_):
+        control.should_evaluate |= state.global_step == 3
+        if state.global_step == 4:
+            self.trainer.evaluate()
+            local.append(self.trainer.model.model.embed_tokens.weight.sum().item())
+ask, local = Ask(), []
+first = ask.trainer = trainer(dataset, [ask], eval_strategy="steps", eval_steps=6, save_strategy="steps", save_steps=6)
+first.train()
+log = [[each[name] for name in ("eval_a_loss", "eval_b_loss") if name in each] for each in first.state.log_history]
+said(first.model, log=[each for each in log if each], local=local)
+again = trainer(dataset, max_steps=12)
+again.train(resume_from_checkpoint="out/replica-0/checkpoint-6")
+said(again.model)
+"""
+    (one, resumed), (two, resumed2) = launch_forked(tmp_path, TINY + START + code)
+    assert one["hash"] == two["hash"] and one["local"] != two["local"]
+    assert one["log"] == two["log"] and len(one["log"]) == 8  # two sets at the steps 3, 4, 6 and 12
+    assert resumed["hash"] == resumed2["hash"] == one["hash"]
+    weights = [load_file(tmp_path / f"out/replica-{n}/checkpoint-6/model.safetensors") for n in range(2)]
+    assert all(weights[0][name].equal(weights[1][name]) for name in weights[0])
+
+
+def test_each_replica_trains_on_its_part_of_any_kind_of_dataset(tmp_path):
+    code = """
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter(rows)
+for data, shard in ((dataset, True), (rows, True), (Stream(), True), (dataset.to_iterable_dataset(), True),
+                    (dataset, False)):
+    run = trainer(data, max_steps=20, shard=shard)
+    run.train()
+    said(run.model, seen=run.data_collator.seen, rows=[row["input_ids"] for row in rows])
+"""
+    (*divided, whole), (*divided2, whole2) = launch_forked(tmp_path, TINY + START + code)
+    for one, two in zip(divided, divided2, strict=True):
+        assert sorted(one["seen"] + two["seen"]) == sorted(one["rows"]) and one["hash"] == two["hash"]
+    assert sorted(whole["seen"] + whole2["seen"]) != sorted(whole["rows"])
+
+
+def test_what_would_replace_the_agreed_model_is_refused(tmp_path):
+    code = """
+for data, changed in ((dataset, {"load_best_model_at_end": True, "eval_strategy": "steps", "save_strategy": "steps"}),
+                      (dataset, {"sync_ref_model": True}), (zip(rows), {})):
+    ref = changed.pop("sync_ref_model", False)
+    run = trainer(data, **changed)
+    run.args.sync_ref_model = ref
+    try:
+        run.train()
+    except ConfigError as error:
+        print("SAID", json.dumps(str(error)))
+"""
+    for best, reference, kind in launch_forked(tmp_path, TINY + START + code):
+        assert best.startswith("load_best_model_at_end=True puts each replica's own weights")
+        assert reference.startswith("sync_ref_model=True puts each replica's own weights")
+        assert "train_dataset is a zip" in kind
