@@ -8,17 +8,27 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
+from diloco.codec import codec_named
 from diloco.diloco import DiLoCo
 from diloco.errors import ConfigError
 from diloco.flat import local, shard_id
+from diloco.fragment import fragmenter
 from diloco.hook import Optimizers
 from diloco.launch import replica
 from diloco.mistakes import known_as
 from diloco.module import trainable, trained_buffers
+from diloco.outer import outer_named
 from diloco.reduce import Reduce
 
 Model = nn.Module | Sequence[nn.Module]
 F = TypeVar("F", bound=Callable[..., Any])
+NAMED = {"codec": codec_named, "fragments": fragmenter, "outer": outer_named}
+"""Settings that are objects, by their names in `diloco train`."""
+
+
+def by_name(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of `DiLoCo` from a configuration or a command line."""
+    return {name: NAMED[name](value) if name in NAMED else value for name, value in settings.items()}
 
 
 class Attached:

@@ -10,13 +10,8 @@ from typing import Any
 from axolotl.integrations.base import BasePlugin  # pyright: ignore[reportMissingImports]
 from pydantic import BaseModel
 
-from diloco.codec import codec_named
-from diloco.fragment import fragmenter
+from diloco.integrations.attached import by_name
 from diloco.integrations.transformers import DiLoCoCallback
-from diloco.outer import outer_named
-
-NAMED = {"codec": codec_named, "fragments": fragmenter, "outer": outer_named}
-"""Settings that are objects, by their names as in `diloco train`."""
 
 
 class DiLoCoArgs(BaseModel):
@@ -30,9 +25,7 @@ class DiLoCoPlugin(BasePlugin):
 
     def register(self, cfg: Any) -> None:
         """The first that Axolotl calls, before it looks at the variables of torchrun."""
-        given = cfg.get("diloco") or {}
-        settings = {name: NAMED[name](value) if name in NAMED else value for name, value in given.items()}
-        self.callback = DiLoCoCallback(**settings)
+        self.callback = DiLoCoCallback(**by_name(cfg.get("diloco") or {}))
         out = Path(cfg.get("output_dir") or "./model-out")
         cfg["output_dir"] = str(out / f"replica-{self.callback.replica}")  # Axolotl saves the model there at the end
 

@@ -13,11 +13,8 @@ import torch.distributed as dist
 from torchtitan.config import ConfigManager  # pyright: ignore[reportMissingImports]
 from torchtitan.tools.logging import logger  # pyright: ignore[reportMissingImports]
 
-from diloco.codec import codec_named
 from diloco.errors import ConfigError
-from diloco.fragment import fragmenter
-from diloco.integrations.attached import Attached
-from diloco.outer import outer_named
+from diloco.integrations.attached import Attached, by_name
 from diloco.reduce.collective import Collective
 
 
@@ -110,14 +107,8 @@ class Replica:
 
 
 def _settings(given: Settings) -> dict[str, Any]:
-    settings = {
-        "sync_every": given.sync_every,
-        "overlap": given.overlap,
-        "keep_local": given.keep_local,
-        "fragments": fragmenter(given.fragments),
-        "codec": codec_named(given.codec),
-    }
-    return settings | ({"outer": outer_named(given.outer)} if given.outer else {})
+    names = ("sync_every", "overlap", "keep_local", "fragments", "codec", "outer")
+    return by_name({name: value for name in names if (value := getattr(given, name)) != ""})
 
 
 def _reduce(given: Settings) -> Collective:

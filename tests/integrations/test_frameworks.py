@@ -4,14 +4,10 @@ import shutil
 
 import pytest
 
-from tests.support.frameworks import TINY, after, launch, longer, shown
+from tests.support.frameworks import TINY, after, launch, shown
 
 TRAINER, LIGHTNING, ACCELERATE = (shown(title) for title in ("transformers", "Lightning", "accelerate"))
 pytestmark = pytest.mark.timeout(900)
-
-
-def test_the_diffs_are_short():
-    assert longer(TRAINER) <= 3 and longer(LIGHTNING) <= 2 and longer(ACCELERATE) <= 5
 
 
 def test_trainer_agrees_learns_and_resumes_bit_for_bit(tmp_path):
@@ -45,13 +41,13 @@ from trl import SFTConfig, SFTTrainer
 words = {str(i): i for i in range(32)}
 tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="0")), pad_token="0",
                                     eos_token="1")
-mine = dataset.remove_columns("labels").shard(reduce.replicas, reduce.replica)
+texts = dataset.remove_columns("labels")
 for lora in (None, LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")):
     torch.manual_seed(0)
     model = tiny() if lora is None else LlamaForCausalLM(model.config)
     args = SFTConfig(output_dir=f"sft-{lora is None}", max_steps=10, save_steps=5, max_length=12, **small)
     callback = DiLoCoCallback(reduce=reduce, sync_every=5)
-    trainer = SFTTrainer(model, args, train_dataset=mine, processing_class=tokenizer, callbacks=[callback],
+    trainer = SFTTrainer(model, args, train_dataset=texts, processing_class=tokenizer, callbacks=[callback],
                          peft_config=lora)
     trainer.train()
     log = [each for each in trainer.state.log_history if "loss" in each]
@@ -156,30 +152,35 @@ for others, data, settings in (([EMAWeightAveraging(decay=0.9)], train_data, {})
 def test_accelerate_agrees_learns_and_resumes_bit_for_bit(tmp_path):
     setup = """
 from accelerate import Accelerator
+from safetensors.torch import load_file
 from torch.utils.data import DataLoader
 dataset.set_format("torch")
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-part = int(os.environ["RANK"])
-data = DataLoader(dataset.shard(2, part), batch_size=4)
 held_out.set_format("torch")
-def loss():
+evaluated = []
+def evaluate(model):
     with torch.no_grad():
-        return model(**held_out[:]).loss.item()
-first = loss()
+        evaluated.append(model(**held_out[:]).loss.item())
 """
     end = """
-said(model, steps=diloco.step_count, rounds=diloco.stats.rounds, losses=[first, loss()])
+evaluate(model)
+saved = load_file(f"out/replica-{reduce.replica}/agreed/model.safetensors")
+said(model, steps=diloco.step_count, rounds=diloco.stats.rounds, evaluated=evaluated,
+     agreed=all(model.state_dict()[name].equal(values) for name, values in saved.items()), rows=len(dataset))
 """
     whole, folder = after(ACCELERATE), "f'out/replica-{reduce.replica}'"
     save = f"    if diloco.step_count == 10:\n        accelerator.save_state({folder})\ndiloco.finish()"
     (one,), (two,) = launch(tmp_path, TINY + setup + whole.replace("diloco.finish()", save) + end)
-    assert one["hash"] == two["hash"] and one["steps"] == 20 and one["rounds"] >= 4
-    assert one["losses"][1] < 0.95 * one["losses"][0]
+    assert one["hash"] == two["hash"] and one["steps"] == 20 and one["rounds"] >= 4 and one["rows"] == 80
+    assert one["agreed"] and two["agreed"]
+    assert one["evaluated"] == two["evaluated"] and one["evaluated"][-1] < 0.95 * 3.47  # ln 32
     for m in range(2):
         saved = {path.name for path in (tmp_path / f"out/replica-{m}").iterdir()}
         assert {"model.safetensors", "optimizer.bin", "custom_checkpoint_0.pkl"} <= saved
-    rest = f"accelerator.load_state({folder})\nfor batch in accelerator.skip_first_batches(data, 10):"
-    for (resumed,) in launch(tmp_path, TINY + setup + whole.replace("for batch in data:", rest) + end):
+    rest = f"accelerator.load_state({folder})\nfor step, batch in enumerate(accelerator.skip_first_batches(data, 10)):"
+    again = whole.replace("for step, batch in enumerate(data):", rest)
+    assert "load_state" in again
+    for (resumed,) in launch(tmp_path, TINY + setup + again + end):
         assert resumed["hash"] == one["hash"] and resumed["rounds"] < one["rounds"]
 
 

@@ -24,6 +24,9 @@ class MuonAdamW(torch.optim.AdamW):
                     dist.all_reduce(p.grad)
         return super().step(closure)
 class GPT(Layers):
+    def forward(self, x):
+        used.extend(hash(x) for x in x.flatten()[:1].tolist() if self.training and torch.is_grad_enabled())
+        return super().forward(x)
     def setup_optimizer(self):
         return MuonAdamW(self.parameters(), lr=1e-2)
 def loader(first):
@@ -34,11 +37,15 @@ def loader(first):
         number += size
 def save_checkpoint(folder, step, model_data, optimizer_data, meta_data, rank):
     os.makedirs(folder, exist_ok=True)
-    torch.save((model_data, optimizer_data, meta_data), f"{folder}/{step}-{rank}.pt")
+    torch.save((model_data, optimizer_data, json.loads(json.dumps(meta_data))), f"{folder}/{step}-{rank}.pt")
 def load_checkpoint(folder, step, device):
     return torch.load(f"{folder}/{step}-0.pt")
+@torch.no_grad()
+def evaluate_bpb(model):
+    evaluated.append(model(torch.ones(1, 8)).item())
 resuming = os.path.exists("resume")
 checkpoint_dir, device_type, sync_every, num_iterations, save_every, resume_from_step = "out", "cpu", 4, 12, 6, 6
+eval_every, evaluated, used = 3, [], []
 step, train_loader = 0, loader(6 if resuming else 0)
 torch.manual_seed(int(os.environ.get("RANK", 0)))
 with torch.device("meta"):
@@ -47,18 +54,20 @@ model.to_empty(device="cpu")
 model.load_state_dict({name: torch.randn_like(p) / 3 for name, p in model.state_dict().items()}, assign=True)
 for p in model.parameters():
     p.requires_grad_(True)
-before = model(torch.ones(1, 8)).item()
 """
 END = """
-said(model, rounds=diloco.stats.rounds, group=dist.is_initialized(), after=model(torch.ones(1, 8)).item(),
-     before=before)
+saved = load_checkpoint(checkpoint_dir, 12, device)[0]
+said(model, rounds=diloco.stats.rounds, group=dist.is_initialized(), evaluated=evaluated, used=used,
+     agreed=all(p.equal(saved[name]) for name, p in model.state_dict().items()))
 """
 
 
-def test_a_loop_of_its_shape_agrees_learns_and_resumes_bit_for_bit(tmp_path):
+def test_a_loop_of_its_shape_agrees_learns_saves_the_agreed_model_and_resumes_bit_for_bit(tmp_path):
     code = SETUP + after(shown("nanochat")) + END
     (one,), (two,) = launch_forked(tmp_path, code)
-    assert one["hash"] == two["hash"] and one["rounds"] >= 4 and not one["group"] and one["after"] < one["before"]
+    assert one["hash"] == two["hash"] and one["rounds"] >= 4 and not one["group"] and one["agreed"] and two["agreed"]
+    assert one["evaluated"] == two["evaluated"] and one["evaluated"][-1] < one["evaluated"][0]
+    assert len(one["used"]) == 12 and not set(one["used"]) & set(two["used"])
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"replica-0", "replica-1"}
     (tmp_path / "resume").touch()
     for (again,) in launch_forked(tmp_path, code):

@@ -19,14 +19,14 @@ words.pre_tokenizer = pre_tokenizers.Whitespace()
 tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="0", eos_token="1")
 pairs = [{"prompt": f"{i}", "chosen": f" {(i + 1) % 32} {(i + 2) % 32}", "rejected": f" {(i + 5) % 32} 7"}
          for i in range(2, 32)] * 4
-mine = Dataset.from_list(pairs).shard(reduce.replicas, reduce.replica)
+pairs = Dataset.from_list(pairs)
 for lora in (None, LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")):
     torch.manual_seed(0)  # the same start on all replicas: the reference is a copy of it
     model = LlamaForCausalLM(model.config)
     args = DPOConfig(output_dir=f"dpo-{lora is None}", max_steps=10, save_steps=5, max_length=12, beta=1.0, **small)
     callback = DiLoCoCallback(reduce=reduce, sync_every=5)
     reference = copy.deepcopy(model) if lora is None else None  # without one TRL loads it from a hub
-    trainer = DPOTrainer(model, reference, args=args, train_dataset=mine, processing_class=tokenizer,
+    trainer = DPOTrainer(model, reference, args=args, train_dataset=pairs, processing_class=tokenizer,
                          callbacks=[callback], peft_config=lora)
     trainer.train()
     log = [each for each in trainer.state.log_history if "loss" in each]

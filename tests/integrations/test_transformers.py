@@ -1,9 +1,11 @@
 """The callback in the real transformers.Trainer: two replicas in processes of their own."""
 
+import shlex
+
 import pytest
 from safetensors.torch import load_file
 
-from tests.support.frameworks import TINY, launch_forked
+from tests.support.frameworks import COMMON, TINY, before, launch_forked, shown
 
 pytestmark = pytest.mark.timeout(600)
 START = """
@@ -87,3 +89,37 @@ for data, changed in ((dataset, {"load_best_model_at_end": True, "eval_strategy"
         assert best.startswith("load_best_model_at_end=True puts each replica's own weights")
         assert reference.startswith("sync_ref_model=True puts each replica's own weights")
         assert "train_dataset is a zip" in kind
+
+
+def test_an_unchanged_script_becomes_a_replica_if_it_has_a_trainer(tmp_path):
+    words = shlex.split(shown("Without", "console"))
+    flags = words[words.index("diloco.run") + 1 :]
+    script = f"""
+{TINY}
+assert sys.argv == ["train.py", "--output_dir", "out"]
+{before(shown("transformers"))}
+said(trainer.model, rows=len(trainer.train_dataset), folder=trainer.args.output_dir)
+"""
+    (tmp_path / "plain").mkdir()
+    (tmp_path / "plain/train.py").write_text(COMMON + script)
+    (tmp_path / "plain/loop.py").write_text("""
+import torch
+model = torch.nn.Linear(2, 2)
+torch.optim.SGD(model.parameters(), lr=1e-2).step()
+""")
+    code = """
+from diloco import ConfigError
+from diloco.run import main
+os.chdir("plain")
+try:
+    main(["loop.py"] if os.path.exists("../loop") else flags)
+except ConfigError as error:
+    print("SAID", json.dumps(str(error)))
+"""
+    code = f"flags = {flags}\n{code}"
+    (one,), (two,) = launch_forked(tmp_path, code)
+    assert one["hash"] == two["hash"] and one["rows"] == two["rows"] == 80
+    assert (one["folder"], two["folder"]) == ("out/replica-0", "out/replica-1")
+    (tmp_path / "loop").touch()
+    for (error,) in launch_forked(tmp_path, code):
+        assert "loop.py trains without a transformers or Lightning Trainer" in error

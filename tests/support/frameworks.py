@@ -60,6 +60,11 @@ def after(diff):
     return "\n".join(line[1:] for line in diff.splitlines() if not line.startswith("-"))
 
 
+def before(diff):
+    """The code without the lines that the diff adds."""
+    return "\n".join(line[1:] for line in diff.splitlines() if not line.startswith("+"))
+
+
 def launch(folder, code, replicas=2):
     """What each of the processes says, each started as torchrun would."""
     script = _script(folder, code)
@@ -95,8 +100,3 @@ def _script(folder, code):
 def _said(outs):
     return [[json.loads(line.removeprefix("SAID ")) for line in out.splitlines() if line.startswith("SAID")]
             for out in outs]  # fmt: skip
-
-
-def longer(diff):
-    """By how many lines a user's code grows."""
-    return sum((line[0] == "+") - (line[0] == "-") for line in diff.splitlines())
