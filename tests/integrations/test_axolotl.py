@@ -1,76 +1,76 @@
-"""Axolotl's plugin against a stand-in for the interface that its documentation describes: BasePlugin, called in the
-order of its command for training. The package itself is not installed anywhere in these tests."""
+"""Axolotl itself, with the keys of docs/frameworks.md: two replicas, as torchrun starts them."""
 
+import json
+import os
+import shutil
+import subprocess
 import sys
-from types import ModuleType, SimpleNamespace
 
 import pytest
-import torch
 import yaml
 
-from diloco import E3M0, Balanced, ConfigError, Float32, Strided, run_replicas
-from tests.integrations.test_attached import Trainer, arguments
-from tests.support.frameworks import shown
-from tests.support.models import flat
+from tests.support.frameworks import ROOT, shown
+from tests.support.s3 import free_port
 
-CONFIG = {"output_dir": "out", "diloco": {"sync_every": 4, "codec": "float32", "fragments": "balanced:3"}}
-SHOWN = yaml.safe_load(shown("Axolotl", "yaml"))
-
-
-@pytest.fixture
-def plugin(monkeypatch):
-    names = ("axolotl", "axolotl.integrations", "axolotl.integrations.base")
-    modules = {name: ModuleType(name) for name in names}
-    modules[names[-1]].BasePlugin = type("BasePlugin", (), {})  # pyright: ignore
-    for name, module in modules.items():
-        monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.delitem(sys.modules, "diloco.integrations.axolotl", raising=False)
-    import diloco.integrations.axolotl as ours
-
-    yield ours
-    sys.modules.pop("diloco.integrations.axolotl")
-
-
-class Rows(list):
-    def shard(self, count, index):
-        return Rows(self[index::count])
+pytestmark = pytest.mark.timeout(900)
+CONFIG = """
+base_model: ./model
+datasets: [{path: data.jsonl, ds_type: json, type: completion}]
+dataset_prepared_path: prepared
+val_set_size: 0.1
+sequence_len: 16
+micro_batch_size: 4
+gradient_accumulation_steps: 1
+num_epochs: 1
+optimizer: adamw_torch
+learning_rate: 0.01
+lr_scheduler: cosine
+output_dir: out
+evals_per_epoch: 2
+save_steps: 16
+logging_steps: 5
+auto_resume_from_checkpoints: true
+bf16: false
+tf32: false
+"""
 
 
-def test_the_plugin_trains_replicas_on_parts_of_the_data_in_folders_of_their_own(plugin, tmp_path):
-    def command(reduce):
-        cfg = {**CONFIG, "diloco": {**CONFIG["diloco"], "reduce": reduce}}
-        made = plugin.DiLoCoPlugin()
-        made.register(cfg)
-        (callback,) = made.add_callbacks_pre_trainer(cfg, None)
-        trainer = Trainer(callback, arguments(tmp_path / cfg["output_dir"], max_steps=25), reduce.replica)
-        trainer.train_dataset = Rows(range(5))
-        made.post_trainer_create(cfg, trainer)
-        return trainer.train(), cfg["output_dir"]
-
-    (one, first), (two, second) = run_replicas(2, command)
-    assert torch.equal(flat(one.model), flat(two.model))
-    assert (first, second) == ("out/replica-0", "out/replica-1")
-    assert one.args.output_dir == str(tmp_path / first) and (tmp_path / second / "checkpoint-6/diloco.pt").exists()
-    assert one.train_dataset == [0, 2, 4] and two.train_dataset == [1, 3]
-    assert one.args.max_steps == 13  # Axolotl counts the steps that all of the data take
-    made = one.callback.diloco
-    assert made.schedule.sync_every == 4 and len(made.fragments) == len(Balanced(3).split(made._shapes, []))
-    assert made._fragments[0].codec == Float32()
+def train(folder):
+    """The log, and for each replica the bytes of its model and its evaluations."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1",
+                   "AXOLOTL_DO_NOT_TRACK": "1", "CUDA_VISIBLE_DEVICES": ""}  # fmt: skip
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port"]
+    command = [*torchrun, str(free_port()), "-m", "axolotl.cli.train", "config.yml"]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=800)
+    assert done.returncode == 0, done.stdout + done.stderr
+    replicas = [folder / f"out/replica-{n}" for n in range(2)]
+    logs = [json.loads((each / "checkpoint-45/trainer_state.json").read_text())["log_history"] for each in replicas]
+    evaluations = [[each["eval_loss"] for each in log if "eval_loss" in each] for log in logs]
+    log = done.stdout + done.stderr + (replicas[0] / "debug.log").read_text()
+    return log, [(each / "model.safetensors").read_bytes() for each in replicas], evaluations
 
 
-def test_its_section_of_the_configuration_is_found_by_its_name(plugin):
-    module, _, name = plugin.DiLoCoPlugin().get_input_args().rpartition(".")
-    assert getattr(sys.modules[module], name)(diloco={"sync_every": 5}).diloco == {"sync_every": 5}
+def test_axolotl_agrees_learns_and_resumes_bit_for_bit(tmp_path):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+    words = Tokenizer(models.WordLevel({str(i): i for i in range(32)}, unk_token="0"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()  # pyright: ignore
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="0", eos_token="1", bos_token="2")
+    tokenizer.save_pretrained(tmp_path / "model")
+    size = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2}
+    LlamaForCausalLM(LlamaConfig(vocab_size=32, **size)).save_pretrained(tmp_path / "model")
+    texts = [" ".join(str(3 + (3 * i + j) % 29) for j in range(12)) for i in range(200)]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    keys = yaml.safe_load(shown("Axolotl", "yaml"))
+    keys["diloco"]["sync_every"] = 5
+    (tmp_path / "config.yml").write_text(CONFIG + yaml.safe_dump(keys))
 
-def test_the_keys_that_the_page_shows_name_the_plugin_and_its_settings(plugin):
-    assert SHOWN["plugins"] == [f"{plugin.__name__}.{plugin.DiLoCoPlugin.__name__}"]
-    made = plugin.DiLoCoPlugin()
-    run_replicas(1, lambda reduce: made.register({"diloco": {**SHOWN["diloco"], "reduce": reduce}}))
-    assert made.callback._attached._settings == {"sync_every": 50, "codec": E3M0(), "fragments": Strided(3)}
-
-
-def test_data_that_cannot_be_divided_are_refused(plugin):
-    trainer = SimpleNamespace(train_dataset=iter([]))
-    with pytest.raises(ConfigError, match="are a list_iterator, which cannot be divided over the replicas"):
-        plugin.DiLoCoPlugin().post_trainer_create({}, trainer)
+    log, (one, two), (losses, losses2) = train(tmp_path)
+    assert "total_num_steps: 89" in log, "of which each replica takes half, 45"
+    assert "Plugin loaded successfully" in log and "diloco/rounds" in log
+    assert one == two and losses == losses2 and losses[-1] < losses[0]
+    for n in range(2):
+        shutil.rmtree(tmp_path / f"out/replica-{n}/checkpoint-45")
+    _, resumed, _ = train(tmp_path)
+    assert resumed == [one, one]
