@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from tests.support.frameworks import TINY, after, launch, shown
+from tests.support.frameworks import COMMON, TINY, after, launch, shown
 
 TRAINER, LIGHTNING, ACCELERATE = (shown(title) for title in ("transformers", "Lightning", "accelerate"))
 pytestmark = pytest.mark.timeout(900)
@@ -202,3 +202,36 @@ said(model)
 """
     (one,), (two,) = launch(tmp_path, TINY + code)
     assert one["hash"] == two["hash"]
+
+
+def test_evaluations_do_not_change_training_with_a_schedule_free_optimizer(tmp_path):
+    code = """
+from diloco import replica
+from diloco.integrations.transformers import DiLoCoCallback
+reduce = replica()
+for strategy in ("steps", "no"):
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(model.config)
+    args = TrainingArguments(output_dir=strategy, max_steps=16, eval_strategy=strategy, eval_steps=4,
+                             save_strategy="no", optim="schedule_free_adamw", lr_scheduler_type="constant", **small)
+    trainer = Trainer(model, args, train_dataset=dataset, eval_dataset=held_out,
+                      callbacks=[DiLoCoCallback(reduce=reduce, sync_every=5)])
+    trainer.train()
+    said(model, evaluations=[each["eval_loss"] for each in trainer.state.log_history if "eval_loss" in each])
+"""
+    (one, never), (two, _) = launch(tmp_path, TINY + code)
+    assert one["hash"] == two["hash"] == never["hash"]
+    assert one["evaluations"] == two["evaluations"] and len(one["evaluations"]) == 4
+
+
+def test_an_unchanged_lightning_script_becomes_a_replica(tmp_path):
+    script = """
+trainer = Trainer(max_steps=20, **small, default_root_dir="out")
+trainer.fit(module, train_data, validation)
+said(module, seen=sorted(set(module.seen)), folder=str(trainer.default_root_dir))
+"""
+    (tmp_path / "plain.py").write_text(COMMON + MODULE + script)
+    code = "from diloco.run import main\nmain(['--sync-every', '5', '--codec', 'float32', 'plain.py'])\n"
+    (one,), (two,) = launch(tmp_path, code)
+    assert one["hash"] == two["hash"] and one["folder"].endswith("out/replica-0")
+    assert one["seen"] == list(range(0, 80, 2)) and two["seen"] == list(range(1, 80, 2))
