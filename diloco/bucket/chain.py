@@ -1,8 +1,8 @@
 """The last records that one member has followed, and whether they are those of the run."""
 
 from diloco.bucket.round_store import RoundStore
-from diloco.bucket.rounds import Link
-from diloco.bucket.store.operations import Task
+from diloco.bucket.rounds import Link, folder
+from diloco.bucket.store.operations import List, Task
 
 KEPT = 16
 """Rounds."""
@@ -23,11 +23,13 @@ class Chain:
 
     def differs_at(self) -> Task[int | None]:
         """The first of these rounds that is closed differently from what is known here."""
+        self._rounds.forget()
         for index, link in sorted(self._links.items()):
             previous = self._links.get(index - 1)
             if previous is None:
                 continue
-            record, _, _ = yield from self._rounds.record(index, previous)
+            names = yield List(folder(self._rounds.fragment, index))
+            record, _, _ = yield from self._rounds.record(index, previous, names)
             if record is not None and record.link != link:
                 return index
         return None

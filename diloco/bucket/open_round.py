@@ -37,7 +37,6 @@ class OpenRound:
         self._fragment, self._index, self._session, self._store, self._before = fragment, index, session, store, before
         self.deltas: dict[str, Contribution] = {}  # by name
         self._unusable: set[str] = set()
-        self.lies: set[str] = set()  # digests of records that say of deltas what they are not
         self.checked = False  # that the rounds before were not closed otherwise
         self._lacks = False  # something that its record names
         self.first_seen: float | None = None  # when the first delta was
@@ -138,8 +137,6 @@ class OpenRound:
         if not self._closable({delta.member for delta in deltas}):
             return None
         heads = ""
-        if self._store.layout.cut and len(deltas) >= session.shares_from:
-            deltas = yield from self._store.complete(self._index, deltas)
         if self._store.layout.cut and len(deltas) >= session.shares_from:
             named = {entry.digest for entry in entries_of(deltas, session.max_work, own.digest)}
             deltas = [delta for delta in deltas if delta.digest in named]

@@ -223,9 +223,9 @@ class FragmentProtocol:
             return False
         if self._round.averaging is not None:
             return (yield from self._await_shares(self._round.averaging))
-        looked, lies = self.session.clock(), self._round.lies
+        looked = self.session.clock()
         names = yield from self._round.names(self.outbox)
-        record, slot, branched = yield from self.round_store.record(index, self.previous, names, lies)
+        record, slot, branched = yield from self.round_store.record(index, self.previous, names)
         if branched and not self._round.checked and (yield from self._off_the_run()):
             return False
         if record is None:
@@ -241,7 +241,9 @@ class FragmentProtocol:
             proposal = yield from self._round.propose(self.previous, self.fingerprint, own)
             if proposal is None:
                 return False
-            record = yield from self.round_store.close(proposal, slot, lies)
+            record = yield from self.round_store.close(proposal, slot)
+            if record is None:
+                return False
         return (yield from self._average(record))
 
     def _off_the_run(self) -> Task[bool]:
@@ -308,7 +310,7 @@ class FragmentProtocol:
         return False
 
     def _lie(self, record: Record) -> bool:
-        self._round.lies.add(record.digest)
+        self.round_store.void.add(record.digest)
         self.session.event("lie", fragment=self.number, index=record.index, by=record.by)
         return True
 

@@ -3,13 +3,13 @@ caller's decision."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
+from itertools import takewhile
 from typing import TypeVar
 
 from torch import Tensor
 
 from diloco.bucket.deltas import Layout, layout_of, places, read_delta, read_head, read_piece, sizes
 from diloco.bucket.rounds import (
-    PIECES,
     Branched,
     Contribution,
     Link,
@@ -30,15 +30,19 @@ from diloco.codec import Float32
 T = TypeVar("T")
 RECORD = PREFIX.size + HEADER + (1 << 20)
 AT_ONCE = 16
-"""Deltas that are read together: what is not checked yet must not fill the memory."""
+"""Deltas, or slots, that are read together: what is not checked yet must not fill the memory."""
+REMEMBERED = 10_000
+"""Slots that hold garbage."""
 
 
 class RoundStore:
     def __init__(
         self, fragment: int, layout: Layout, envelope: Envelope, reject: Callable[[str, Invalid], None]
     ) -> None:
-        self._fragment, self.layout, self._envelope, self._reject = fragment, layout, envelope, reject
+        self.fragment, self.layout, self._envelope, self._reject = fragment, layout, envelope, reject
         self._ahead = ReadAhead()
+        self.void: set[str] = set()  # digests of records that do not count, although they are well formed
+        self._bad: dict[str, Invalid] = {}  # by name: slots that hold no record
 
     @classmethod
     def reader(cls, fragment: int, envelope: Envelope) -> "RoundStore":
@@ -52,58 +56,105 @@ class RoundStore:
 
     def records_ahead(self, indices: Iterable[int]) -> Task[None]:
         """The same for the records of rounds alone, as far as they are there."""
-        yield from self.read_ahead({record_name(self._fragment, index, 0): 0 for index in indices})
+        yield from self.read_ahead({record_name(self.fragment, index, 0): 0 for index in indices})
 
     def record(
-        self, index: int, previous: Link | None, names: Collection[str] | None = None, lies: Collection[str] = ()
+        self, index: int, previous: Link | None, names: Collection[str] | None = None
     ) -> Task[tuple[Record | None, int, bool]]:
         """The record of a round, or None and the first empty slot; and whether some record follows another one than
         `previous`. A record behind an empty slot does not count: no member that follows the rules writes one there.
-        `lies`: digests of records that do not count."""
-        slot, branched = 0, False
-        while names is None or record_name(self._fragment, index, slot) in names:
-            found = yield from self._ahead.serve(self._read_slot(index, slot, previous))
-            if found is None:
+        `names`: what was listed in the round. Without it, the first slot is read, and only if that holds no record of
+        the round, one listing finds those behind it."""
+        slot, branched, counts = 0, False, None
+        while slots := self._slots(index, slot, names):
+            found = yield from self._ahead.serve(together([self._read_slot(index, k, previous) for k in slots]))
+            for each in found:
+                if each is None:
+                    return counts, slot, branched
+                good = isinstance(each, Record) and each.digest not in self.void
+                if isinstance(each, Record) and (counts is not None or good):
+                    branched |= counts is not None
+                    counts = each if counts is None or each.voids == counts.digest else counts
+                branched |= isinstance(each, Branched)
+                slot += 1
+            if names is None and counts is None:
+                names = yield List(folder(self.fragment, index))
+            elif names is None:
                 break
-            if isinstance(found, Record) and found.digest not in lies:
-                branched |= names is not None and record_name(self._fragment, index, slot + 1) in names
-                return found, slot, branched
-            branched |= isinstance(found, Branched)
-            slot += 1
-        return None, slot, branched
+        return counts, slot, branched
 
-    def find(self, index: int, digest: str, slots: int = AT_ONCE) -> Task[Record | None]:
-        """The record with this digest, if it is in the first slots of the round."""
-        for slot in range(slots):
-            found = yield from self._ahead.serve(self._read_slot(index, slot, None))
-            if found is None or (isinstance(found, Record) and found.digest == digest):
-                return found if isinstance(found, Record) else None
+    def forget(self) -> None:
+        """Read again what was found to be garbage: a reply may have been wrong."""
+        self._bad.clear()
+
+    def _slots(self, index: int, first: int, names: Collection[str] | None) -> list[int]:
+        """The next slots to read, as far as they are listed."""
+        if names is None:
+            return [first]
+        slots = range(first, min(first + AT_ONCE, len(names)))
+        return list(takewhile(lambda slot: record_name(self.fragment, index, slot) in names, slots))
+
+    def find(self, index: int, digest: str) -> Task[Record | None]:
+        """The record with this digest."""
+        slot, names = 0, None
+        while slots := self._slots(index, slot, names):
+            found = yield from self._ahead.serve(together([self._read_slot(index, k, None) for k in slots]))
+            for each in found:
+                if isinstance(each, Record) and each.digest == digest:
+                    return each
+            slot += len(slots)
+            names = names if names is not None else (yield List(folder(self.fragment, index)))
         return None
 
-    def close(self, record: Record, slot: int, lies: Collection[str] = ()) -> Task[Record]:
+    def close(self, record: Record, slot: int) -> Task[Record | None]:
         """Create the record in the first slot without a valid one. This is a single put, so no round is half closed.
-        Returns the record of the round, which another member may have written."""
+        Returns the record of the round, which another member may have written; None if this one would not be valid, or
+        the round has to be looked at again. A record that its own writer would not follow is never written."""
         fields, payload = record.sealed()
         while True:
-            name = record_name(self._fragment, record.index, slot)
-            yield from create(name, self._envelope.seal(name, "record", fields, payload).body, RECORD)
+            name = record_name(self.fragment, record.index, slot)
+            sealed = self._envelope.seal(name, "record", fields, payload)
+            try:
+                opened = self._envelope.open(name, "record", sealed.body, None)
+                read_record(opened, self.fragment, record.index, record.previous)
+            except Invalid as reason:
+                self._reject(name, reason)
+                return None
+            if sealed.digest in self.void:
+                return None
+            yield from create(name, sealed.body, RECORD)
             found = yield from self._read_slot(record.index, slot, record.previous)
-            if isinstance(found, Record) and found.digest not in lies:
-                return found
-            slot += found is not None
+            if isinstance(found, Record) and found.digest not in self.void:
+                if found.voids == record.voids:
+                    return found
+                if not record.voids:
+                    return None
+            if found is not None:
+                names = yield List(folder(self.fragment, record.index))
+                slot += 1
+                while listed := self._slots(record.index, slot, names):
+                    slot += len(listed)
 
     def _read_slot(self, index: int, slot: int, previous: Link | None) -> Task[Record | Invalid | None]:
-        name = record_name(self._fragment, index, slot)
+        """Garbage is read once, as anybody may put any amount of it."""
+        name = record_name(self.fragment, index, slot)
+        if name in self._bad:
+            return self._bad[name]
 
         def opened(data: Answer) -> Task[Record]:
             found = self._envelope.open(name, "record", data, None)
-            return (yield Work(lambda: read_record(found, self._fragment, index, previous)))
+            return (yield Work(lambda: read_record(found, self.fragment, index, previous)))
 
-        return (yield from read_twice(Read(name, RECORD, patient=True), opened, self._reject))
+        found = yield from read_twice(Read(name, RECORD, patient=True), opened, self._reject)
+        if isinstance(found, Invalid) and not isinstance(found, Branched):
+            self._bad[name] = found
+            if len(self._bad) > REMEMBERED:
+                self._bad.pop(next(iter(self._bad)))
+        return found
 
     def reaches(self, index: int) -> Task[bool]:
         """Whether the round was closed, judged by its first slot alone."""
-        return (yield Size(record_name(self._fragment, index, 0))) is not None
+        return (yield Size(record_name(self.fragment, index, 0))) is not None
 
     def deltas(self, names: list[str]) -> Task[list[Contribution | Invalid | None]]:
         """Deltas, checked and decoded once; None where there is no such object, or a piece of it is missing."""
@@ -165,21 +216,10 @@ class RoundStore:
             self._reject(name, reason)
             return reason
 
-    def complete(self, index: int, deltas: list[Contribution]) -> Task[list[Contribution]]:
-        """Those of which all pieces are there."""
-        names = yield List(folder(self._fragment, index, PIECES))
-
-        def there(delta: Contribution) -> bool:
-            wanted = sizes(delta.pieces)
-            each = [pieces_name(self._fragment, index, delta.member, delta.digest, k) for k in range(len(wanted))]
-            return [names.get(name) for name in each] == wanted
-
-        return [delta for delta in deltas if there(delta)]
-
     def put_heads(self, index: int, deltas: list[Contribution]) -> Task[str]:
         """Put the heads of the deltas that a record is going to name, together, so that nobody else has to read each of
         them. Returns the digest."""
-        sealed = yield Work(lambda: seal_heads(self._envelope, self._fragment, index, deltas))
+        sealed = yield Work(lambda: seal_heads(self._envelope, self.fragment, index, deltas))
         yield from put(sealed)
         return sealed.digest
 
@@ -188,7 +228,7 @@ class RoundStore:
         return (yield from self._ahead.serve(self._listed(record)))
 
     def _listed(self, record: Record) -> Task[Mapping[str, Contribution] | Invalid | None]:
-        name = heads_name(self._fragment, record.index, record.heads)
+        name = heads_name(self.fragment, record.index, record.heads)
 
         def opened(data: Answer) -> Task[Mapping[str, Contribution]]:
             found = self._envelope.open(name, "heads", data, None)

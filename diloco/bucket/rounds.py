@@ -139,12 +139,13 @@ class Record:
     entries: tuple[Entry, ...]
     digest: str = ""
     heads: str = ""  # digest of the object with the heads of its deltas, if each member averages a share
+    voids: str = ""  # digest of a record in an earlier slot, whose deltas are not there, that it stands in for
 
     def sealed(self) -> tuple[dict[str, Any], bytes]:
         """Fields and payload of the object."""
         fields = {"fragment": self.fragment, "index": self.index, "fingerprint": self.fingerprint, "by": self.by,
                   "previous": self.previous.digest, "usual": self.previous.usual,
-                  "heads": self.heads}  # fmt: skip
+                  "heads": self.heads, "voids": self.voids}  # fmt: skip
         return fields, json.dumps([[e.member, e.digest, e.tokens, e.norm, e.lr] for e in self.entries]).encode()
 
     @cached_property
@@ -227,11 +228,11 @@ def read_record(found: Opened, fragment: int, index: int, previous: Link | None)
         raise Invalid("it belongs to another round")
     follows = Link(found.text("previous"), found.number("usual", 0, 1e300))
     fingerprint = integer(found.header.get("fingerprint"), "fingerprint", 0, FINGERPRINTS)
-    heads = found.text("heads")
-    if heads and not re.fullmatch(_HEX, heads):
-        raise Invalid("what it names as heads is not a digest")
+    heads, voids = found.text("heads"), found.text("voids")
+    if not all(re.fullmatch(f"({_HEX})?", digest) for digest in (heads, voids)):
+        raise Invalid("what it names as heads, or as the record it voids, is not a digest")
     entries = _read_entries(found)
-    record = Record(fragment, index, follows, fingerprint, found.text("by"), entries, found.digest, heads)
+    record = Record(fragment, index, follows, fingerprint, found.text("by"), entries, found.digest, heads, voids)
     if previous is not None and previous != follows:
         raise Branched("it does not follow the previous record")
     return record

@@ -164,7 +164,7 @@ def test_a_member_with_other_settings_is_told_which():
         Player(world, "b", rounds=5).turn()
 
 
-RECORD = {"fragment": 0, "index": 1, "previous": "p", "usual": 2.0, "fingerprint": 7, "by": "a",
+RECORD = {"fragment": 0, "index": 1, "previous": "p", "usual": 2.0, "fingerprint": 7, "by": "a", "voids": "",
           "heads": ""}  # fmt: skip
 FOLLOWS = Link("p", 2.0)
 GOOD = [["a", "0" * 64, 100.0, 3.0, 0.1], ["b", "1" * 64, 300.0, 3.0, 0.3]]

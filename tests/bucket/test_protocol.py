@@ -13,7 +13,7 @@ from diloco.bucket import snapshots as snapshot
 from diloco.bucket.rounds import folder, record_name, share_name
 from diloco.bucket.store.operations import All, Create, List
 from diloco.reduce import Jump, Round
-from tests.support.players import FRAGMENTS, SYNC_EVERY, Player, Violation, World
+from tests.support.players import FRAGMENTS, GARBAGE, SYNC_EVERY, Player, Violation, World
 
 NAMES = ("a", "b", "c")
 
@@ -115,6 +115,11 @@ class Members(RuleBasedStateMachine):
         self.world.attempt(self.world.limbo.pop(at))
         self.world.check()
 
+    @rule(late=st.booleans())
+    def listings(self, late):
+        """From now on listings answer what was there at this moment, or again what is there."""
+        self.world.stale = self.world.names() if late else None
+
     @rule(seconds=st.sampled_from([0.3, 3.0, 30.0]))
     def time(self, seconds):
         self.world.now += seconds
@@ -124,7 +129,7 @@ class Members(RuleBasedStateMachine):
     def bad_record(self, fragment, slot):
         """Garbage takes the name of the next closing record."""
         name = record_name(fragment, self.world.closed(fragment) + 1, slot)
-        self.world.objects.setdefault(name, b"garbage")
+        self.world.objects.setdefault(name, GARBAGE)
         self.world.check()
 
     def any(self, data):
@@ -135,6 +140,7 @@ class Members(RuleBasedStateMachine):
         for put in self.world.limbo:
             self.world.attempt(put)
         self.world.check()
+        self.world.stale = None
         closed = [self.world.closed(f) for f in range(FRAGMENTS)]
         alone(self.world, "z", closed)
 
@@ -231,7 +237,7 @@ def test_were_the_digest_not_in_the_name_others_would_be_stuck(monkeypatch):
 def squatter(world):
     """Garbage lies where the closing record of round 1 belongs."""
     for fragment in range(FRAGMENTS):
-        world.objects[record_name(fragment, 1, 0)] = b"garbage"
+        world.objects[record_name(fragment, 1, 0)] = GARBAGE
     alone(world, "b", alone(world, "a", [0] * FRAGMENTS).held)
 
 
@@ -247,7 +253,7 @@ def test_without_slots_a_bad_closing_record_would_squat_the_round_for_ever(monke
         monkeypatch.setattr(module, "record_name", lambda f, i, slot: f"{folder(f, i)}closed.0")
     bad.check = lambda: None  # it, too, would look for the next slot forever
     for fragment in range(FRAGMENTS):
-        bad.objects[f"{folder(fragment, 1)}closed.0"] = b"garbage"
+        bad.objects[f"{folder(fragment, 1)}closed.0"] = GARBAGE
     with pytest.raises(Violation, match="stuck"):
         alone(bad, "a", [0] * FRAGMENTS)
 
@@ -284,7 +290,7 @@ class Sharing(Members):
     def bad_share(self, fragment, share, ahead):
         """Garbage takes the name of an averaged share of the last closed round, or of the next."""
         name = share_name(fragment, self.world.closed(fragment) + ahead, share, 0)
-        self.world.objects.setdefault(name, b"garbage")
+        self.world.objects.setdefault(name, GARBAGE)
 
 
 Sharing.TestCase.settings = Members.TestCase.settings = settings(

@@ -13,13 +13,14 @@ from torch import nn
 
 from diloco import SGD, Balanced, DiLoCo, Float32
 from diloco.bucket import Bucket
-from diloco.bucket.rounds import Link, read_record, record_name
+from diloco.bucket.rounds import Branched, Link, read_record, record_name
 from diloco.bucket.store.envelope import Envelope, Invalid
 from diloco.bucket.store.operations import All, Create, Delete, List, Oversized, Pause, Read, Size, Work, Write, advance
 from diloco.reduce import Jump, Round
 
 FRAGMENTS = 2
 SYNC_EVERY = 2
+GARBAGE = b"garbage"
 SETTINGS = {"sync_every": SYNC_EVERY, "overlap": 1, "outer": SGD(1.0), "codec": Float32()}
 
 
@@ -38,6 +39,7 @@ class World:
         self.states: dict[tuple[int, int], int] = {}  # (fragment, index): fingerprint
         self._read: dict[str, tuple[bytes, Link, Any]] = {}  # a valid record, and what it was read from
         self.run, self.key = "", None
+        self.stale: dict[str, int] | None = None  # what listings answer instead of what is there
         self.tolerant = False  # of records that are deleted: to see what comes of it
 
     def attempt(self, operation):
@@ -57,7 +59,8 @@ class World:
             case Size(name):
                 return len(self.objects[name]) if name in self.objects else None
             case List(prefix, after):
-                return {n: len(data) for n, data in self.objects.items() if n.startswith(prefix) and n > after}
+                names = self.names() if self.stale is None else self.stale
+                return {n: size for n, size in names.items() if n.startswith(prefix) and n > after}
             case Delete(name):
                 self.objects.pop(name, None)
                 return None
@@ -68,6 +71,9 @@ class World:
             case All(operations):
                 return [self.attempt(each) for each in operations]
         raise TypeError(operation)
+
+    def names(self):
+        return {name: len(data) for name, data in self.objects.items()}
 
     def check(self):
         """Guarantee 1: one record per round, forever. 6: a delta is in at most one record, once."""
@@ -98,7 +104,9 @@ class World:
                 record = read_record(
                     Envelope(self.run, self.key).open(name, "record", data, None), fragment, index, previous
                 )
-            except Invalid:
+            except Invalid as reason:
+                if data != GARBAGE and not isinstance(reason, Branched):
+                    raise Violation(f"a member has written {name}, which is not valid: {reason}") from reason
                 slot += 1
                 continue
             self._read[name] = data, previous, record
