@@ -11,21 +11,21 @@ KEPT = 16
 class Chain:
     def __init__(self, rounds: RoundStore) -> None:
         self._rounds = rounds
-        self._links: dict[int, Link] = {}  # by index
+        self.links: dict[int, Link] = {}  # by index
 
     def begin(self) -> None:
         """Begin again, with what is added next."""
-        self._links.clear()
+        self.links.clear()
 
     def add(self, index: int, link: Link) -> None:
-        self._links = {each: known for each, known in self._links.items() if each > index - KEPT}
-        self._links[index] = link
+        self.links = {each: known for each, known in self.links.items() if each > index - KEPT}
+        self.links[index] = link
 
     def differs_at(self) -> Task[int | None]:
         """The first of these rounds that is closed differently from what is known here."""
         self._rounds.forget()
-        for index, link in sorted(self._links.items()):
-            previous = self._links.get(index - 1)
+        for index, link in sorted(self.links.items()):
+            previous = self.links.get(index - 1)
             if previous is None:
                 continue
             names = yield List(folder(self._rounds.fragment, index))

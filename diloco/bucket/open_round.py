@@ -16,6 +16,7 @@ from diloco.bucket.rounds import (
     Contribution,
     Link,
     Record,
+    count_votes,
     entries_of,
     folder,
     may_close,
@@ -38,7 +39,7 @@ class OpenRound:
         self.deltas: dict[str, Contribution] = {}  # by name
         self._unusable: set[str] = set()
         self.checked = False  # that the rounds before were not closed otherwise
-        self._lacks = False  # something that its record names
+        self.lacking_since: float | None = None  # when something that its record names was first missed
         self.first_seen: float | None = None  # when the first delta was
         self.open_at = -inf  # when it was last seen to be open
         self.averaging: Averaging | None = None  # once it is closed, if its shares are averaged one by one
@@ -53,8 +54,8 @@ class OpenRound:
 
     def lacks(self) -> None:
         """It is closed, and something that its record names is not there: say so, once."""
-        if not self._lacks:
-            self._lacks = True
+        if self.lacking_since is None:
+            self.lacking_since = self._session.clock()
             self._session.event("gone", fragment=self._fragment, index=self._index)
             log.warning("fragment %d: an object of round %d is gone from the store; waiting for it, or for a snapshot "
                         "of a member that has followed the round", self._fragment, self._index)  # fmt: skip
@@ -70,6 +71,8 @@ class OpenRound:
     def names(self, outbox: Outbox) -> Task[dict[str, int] | None]:
         """What there is in the round, or None if this member has no reason to list it. If this round and the next one
         are closed, what lies in both and in those that follow is read at once."""
+        if self.lacking_since is not None:  # another record may stand in for it by now
+            return (yield List(folder(self._fragment, self._index)))
         names = yield from self._list(outbox)
         yield from self._store.read_ahead(self._session.listing.closed(self._fragment, self._index))
         return names
@@ -123,6 +126,16 @@ class OpenRound:
             elif delta is not None:
                 self._unusable.add(name)
 
+    def reread(self) -> Task[None]:
+        """Know only the deltas that are there as a whole."""
+        self.deltas.clear()
+        names = yield List(folder(self._fragment, self._index))
+        yield from self._read(sorted(filter(member_of, names)), heads=False)
+
+    def votes(self, fingerprint: int) -> tuple[int, int]:
+        """How many members have sent a delta against this state, and how many, at most, against the same other one."""
+        return count_votes(self.deltas.values(), fingerprint)
+
     def _closable(self, present: set[str]) -> bool:
         session, index = self._session, self._index
         if len(present) < session.options.quorum:  # a member that waits for a call asks this all the time
@@ -134,6 +147,8 @@ class OpenRound:
         """The record that may close the round now, or None if the round must stay open."""
         session = self._session
         deltas = one_per_member(self.deltas.values(), fingerprint, own.digest)
+        if own.digest not in {delta.digest for delta in deltas}:
+            return None
         if not self._closable({delta.member for delta in deltas}):
             return None
         heads = ""

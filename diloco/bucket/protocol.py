@@ -12,7 +12,7 @@ Then `OpenRound.saw` is told: from now on it stands.
 
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from zlib import crc32
 
@@ -22,7 +22,7 @@ from diloco.bucket.deltas import Layout
 from diloco.bucket.open_round import OpenRound
 from diloco.bucket.outbox import Delivered, Outbox, Undelivered
 from diloco.bucket.round_store import RoundStore
-from diloco.bucket.rounds import Contribution, Followed, Link, Record, delta_name, truthful
+from diloco.bucket.rounds import Contribution, Followed, Link, Record, delta_name, place_of, truthful
 from diloco.bucket.session import Session
 from diloco.bucket.shares import mean_in_parts
 from diloco.bucket.snapshots import Snapshots
@@ -37,6 +37,8 @@ BEHIND = 8
 anchor."""
 AHEAD = 2
 """Rounds that are kept ready for the core: the deltas of each."""
+VOID = 900.0
+"""Seconds for which a delta that a record names must be missing before another record may stand in for it."""
 
 
 @dataclass(frozen=True)
@@ -50,12 +52,14 @@ class _Following:
 @dataclass(frozen=True)
 class _Jumping:
     """A snapshot of at least this index is taken. `until`: how long it is waited for; then the rounds are followed
-    again, `late` or not. `before`: the first round that was read wrongly, so that a snapshot of before is taken."""
+    again, `late` or not. `before`: the first round that was read wrongly, so that a snapshot of before is taken.
+    `against`: a record that was closed against other bits than those held here: first it is judged."""
 
     least: int
     until: float = inf
     late: bool = False
     before: int | None = None
+    against: Record | None = None
 
 
 class FragmentProtocol:
@@ -74,6 +78,7 @@ class FragmentProtocol:
         self._mode: _Following | _Jumping = _Following()
         self._ready: deque[Followed | Jump | Dropped] = deque()
         self._differs: int | None = None  # other bits were found; forgotten once the record of this index agrees
+        self._odd_since: float | None = None  # when bits were found to differ for the second time
         self._branches = 0  # how often the run was found to have gone another way
         self._closer = ""
 
@@ -142,7 +147,7 @@ class FragmentProtocol:
         record = followed.record
         assert record.index == index
         if self._differs is not None and index >= self._differs:
-            self._differs = None
+            self._differs = self._odd_since = None
         fate = self.outbox.fate(record, followed.at)
         counted = fate.counted is not None
         self.outbox.clear(counted)
@@ -172,17 +177,38 @@ class FragmentProtocol:
         self.outbox.clear(counted=False)
 
     def _diverged(self, record: Record) -> None:
-        """The run continues from other bits than those held here."""
+        """A record was closed against other bits than those held here."""
         self.session.event("diverged", fragment=self.number, index=record.index)
-        if self._differs is not None:
-            raise Diverged(
-                f"fragment {self.number}: anchor or outer state after round {record.index - 1} differ from those of "
-                "the run, for the second time in a row. This machine computes other bits than the others: check its "
-                "memory and its versions of torch and diloco."
-            )
-        self._differs = record.index
         self._ready.clear()
-        self._mode = _Jumping(0)
+        self._mode = _Jumping(0, against=record)
+
+    def _judge(self, record: Record) -> Task[bool]:
+        """Whether this member, rather than a record that was closed against other bits, may be wrong. Most of the
+        members that have sent a delta for the round decide. Raises Diverged if it is wrong again after it has computed
+        its state anew."""
+        if not (yield from self.round_store.outvoted(record)):
+            return self._may_be_wrong(record.index)
+        self.round_store.void.add(record.digest)
+        self.session.event("outvoted", fragment=self.number, index=record.index, by=record.by)
+        self._advance(self.held, self._chain.links[self.held])
+        self._mode = _Following()
+        return False
+
+    def _may_be_wrong(self, index: int) -> bool:
+        """The others hold other bits before this round. The first time this member computes its state anew; if it then
+        still differs, it stops, after the others had the time to send their deltas."""
+        now = self.session.clock()
+        if self._differs is None:
+            self._differs = index
+            return True
+        self._odd_since = now if self._odd_since is None else self._odd_since
+        if now - self._odd_since >= self.session.options.ttl:
+            raise Diverged(
+                f"fragment {self.number}: anchor or outer state after round {index - 1} differ from those of the other "
+                "members, also after they were computed again from the store. This machine computes other bits: check "
+                "its memory and its versions of torch and diloco. With two members nobody can tell which one is wrong."
+            )
+        return False
 
     def applied(self, state: State) -> None:
         self._hold(state)
@@ -195,23 +221,31 @@ class FragmentProtocol:
 
     def tick(self) -> Task[None]:
         """Everything that the background has to do now."""
-        if isinstance(self._mode, _Jumping):
-            yield from self._load(self._mode)
         if self.outbox.waiting:
             yield from self._deliver()
+        if isinstance(self._mode, _Jumping):
+            yield from self._load(self._mode)
         while (yield from self._follow()):
             pass
         yield from self.snapshots.tick(self.frontier, self.session.clock(), self.session.somebody_joins)
 
     def _deliver(self) -> Task[None]:
-        match (yield from self.outbox.deliver(lambda index: index == self.frontier + 1)):
+        match (yield from self.outbox.deliver(lambda index: index == self.frontier + 1 or self._contradicts(index))):
             case Delivered(name, delta):
-                self._round.saw(name, delta)
+                if place_of(name) == (self.number, self.frontier + 1):
+                    self._round.saw(name, delta)
             case Undelivered.SPOILED:
                 self.session.event("not finite", fragment=self.number, index=self.held + 1)
                 self._ready.append(Dropped(reset=True, spoiled=True))
             case Undelivered.ABANDONED:
                 pass
+
+    def _contradicts(self, index: int) -> bool:
+        """Whether a round was closed against other bits than those held here, so that the own delta is a vote."""
+        first = self._ready[0] if self._ready else None
+        return isinstance(first, Followed) and first.record.index == index == self.held + 1 and (
+            first.record.fingerprint != self.fingerprint
+        )  # fmt: skip
 
     def _follow(self) -> Task[bool]:
         """Look once at the round after the frontier. True if it is closed: then look at the next one."""
@@ -239,12 +273,29 @@ class FragmentProtocol:
             if not known or own is None or self.held != self.frontier:
                 return False
             proposal = yield from self._round.propose(self.previous, self.fingerprint, own)
-            if proposal is None:
+            if proposal is None or not self._may_close(index):
                 return False
             record = yield from self.round_store.close(proposal, slot)
             if record is None:
                 return False
         return (yield from self._average(record))
+
+    def _may_close(self, index: int) -> bool:
+        """Not if as many members as those that hold these bits, or more, hold the same other ones: then this member
+        computes its state anew. If as many still do, those with the smaller fingerprint close the round, and the others
+        only if these have not for a while."""
+        mine, others = self._round.votes(self.fingerprint)
+        if others < mine:
+            return True
+        if self._differs is None or others > mine:
+            if self._may_be_wrong(index):
+                self.session.event("diverged", fragment=self.number, index=index)
+                self._ready.clear()
+                self._mode = _Jumping(0)
+            return False
+        smallest = min(delta.fingerprint for delta in self._round.deltas.values())
+        waited = self.session.clock() - (self._round.first_seen or 0.0)
+        return self.fingerprint == smallest or waited > 2 * self.session.options.ttl
 
     def _off_the_run(self) -> Task[bool]:
         """Some record of the next round follows another one than that known here. If a round is closed differently
@@ -274,7 +325,7 @@ class FragmentProtocol:
         found = [known.get(name) or fetched.get(name) for name in names]
         deltas = {delta.digest: delta for delta in found if isinstance(delta, Contribution)}
         if set(deltas) != {e.digest for e in record.entries}:
-            return self._gone()
+            return (yield from self._gone(record))
         if not truthful(record, deltas, self.session.max_work):
             return self._lie(record)
         mean = yield Work(lambda: mean_in_parts(record, deltas, self._layout))
@@ -284,7 +335,7 @@ class FragmentProtocol:
     def _begin_averaging(self, record: Record) -> Task[bool]:
         heads = yield from self.round_store.listed(record)
         if heads is None:
-            return self._gone()
+            return (yield from self._gone(record))
         if isinstance(heads, Invalid) or not self._layout.cut or not truthful(record, heads, self.session.max_work):
             return self._lie(record)
         self._round.averaging = Averaging(record, heads, self._layout, self.session, self.outbox.own)
@@ -294,20 +345,38 @@ class FragmentProtocol:
         try:
             mean = yield from averaging.tick()
         except Gone:
-            return self._gone()
+            return (yield from self._gone(averaging.record))
         if mean is None:
             return False
         return (yield from self._followed(averaging.record, mean, averaging.received))
 
-    def _gone(self) -> bool:
+    def _gone(self, record: Record) -> Task[bool]:
         """Wait for a snapshot, and look again later: what is gone may only be away."""
         if isinstance(self._mode, _Jumping):
             return False  # meanwhile the core found that it holds other bits
         self._round.lacks()
         self._round.averaging = None
+        lacking = self.session.clock() - (self._round.lacking_since or 0.0)
+        if lacking >= VOID and (yield from self._replace(record)):
+            return True
         until, late = self.session.clock() + self.session.options.ttl, self._mode == _Following(late=True)
         self._mode = _Jumping(self.frontier + 1, until, late)
         return False
+
+    def _replace(self, record: Record) -> Task[bool]:
+        """Put another record in the place of one whose deltas are lost, unless some member has followed it."""
+        own = self.outbox.acknowledged
+        following, _, _ = yield from self.round_store.record(record.index + 1, record.link)
+        if following is not None or own is None or self.held != self.frontier:
+            return False
+        yield from self._round.reread()
+        proposal = yield from self._round.propose(self.previous, self.fingerprint, own)
+        if proposal is None:
+            return False
+        replaced = yield from self.round_store.close(replace(proposal, voids=record.digest), 1)
+        if replaced is not None:
+            self.session.event("void", fragment=self.number, index=record.index, by=record.by)
+        return replaced is not None
 
     def _lie(self, record: Record) -> bool:
         self.round_store.void.add(record.digest)
@@ -364,6 +433,10 @@ class FragmentProtocol:
 
     def _load(self, jumping: _Jumping) -> Task[None]:
         """Jump to the newest snapshot; if there is none yet, ask the others for one."""
+        if jumping.against is not None:
+            if not (yield from self._judge(jumping.against)):
+                return
+            self._mode = jumping = _Jumping(0)
         loaded = yield from self.snapshots.load(jumping.least, jumping.before)
         if loaded is None and jumping.before is not None:
             raise Diverged(f"fragment {self.number}: round {jumping.before} was read differently from the "

@@ -14,8 +14,10 @@ from diloco.bucket.rounds import (
     Contribution,
     Link,
     Record,
+    count_votes,
     folder,
     heads_name,
+    member_of,
     pieces_name,
     place_of,
     read_record,
@@ -129,11 +131,12 @@ class RoundStore:
                     return found
                 if not record.voids:
                     return None
-            if found is not None:
+            if found is not None:  # what lies behind it may be the record of the round
                 names = yield List(folder(self.fragment, record.index))
-                slot += 1
-                while listed := self._slots(record.index, slot, names):
-                    slot += len(listed)
+                counts, free, _ = yield from self.record(record.index, record.previous, names)
+                if counts is not None and counts.digest != record.voids:
+                    return counts
+                slot = max(slot + 1, free)
 
     def _read_slot(self, index: int, slot: int, previous: Link | None) -> Task[Record | Invalid | None]:
         """Garbage is read once, as anybody may put any amount of it."""
@@ -152,6 +155,14 @@ class RoundStore:
                 self._bad.pop(next(iter(self._bad)))
         return found
 
+    def outvoted(self, record: Record) -> Task[bool]:
+        """Whether more members have sent a delta for the round against one other state than against the one that its
+        record says. At a tie the record stands."""
+        names = yield List(folder(self.fragment, record.index))
+        heads = yield from self.heads(sorted(filter(member_of, names)))
+        mine, others = count_votes((head for head in heads if isinstance(head, Contribution)), record.fingerprint)
+        return others > mine
+
     def reaches(self, index: int) -> Task[bool]:
         """Whether the round was closed, judged by its first slot alone."""
         return (yield Size(record_name(self.fragment, index, 0))) is not None
@@ -161,19 +172,23 @@ class RoundStore:
         return (yield from self._ahead.serve(_in_turn([self._delta(name) for name in names])))
 
     def heads(self, names: list[str]) -> Task[list[Contribution | Invalid | None]]:
-        """The same without the values, where deltas are in pieces."""
+        """The same without the values."""
         return (yield from _in_turn([self._head(name) for name in names]))
 
     def _head(self, name: str) -> Task[Contribution | Invalid | None]:
         place = place_of(name)
         assert place is not None
         try:
-            data = yield Read(name, PREFIX.size + HEADER)
+            cut = self.layout.cut
+            data = yield Read(name, PREFIX.size + HEADER, first=None if cut else PREFIX.size + HEADER)
             if data is None:
                 return None
-            return (
-                yield Work(lambda: read_head(self._envelope.open(name, "delta", data, 0), data, *place, self.layout))
-            )
+
+            def read() -> Contribution:
+                opened = self._envelope.open(name, "delta", data, 0 if cut else None, head=not cut)
+                return read_head(opened, data, *place, self.layout)
+
+            return (yield Work(read))
         except Invalid as reason:
             self._reject(name, reason)
             return reason

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -275,6 +276,13 @@ def one_per_member(deltas: Iterable[Contribution], fingerprint: int, mine: str) 
             if known is None or rank > (known.digest == mine, known.tokens, known.digest):
                 best[delta.member] = delta
     return [best[name] for name in sorted(best)]
+
+
+def count_votes(deltas: Iterable[Contribution], fingerprint: int) -> tuple[int, int]:
+    """How many members have sent a delta against the state with this fingerprint, and how many, at most, against the
+    same other one."""
+    votes = Counter(seen for _, seen in {(delta.member, delta.fingerprint) for delta in deltas})
+    return votes.pop(fingerprint, 0), max(votes.values(), default=0)
 
 
 def entries_of(deltas: Sequence[Contribution], max_work: float, mine: str) -> tuple[Entry, ...]:

@@ -135,12 +135,13 @@ class Snapshots:
             yield from self.refresh(frontier)
 
     def list(self) -> Task[list[str]]:
-        """Names, newest first. Several members may have put an initial one; the one that run.json names counts."""
+        """Names, newest first. Several members may have put an initial one; the one that run.json names counts, also if
+        the listing is late and does not show it."""
         found = yield List(snapshot_folder(self.fragment))
         names = sorted((name for name in found if index_of(name) or name == self._initial), reverse=True)
         if names:  # what is before the oldest was collected together with the snapshots there
             self._collected = max(self._collected, index_of(names[-1]) or 0)
-        return names
+        return names if self._initial in names or not self._initial else [*names, self._initial]
 
     def refresh(self, frontier: int | None = None) -> Task[None]:
         """Find the newest, among those that are not ahead of the frontier if one is given."""
@@ -189,7 +190,8 @@ class Snapshots:
         if following is None and branched:
             self.reject(head.name, Invalid("the run went on from another record than it names"))
             return None
-        if following is not None and following.fingerprint != head.header["fingerprint"]:
+        other = following is not None and following.fingerprint != head.header["fingerprint"]
+        if following is not None and other and not (yield from self._rounds.outvoted(following)):
             self.reject(head.name, Invalid("the run went on from other bits"))
             return None
         return link

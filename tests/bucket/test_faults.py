@@ -2,10 +2,11 @@
 
 import pytest
 
-from diloco.bucket.rounds import Entry, Link, Record, folder, record_name
+from diloco import SGD, Diverged
+from diloco.bucket.rounds import Entry, Link, Record, folder, member_of, place_of, record_name
 from diloco.bucket.store.operations import List, Read
-from tests.support.players import GARBAGE, Player, World, complete
-from tests.support.sharing import crowd, small_pieces, together
+from tests.support.players import GARBAGE, SETTINGS, Player, World, complete
+from tests.support.sharing import crowd, rounds_of, small_pieces, together
 
 
 def slots_of(world, fragment, index):
@@ -77,3 +78,134 @@ def test_garbage_in_the_slots_of_a_round_is_read_once_and_many_at_a_time():
     late = Player(world, "b")
     late.turn()
     assert late.held[0] > 0 or late.reduce._protocols[0].frontier > 0
+
+
+@pytest.mark.parametrize("values", [1, 6])
+def test_a_record_whose_delta_is_lost_is_replaced_after_a_while_and_the_fragment_goes_on(values, monkeypatch):
+    """Also where all have stopped, and the one that starts again follows the records."""
+    small_pieces(monkeypatch)
+    world = World(1, values=values)
+    a, b = crowd(world, 2)
+    together((a, b), 2)
+    while not any(place_of(name) == (0, world.closed(0) + 1) and member_of(name) == "b" for name in world.objects):
+        b.step()
+        b.turn()
+        world.now += 0.1
+    lost = world.closed(0) + 1
+    own = next(d for d in b.reduce._protocols[0]._round.deltas.values() if d.member == "b")
+    other = Entry("b", "f" * 64, 1.0, 1.0)
+    record = Record(0, lost, b.reduce._protocols[0].previous, own.fingerprint, "b", (other,))
+    sealed = b.reduce.session.envelope.seal(record_name(0, lost, 0), "record", *record.sealed())
+    world.objects[sealed.name] = sealed.body
+    for player in (a, b):
+        for _ in range(4):
+            player.step()
+            player.turn()
+            world.now += 1.0
+    assert a.held == b.held == [lost - 1]
+    for _ in range(120):
+        for player in (a, b):
+            player.turn()
+            player.step()
+        world.now += 10.0
+    assert min(a.held[0], b.held[0]) > lost + 3 and len(slots_of(world, 0, lost)) == 2
+    assert "void" in [e["event"] for p in (a, b) for e in p.reduce.events()]
+    late = Player(world, "c")
+    late.turn()
+    together((a, b, late), a.held[0] + 3)
+    assert any(len(outcome.members) == 3 for outcome in rounds_of(late))
+
+
+class Flipping(SGD):
+    """The outer optimizer on a machine with a broken memory: after some rounds, one value is another."""
+
+    rounds: tuple[int, ...] = ()
+    done = 0
+
+    def step(self, anchor, delta, state, stage):
+        super().step(anchor, delta, state, stage)
+        object.__setattr__(self, "done", self.done + 1)
+        if self.done in self.rounds:
+            anchor[0] += 1.0
+
+    def __repr__(self):
+        return repr(SGD(self.lr))
+
+
+def with_one_flipping(count, rounds, first):
+    """Members of which one computes other bits after these rounds; it closes rounds before the others, or after."""
+    world = World(1)
+    world.holds = lambda *_: None
+    flipping = Flipping(1.0)
+    object.__setattr__(flipping, "rounds", rounds)
+    bad = Player(world, "m", rate=5.0, settings=SETTINGS | {"outer": flipping})
+    good = [Player(world, "abcdz"[k], rate=float(1 + k)) for k in range(count - 1)]
+    players = [bad, *good] if first else [*good, bad]
+    for player in (*players, *players):
+        player.turn()
+    return world, players, good, bad
+
+
+def train(world, players, turns):
+    """Those that stop with an error are no longer there. Returns these errors."""
+    stopped = {}
+    for _ in range(turns):
+        for player in players:
+            if player.name not in stopped:
+                try:
+                    player.step()
+                    player.turn()
+                except Diverged as error:
+                    stopped[player.name] = str(error)
+        world.now += 0.5
+    return stopped
+
+
+ALWAYS = tuple(range(3, 1000))
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["it closes first", "it closes last"])
+@pytest.mark.parametrize("count", [3, 4])
+def test_one_member_with_other_bits_does_not_become_the_run(count, first):
+    world, players, good, _ = with_one_flipping(count, ALWAYS, first)
+    stopped = train(world, players, 160)
+    assert set(stopped) == {"m"} and "computes other bits" in stopped["m"]
+    held = [player.held[0] for player in good]
+    assert min(held) > 15 and max(held) - min(held) < 2
+    anchors = {p.held[0]: p.diloco._fragments[0].state.fingerprint() for p in good}
+    assert all(anchors[p.held[0]] == p.diloco._fragments[0].state.fingerprint() for p in good)
+    assert all("m" not in outcome.members for outcome in rounds_of(good[0])[-5:])
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["it closes first", "it closes last"])
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_one_flipped_bit_is_computed_again_and_everybody_goes_on(count, first):
+    world, players, _, bad = with_one_flipping(count, (3,), first)
+    assert not train(world, players, 160)
+    go_on = [len(outcome.members) for outcome in rounds_of(players[0])[-5:]]
+    assert go_on == [count] * 5 and "diverged" in [e["event"] for e in bad.reduce.events()]
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["it closes first", "it closes last"])
+def test_of_two_members_with_other_bits_one_goes_on_and_the_other_stops(first):
+    """Nobody can tell which one is right."""
+    world, players, *_ = with_one_flipping(2, ALWAYS, first)
+    stopped = train(world, players, 200)
+    assert len(stopped) == 1 and "nobody can tell" in next(iter(stopped.values()))
+    last = next(player for player in players if player.name not in stopped)
+    held = last.held[0]
+    train(world, [last], 40)
+    assert last.held[0] > held + 3
+
+
+def test_a_record_closed_early_against_other_bits_is_outvoted():
+    """It was closed while the others had not sent yet."""
+    world, players, good, bad = with_one_flipping(3, (3,), True)
+    together(players, 3)
+    while bad.held[0] < 5:  # alone, for two rounds at least
+        bad.step()
+        bad.turn()
+        world.now += 40.0
+    stopped = train(world, players, 200)
+    assert not set(stopped) & {player.name for player in good}
+    assert min(player.held[0] for player in good) > 10

@@ -405,7 +405,7 @@ def test_an_object_that_is_different_at_every_look_is_not_read_for_ever():
     rounds = RoundStore.reader(0, Envelope("0" * 16))
     world = World()
     answers = (f"garbage {k}".encode() for k in range(1000))
-    world.attempt = lambda operation: next(answers)
+    world.attempt = lambda operation: [next(answers) for _ in operation.operations]
     assert complete(world, rounds.record(1, Link())) == (None, 0, False)
 
 

@@ -83,7 +83,8 @@ class World:
             while True:
                 record = self.record(fragment, index, previous)
                 known = self.records.get((fragment, index))
-                if known and (record is None or record.digest != known) and not self.tolerant:
+                replaced = record is not None and record.voids == known
+                if known and (record is None or record.digest != known) and not replaced and not self.tolerant:
                     raise Violation(f"the record of fragment {fragment}, round {index} is gone or another")
                 if record is None:
                     break
@@ -94,12 +95,13 @@ class World:
                 counted |= set(digests)
                 previous, index = record.link, index + 1
 
-    def record(self, fragment, index, previous):
-        slot = 0
+    def record(self, fragment, index, previous, slot=0, voided=None):
+        """`voided`: only what stands in for this record counts."""
         while (data := self.objects.get(name := record_name(fragment, index, slot))) is not None:
             held = self._read.get(name)
-            if held and held[0] is data and held[1] == previous:
-                return held[2]
+            if held and held[0] is data and held[1] == previous and (not voided or held[2].voids == voided.digest):
+                record = held[2]
+                return self.record(fragment, index, previous, slot + 1, record) or record
             try:
                 record = read_record(
                     Envelope(self.run, self.key).open(name, "record", data, None), fragment, index, previous
@@ -109,8 +111,11 @@ class World:
                     raise Violation(f"a member has written {name}, which is not valid: {reason}") from reason
                 slot += 1
                 continue
+            if voided is not None and record.voids != voided.digest:
+                slot += 1
+                continue
             self._read[name] = data, previous, record
-            return record
+            return self.record(fragment, index, previous, slot + 1, record) or record
         return None
 
     def closed(self, fragment):
