@@ -9,7 +9,7 @@ export PIP_CONSTRAINT := constraints.txt
 # Images often set this. The tests start many interpreters, and each would compile all that it imports.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo picture docs test test-frameworks test-slurm test-fast lint format wheel sanitize browser bench netlab autopilot bucket scale chaos parity parity-quick clean
+.PHONY: help demo picture docs test test-frameworks test-slurm test-fast fuzz lint format wheel sanitize browser bench netlab autopilot bucket scale chaos parity parity-quick clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## */\1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -31,6 +31,9 @@ test-slurm: .venv/ready  ## a real Slurm with two nodes on this machine, install
 
 test-fast: .venv/ready  ## tests that start no process: about a minute
 	$(PYTEST) -n $(FAST_JOBS) -m 'not slow'
+
+fuzz: .venv/ready  ## 30,000 damaged objects and 20,000 names for members of a bucket to read; ten minutes
+	FUZZ=100 $(BIN)/python -m pytest --timeout 0 tests/bucket/test_fuzz.py
 
 lint: .venv/ready  ## formatting, lint, types, directions of imports
 	$(BIN)/ruff format --check .

@@ -11,7 +11,7 @@ from diloco.bucket.rounds import Contribution, Record, pieces_name, share_name
 from diloco.bucket.session import Session
 from diloco.bucket.shares import Average, encoded_share, largest, read_share, seal_share, turns_to_average
 from diloco.bucket.store.envelope import HEADER, PREFIX, Answer, Invalid, read_twice
-from diloco.bucket.store.operations import Create, Pause, Read, Task, Work, together
+from diloco.bucket.store.operations import Create, Read, Task, Work, together, until_there
 from diloco.reduce.mean import Encoded
 
 BEGINNING = 4096
@@ -106,14 +106,7 @@ class Averaging:
         """Average a share and put it."""
         payload = yield from self._average(share)
         sealed = yield Work(partial(seal_share, self._envelope, self.record, share, self._slots[share], payload))
-        pause = 0.05
-        while True:
-            yield Create(sealed.name, sealed.body)
-            there: Answer | None = yield Read(sealed.name, 0, first=BEGINNING)
-            if there is not None:
-                break
-            yield Pause(pause)  # refused although nothing is there: a conflict with another write, which failed
-            pause = min(2 * pause, 5.0)
+        there = yield from until_there(Create(sealed.name, sealed.body), Read(sealed.name, 0, first=BEGINNING))
         if there == sealed.body[:BEGINNING]:
             self._found[share] = encoded_share(payload, share, self._layout)
             return

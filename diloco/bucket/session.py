@@ -131,6 +131,8 @@ class Session:
         data = yield from create(UNIT, body, PREFIX.size + HEADER)
         try:
             agreed = self.envelope.open(UNIT, "unit", data, 0).text("unit")
+            if agreed not in ("tokens", "steps"):
+                raise Invalid("it is neither tokens nor steps")
         except Invalid as reason:  # not written by a member: there is nothing to compare with
             return self.reject(UNIT, reason)
         if agreed != unit:

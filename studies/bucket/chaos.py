@@ -1,9 +1,9 @@
 """Members of a bucket, and what they meet in, disturbed in every way. Run: python -m studies.bucket.chaos [--events N]
 
-Real processes that train a small regression, first over a folder, then over an S3 server in this process, with the
-bucket's own defaults. Half of the events each. A witness reads the store past all faults and follows the chain of
+Real processes that train a small regression with the bucket's own defaults: half of the events over a folder, half over
+an S3 server in this process, signed and encrypted. A witness reads the store past all faults and follows the chain of
 records; members write down which states they held. As root the folder is a file system of its own, in a mount
-namespace of this process, which can be full or read-only.
+namespace of this process, which can be full or read-only. In the end the S3 server is rolled back by some seconds.
 """
 
 import argparse
@@ -15,7 +15,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -26,20 +26,23 @@ from diloco.bucket.rounds import Link
 from diloco.bucket.run import read_run
 from diloco.bucket.store.envelope import Envelope
 from diloco.bucket.store.store import Store
-from studies.bucket.faults import Crowd, FolderMedium, Medium, ServerMedium, prepare
+from studies.bucket.faults import AWAY, Crowd, FolderMedium, Medium, ServerMedium, prepare
 from studies.bucket.life import FRAGMENTS
+from studies.bucket.s3_server import LISTS, Server
 
 RESULTS = Path(__file__).parent / "chaos.json"
 EVERY = 1.1
 """Seconds between two events, on average."""
 RESTART = 20.0
 """Seconds in which all that were killed together are waited for, before anything else happens."""
-END = 180.0
-"""Seconds in which everybody must join, close rounds and leave in the end."""
+END = 150.0
+"""Seconds in which everybody must have joined and closed rounds in the end, and then have left."""
+BACK = 10.0
+"""Seconds by which the server is rolled back."""
 SPENT = ("seconds", "cpu", "waited", "others ran", "others waited", "rounds", "step")
 """What is kept of the longest hooks."""
 KINDS = {"kill": 5, "stop": 5, "start": 9, "all killed at once": 1, "same name twice": 2, "leave": 3,
-         "leave and join": 3, "medium": 5}  # fmt: skip
+         "leave and join": 3, "bit flip": 1, "clock jumps an hour": 2, "medium": 6}  # fmt: skip
 """Events and how often they come, where they can."""
 
 
@@ -58,11 +61,12 @@ class Witness:
     def look(self) -> None:
         if self._store is None:
             store = Store(self._medium.watched())
-            run = store.run(read_run(None), nullcontext())
+            run = store.run(read_run(self._medium.secret), nullcontext())
             if run is None:
                 return
             self._store = store
-            self._rounds = [RoundStore.reader(f, Envelope(run.id)) for f in range(FRAGMENTS)]
+            envelope = Envelope(run.id, self._medium.secret)
+            self._rounds = [RoundStore.reader(f, envelope) for f in range(FRAGMENTS)]
         for fragment in range(FRAGMENTS):
             self._follow(fragment)
 
@@ -112,7 +116,8 @@ class Campaign:
     def run(self, events: int) -> None:
         for name in self.crowd.names:
             self.crowd.start(name)
-        self.until(lambda: len(self.witness.digests) > 2 * FRAGMENTS, 60.0)
+        if not self.until(lambda: len(self.witness.digests) > 2 * FRAGMENTS, 60.0) or self.crowd.dead():
+            raise RuntimeError(f"the run does not start; the last lines: {self.lines[-3:]}")
         next_at = time.monotonic()
         while sum(self.happened.values()) < events:
             self.tick()
@@ -124,31 +129,62 @@ class Campaign:
         self.heal()
         self.crowd.wake(everybody=True)
 
-    def end(self) -> float:
-        """Everybody returns, closes rounds and leaves. Returns the seconds that it takes."""
+    def end(self) -> Record:
+        """Everybody returns, closes rounds and leaves."""
         began = time.monotonic()
         self._joining.clear()  # all return now, and nobody after all have left
-        for name in self.crowd.dead():
-            self.crowd.start(name)
-        before = len(self.witness.digests)
-        self.until(lambda: len(self.witness.digests) > before + 3 * FRAGMENTS and not self.waiting(), END)
+        out = self.go_on(lambda: len(self.witness.digests))
         for name in self.crowd.living():
             self.crowd.leave(name)
         self.until(lambda: not self.crowd.living(), END)
+        out["finish() that did not return"] = len(self.crowd.living())
         self.witness.look()
         self.witness.check()
-        return time.monotonic() - began
+        return {"seconds to the end": time.monotonic() - began, **out}
 
-    def until(self, condition: Callable[[], bool], seconds: float) -> None:
+    def go_on(self, closed: Callable[[], int]) -> Record:
+        """Everybody returns and closes rounds."""
+        for name in self.crowd.dead():
+            self.crowd.start(name)
+        before = closed()
+        self.until(lambda: closed() > before + 3 * FRAGMENTS and not self.waiting(), END)
+        return {"members that could not join in the end": len(self.waiting()) + len(self.crowd.dead()),
+                "rounds closed in the end": closed() - before}  # fmt: skip
+
+    def roll_back(self, server: Server) -> Record:
+        """The server forgets some seconds, under members that live and know more; then all are killed and return, some
+        with a checkpoint that the store knows nothing about. What was closed is lost by intent here."""
+        self.go_on(server.closed)
+        self.read()
+        before, seen = self.crowd.lives, len(self.lines)
+        server.roll_back(BACK)
+        self.until(lambda: False, BACK)
+        self.kill_all()
+        ended = self.go_on(server.closed)
+        self.read()
+        later = self.lines[seen:]
+        self.lines = self.lines[:seen]
+        return {
+            "said by members that lived on": _count(
+                line["event" if line["what"] == "event" else "error"] for line in later
+                if line["life"] <= before and line["what"] in ("event", "ended")
+            ),
+            "said by members that returned": _count(
+                line["event" if line["what"] == "event" else "text"][:80] for line in later
+                if line["life"] > before and line["what"] in ("event", "ended")
+            ),
+            "states with several fingerprints": self._forked(line for line in later if line["life"] > before)[1],
+            **ended,
+        }  # fmt: skip
+
+    def until(self, condition: Callable[[], bool], seconds: float) -> bool:
+        """False, if it did not happen in time."""
         deadline = time.monotonic() + seconds
         while not condition():
             self.tick()
-            for name in self.crowd.dead() if not self.happened else ():
-                raise RuntimeError(f"{name} died at the start: {self.lines[-3:]}")
             if time.monotonic() > deadline:
-                raise RuntimeError(
-                    f"a deadlock: nothing has come of {seconds:.0f} s; the last lines: {self.lines[-5:]}"
-                )
+                return False
+        return True
 
     def tick(self) -> None:
         """See what there is, and measure how long there was no round while somebody could have made one."""
@@ -156,9 +192,10 @@ class Campaign:
         now = time.monotonic()
         self.crowd.wake()
         self.read()
-        self.witness.look()
         if self._failing and now >= self._failing[1]:
             self.heal()
+        if not (self._failing and self._failing[0] == AWAY):
+            self.witness.look()
         for name, at in [each for each in self._joining if now >= each[1]]:
             self._joining.remove((name, at))
             if name in self.crowd.dead():
@@ -198,16 +235,19 @@ class Campaign:
 
     def act(self) -> str | None:
         crowd, able, dead = self.crowd, self.crowd.able(), self.crowd.dead()
+        joined = [name for name in able if self.life_of(name) in self._joined]
         possible = {
             "kill": len(able) > 1, "stop": len(able) > 1, "start": bool(dead), "all killed at once": len(able) > 1,
             "same name twice": bool(able), "leave": len(able) > 1, "leave and join": len(able) > 1,
+            "bit flip": len(joined) > 2, "clock jumps an hour": bool(joined),
             "medium": bool(self.medium.faults) and self._failing is None,
         }  # fmt: skip
         kinds = [kind for kind, possible in possible.items() if possible]
         if not kinds:
             return None
         kind = self.chance.choices(kinds, [KINDS[kind] for kind in kinds])[0]
-        who = self.chance.choice(dead if kind == "start" else able or crowd.names)
+        among = {"start": dead, "bit flip": joined, "clock jumps an hour": joined}
+        who = self.chance.choice(among.get(kind, able) or crowd.names)
         match kind:
             case "kill":
                 crowd.kill(who)
@@ -223,6 +263,10 @@ class Campaign:
                 crowd.leave(who)
                 if kind == "leave and join":
                     self._joining.append((who, time.monotonic() + self.chance.uniform(0.2, 3.0)))
+            case "bit flip":
+                crowd.flip(who)
+            case "clock jumps an hour":
+                crowd.jump(who)
             case "medium":
                 return self.fail()
         return kind
@@ -243,7 +287,7 @@ class Campaign:
 
     def fail(self) -> str:
         fault = self.chance.choice(self.medium.faults)
-        seconds = self.chance.uniform(1.0, 5.0)
+        seconds = 10.0 if fault in LISTS else self.chance.uniform(1.0, 5.0)
         self._failing = (fault, time.monotonic() + seconds)
         self.broken.append((time.monotonic(), float("inf")))
         self.medium.fail(fault)
@@ -255,25 +299,46 @@ class Campaign:
             self._failing = None
             self.broken[-1] = (self.broken[-1][0], time.monotonic())
 
-    def report(self, seconds: float, ending: float) -> Record:
+    def _forked(self, lines: Iterable[Record]) -> tuple[int, int, int]:
+        """States that were compared, those that members held with different bits, and lives that were left with a
+        flipped bit: whose last state, two rounds after it, is none that another life held."""
+        holders: dict[tuple[int, int], dict[int, set[int]]] = {}  # state: fingerprint: lives
+        flipped: dict[tuple[int, int], list[Record]] = {}  # life and fragment: what it held since
+        for line in lines:
+            if line["what"] == "flipped":
+                flipped[line["life"], line["fragment"]] = []
+            if line["what"] != "holds":
+                continue
+            if (since := flipped.get((line["life"], line["fragment"]))) is not None:
+                since.append(line)
+                continue
+            state = holders.setdefault((line["fragment"], line["index"]), {})
+            state.setdefault(line["fingerprint"], set()).add(line["life"])
+        wrong = [held[-1] for held in flipped.values() if len(held) > 2]
+        wrong = [
+            line
+            for line in wrong
+            if line["fingerprint"] not in holders.get((line["fragment"], line["index"]), [line["fingerprint"]])
+        ]
+        return len(holders), sum(len(state) > 1 for state in holders.values()), len(wrong)
+
+    def report(self, seconds: float, ending: Record) -> Record:
         said: dict[str, list[Record]] = {}
         for line in self.lines:
             said.setdefault(line["what"], []).append(line)
-        states: dict[tuple[int, int], set[int]] = {}
-        for line in said.get("holds", []):
-            states.setdefault((line["fragment"], line["index"]), set()).add(line["fingerprint"])
+        compared, forked, wrong = self._forked(self.lines)
         calm = [line for line in said.get("joined", []) if not self._disturbed(line, line["seconds"])]
         slow = [line for line in said.get("hook", []) if not self._stopped(line, line["seconds"])]
         hooks = [line["seconds"] for line in slow]
         losses = [line["loss"] for line in said.get("trains", [])]
         events = [line["event"] for line in said.get("event", [])]
         return {
-            "events": dict(sorted(self.happened.items())), "seconds": seconds, "seconds to the end": ending,
+            "events": dict(sorted(self.happened.items())), "seconds": seconds, **ending,
             "starts": self.crowd.lives, "of these": self.crowd.started,
             "records": len(self.witness.digests), "members a record": statistics.mean(self.witness.members),
             "records changed or lost": self.witness.lost + self.medium.spoiled(),
-            "states compared": len(states),
-            "states with several fingerprints": sum(len(each) > 1 for each in states.values()),
+            "states compared": compared, "states with several fingerprints": forked,
+            "lives left with a flipped bit": wrong,
             "longest without a round": self.longest,
             "joins": _spread([line["seconds"] for line in said.get("joined", [])]),
             "joins while nothing else was wrong": _spread([line["seconds"] for line in calm]),
@@ -328,8 +393,10 @@ def campaign(kind: str, events: int, seed: int, clocks: bool) -> Record:
         began = time.monotonic()
         try:
             disturbed.run(events)
-            ending = disturbed.end()
-            return disturbed.report(time.monotonic() - began, ending)
+            found = disturbed.report(time.monotonic() - began, disturbed.end())
+            if isinstance(medium, ServerMedium):
+                found["rolled back"] = disturbed.roll_back(medium.server)
+            return found
         finally:
             disturbed.crowd.end()
             medium.end()
@@ -346,6 +413,14 @@ def targets(values: Record) -> list[Target]:
                sum(found["states with several fingerprints"] for found in each), at_most=0),
         Target("members that had joined and ended, and whose name nobody has taken",
                sum(sum(found["ends that nobody asked for"].values()) for found in each), at_most=0),
+        Target("members that could not join in the end, or whose finish() did not return",
+               sum(found["members that could not join in the end"] + found["finish() that did not return"]
+                   for found in each), at_most=0),
+        Target("rounds after the server was rolled back",
+               min((found["rolled back"]["rounds closed in the end"] for found in each if "rolled back" in found),
+                   default=FRAGMENTS), at_least=FRAGMENTS),
+        Target("lives that were left with a flipped bit", sum(found["lives left with a flipped bit"] for found in each),
+               at_most=0),
         Target("longest time without a closed round while somebody trains, s",
                max(found["longest without a round"] for found in each), at_most=15),
         Target("joins, median, s", max(join["median"] for join in joins), at_most=2),

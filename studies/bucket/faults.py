@@ -16,13 +16,15 @@ from typing import Any, Protocol
 
 from diloco.bucket.rounds import ROUNDS, folder, place_of
 from diloco.bucket.store.backend import Backend, open_store
+from diloco.bucket.store.cipher import Encrypted
 from diloco.bucket.store.operations import List
 from studies.bucket.life import FRAGMENTS, Life, live
-from studies.bucket.s3_server import REFUSALS, Fault, Server
+from studies.bucket.s3_server import LISTS, REFUSALS, STATUS, Fault, Server
 
 MEGABYTES = 256
 """Of the file system that becomes full."""
 HOSTILE = "hostile names"
+AWAY = "folder moved away"
 context = multiprocessing.get_context("forkserver")
 
 
@@ -39,6 +41,7 @@ class Medium(Protocol):
 
     url: str
     environment: Mapping[str, str]
+    secret: bytes | None  # that members share
     faults: tuple[str, ...]
     stops: tuple[str, ...]  # faults during which nothing can be put
 
@@ -53,8 +56,9 @@ class FolderMedium:
     """A folder; as root on a file system of its own, which can be full or read-only."""
 
     environment: Mapping[str, str] = MappingProxyType({})
+    secret: bytes | None = None
     faults: tuple[str, ...] = ()
-    stops: tuple[str, ...] = ("full disk", "read-only")
+    stops: tuple[str, ...] = ("full disk", "read-only", AWAY)
 
     def __init__(self, place: Path) -> None:
         self._chance = random.Random(0)
@@ -62,8 +66,9 @@ class FolderMedium:
         self._place.mkdir()
         mount = ["mount", "-t", "tmpfs", "-o", f"size={MEGABYTES}m", "tmpfs", str(self._place)]
         self._mounted = os.geteuid() == 0 and subprocess.run(mount, capture_output=True).returncode == 0
-        self.faults = (*self.stops, HOSTILE) if self._mounted else (HOSTILE,)
+        self.faults = (*self.stops, HOSTILE) if self._mounted else (AWAY, HOSTILE)
         self.url = str(self._place / "bucket")
+        self._away = self._place / "away"
 
     def watched(self) -> Backend:
         return open_store(self.url)
@@ -71,6 +76,9 @@ class FolderMedium:
     def fail(self, fault: str) -> None:
         if fault == HOSTILE:
             return self._plant()
+        if fault == AWAY:
+            Path(self.url).rename(self._away)
+            return None
         if fault == "read-only":
             return self._remount("ro")
         with (self._place / "ballast").open("wb", buffering=0) as file:
@@ -96,6 +104,8 @@ class FolderMedium:
         if self._mounted:
             self._remount("rw")
         (self._place / "ballast").unlink(missing_ok=True)
+        if self._away.exists():
+            self._away.rename(self.url)
 
     def _remount(self, how: str) -> None:
         for _ in range(100):  # busy while somebody writes
@@ -114,8 +124,9 @@ class FolderMedium:
 class ServerMedium:
     """An S3 server."""
 
-    faults: tuple[str, ...] = ("500", "429/503", "slow", "cut", "reply lost", "hang", "reset", "gone", *REFUSALS,
-                               HOSTILE)  # fmt: skip
+    secret: bytes | None = bytes(range(32))
+    faults: tuple[str, ...] = (*STATUS, *LISTS, "slow", "cut", "reply lost", "done twice", "hang", "reset", "gone",
+                               *REFUSALS, HOSTILE)  # fmt: skip
     stops: tuple[str, ...] = ("hang", "gone", *REFUSALS)
     url = "s3://bucket/run"
 
@@ -124,7 +135,7 @@ class ServerMedium:
         self.environment: Mapping[str, str] = self.server.environment
 
     def watched(self) -> Backend:
-        return self.server
+        return Encrypted(self.server, self.secret) if self.secret else self.server
 
     def fail(self, fault: str) -> None:
         if fault == HOSTILE:
@@ -191,7 +202,8 @@ class Crowd:
         clock = self.chance.choice((0, 0, 0, 3600, -3600)) if self.clocks else 0
         threads = self.chance.choice((1, 1, 1, 2))
         life = Life(self.medium.url, name, str(self.folder), self.lives, self.chance.uniform(0.025, 0.05), threads,
-                    clock, self.chance.random() < 0.5, dict(self.medium.environment))  # fmt: skip
+                    clock, self.chance.random() < 0.5, self.lives > len(self.names), self.medium.secret,
+                    dict(self.medium.environment))  # fmt: skip
         for kind, counts in (("clock off by an hour", clock), ("two threads", threads > 1), ("with its checkpoint",
                              life.returns)):  # fmt: skip
             self.started[kind] = self.started.get(kind, 0) + bool(counts)
@@ -239,6 +251,12 @@ class Crowd:
 
     def leave(self, name: str) -> None:
         self.processes[name].terminate()
+
+    def flip(self, name: str) -> None:
+        os.kill(self.processes[name].pid, signal.SIGUSR1)
+
+    def jump(self, name: str) -> None:
+        os.kill(self.processes[name].pid, signal.SIGUSR2)
 
     def end(self) -> None:
         for process in [*self.processes.values(), *self.others]:

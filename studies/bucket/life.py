@@ -24,6 +24,8 @@ from diloco.bucket import Bucket
 
 FRAGMENTS, SYNC_EVERY = 3, 10
 SAVE_EVERY = 40
+HOUR = 3700.0
+"""Seconds by which a member's clock may jump: old objects are deleted after an hour."""
 LONG = 0.02
 """Seconds of a hook that is written down."""
 
@@ -38,6 +40,8 @@ class Life:
     threads: int = 1
     clock: int = 0  # seconds by which its wall clock is off
     returns: bool = True  # with its checkpoint, if there is one
+    join_only: bool = True
+    secret: bytes | None = None  # signs and encrypts all objects
     environment: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -67,7 +71,11 @@ def live(life: Life) -> None:
 
 def _train(life: Life, say: Callable[..., None]) -> None:
     leaving: list[int] = []
+    jumps: list[float] = []
+    flips: list[int] = []
     signal.signal(signal.SIGTERM, lambda *_: leaving.append(1))
+    signal.signal(signal.SIGUSR1, lambda *_: flips.append(1))
+    signal.signal(signal.SIGUSR2, lambda *_: jumps.append(HOUR))
     torch.manual_seed(0)
     teacher, model = _net(), _net()
     for parameter in teacher.parameters():
@@ -75,7 +83,8 @@ def _train(life: Life, say: Callable[..., None]) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     begun: list[_Moment] = []
     optimizer.register_step_post_hook(lambda *_: begun.append(_now()))  # before DiLoCo's own: the optimizer has ended
-    reduce = Bucket(life.url, life.name)
+    reduce = Bucket(life.url, life.name, key=life.secret, encrypt=life.secret, join_only=life.join_only)
+    reduce._clock = lambda: time.monotonic() + sum(jumps)
     diloco = DiLoCo(model, optimizer, sync_every=SYNC_EVERY, overlap=2, fragments=Balanced(FRAGMENTS), reduce=reduce)
     saved = Path(life.folder, f"{life.name}.pt")
     if life.returns and saved.exists():
@@ -107,6 +116,11 @@ def _train(life: Life, say: Callable[..., None]) -> None:
             if part.state.index != held[part.number]:
                 held[part.number] = part.state.index
                 say("holds", fragment=part.number, index=part.state.index, fingerprint=part.state.fingerprint())
+        if flips:
+            flips.clear()
+            flipped = step % FRAGMENTS
+            say("flipped", fragment=flipped)
+            _flip(diloco._fragments[flipped].state.anchor, step)
         for event in reduce.events():
             say("event", **event)
         if step % SAVE_EVERY == 0:
@@ -147,6 +161,12 @@ def _since(begun: _Moment) -> tuple[float, dict[str, float]]:
     _, own = spent.pop(threading.get_native_id())
     return seconds, {"cpu": cpu, "waited": own, "others ran": sum(ran for ran, _ in spent.values()),
                      "others waited": sum(waited for _, waited in spent.values())}  # fmt: skip
+
+
+def _flip(values: torch.Tensor, which: int) -> None:
+    """Flip one bit, as a bad memory module does."""
+    words = values.view(torch.int32)
+    words[which % len(words)] ^= 1 << 20
 
 
 def _net() -> nn.Module:

@@ -65,7 +65,7 @@ class Server(http.server.ThreadingHTTPServer):
                 case Read(name, limit, first):
                     data = self.objects.get(f"run/{name}", (None, 0.0))[0]
                     if data is None or first is not None:
-                        return data if data is None else data[:first]
+                        return data if data is None else data[operation.at :][:first]
                     return data if len(data) <= limit else Oversized(len(data))
                 case Size(name):
                     found = self.objects.get(f"run/{name}")
@@ -95,6 +95,11 @@ class Server(http.server.ThreadingHTTPServer):
             then = time.monotonic() - seconds
             kept = {key: (data, at) for key, data, at, until in self.deleted if at <= then < until}
             self.objects = kept | {key: found for key, found in self.objects.items() if found[1] <= then}
+
+    def closed(self) -> int:
+        """Closing records."""
+        with self.one:
+            return sum("/closed." in key for key in self.objects)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A member was killed in the middle of a request."""

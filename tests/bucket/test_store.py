@@ -13,7 +13,7 @@ from diloco import Balanced, DiLoCo, Float32
 from diloco.bucket import Bucket
 from diloco.bucket.store.backend import TIMEOUT, Failure, Obstore, open_store, patiently
 from diloco.bucket.store.limit import LARGE, MAX_TRANSFERS, STEADY, TransferLimit
-from diloco.bucket.store.operations import All, Create, Size, Work, Write
+from diloco.bucket.store.operations import All, Create, List, Read, Size, Work, Write
 from diloco.bucket.store.store import Closed, Store
 from diloco.errors import ConfigError
 from tests.support.members import PATIENT, until
@@ -254,3 +254,13 @@ def test_a_file_where_a_folder_should_be_is_a_failure_and_not_a_name_that_is_tak
     with pytest.raises(Failure):
         store.attempt(Create("rounds/x", b"1"))
     assert not list((tmp_path / "staging").iterdir())
+
+
+@pytest.mark.parametrize("operation", [Read("x", 9), Read("x", 0, first=1), Size("x"), List("x/"), Create("x", b"1")])
+def test_a_folder_that_is_moved_away_for_a_while_is_not_an_empty_one(tmp_path, operation):
+    """Who read nothing there would believe that records are gone."""
+    store = open_store(str(tmp_path / "bucket"))
+    (tmp_path / "bucket").rename(tmp_path / "away")
+    with pytest.raises(Failure):
+        store.attempt(operation)
+    assert not (tmp_path / "bucket").exists()

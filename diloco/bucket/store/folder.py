@@ -33,11 +33,13 @@ class Folder:
                 staged = self._stage(data)
                 os.replace(staged, self._place(name))
             case Read(name, limit, first):
+                self.root.lstat()  # a folder that is gone for a while is not an empty one
                 return self._read(self.root / name, limit, first, operation.at)
             case Size(name):
+                self.root.lstat()
                 return _size(self.root / name)
             case List(prefix, after):
-                self.root.lstat()  # a folder that is gone for a while is not an empty one
+                self.root.lstat()
                 return dict(_below(self.root / prefix, prefix, after))
             case Delete(name):
                 with suppress(IsADirectoryError, PermissionError):  # it is not ours, and would not be later either
