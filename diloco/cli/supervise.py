@@ -79,8 +79,8 @@ def _attend(
                 passed_on = len(asked)
                 first = passed_on == 1
                 trains = any(folder.glob("replica-*/metrics.jsonl"))
-                how = " after a few steps, with a checkpoint; again: at once, without" if trains else ""
-                print(f"stopping{how}" if first else "stopping at once", file=sys.stderr)
+                saving = "saving a checkpoint and stopping; press Ctrl-C again to stop now without saving"
+                print((saving if trains else "stopping") if first else "stopping now", file=sys.stderr)
                 _signal_all(processes, signal.SIGTERM if first else signal.SIGKILL)
             if failed_at is not None and time.monotonic() - failed_at > GRACE:
                 _signal_all(processes, signal.SIGKILL)

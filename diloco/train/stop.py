@@ -75,7 +75,7 @@ class Stop:
             signal.signal(number, self._before[number])
             os.kill(os.getpid(), number)
         if not self._asked:
-            text = "stopping after a few steps, with a checkpoint; again: at once, without"
+            text = "saving a checkpoint and stopping; press Ctrl-C again to stop now without saving"
             print(text, file=sys.stderr, flush=True)  # noqa: T201
         self._asked.add(number)
 

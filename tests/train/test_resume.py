@@ -59,7 +59,7 @@ def test_ctrl_c_leaves_a_checkpoint_of_one_step_and_a_report_and_resumes(place):
     stops = [e["step"] for m in (0, 1) for e in lines(place, "stopped", m, "events") if e["event"] == "stop"]
     assert len(stops) == 2 and len(set(stops)) == 1 and stops[0] < 2000
     assert (place / "runs/stopped/report.html").exists()
-    assert "stopping after a few steps, with a checkpoint" in err
+    assert "saving a checkpoint and stopping" in err
     command = "go on with: diloco train --resume --name stopped"
     assert err.splitlines()[-1] == f"diloco: stopped at step {stops[0]} of 2000, which is saved; {command}"
     assert out == ""

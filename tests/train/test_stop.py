@@ -62,4 +62,4 @@ def test_a_signal_asks_and_outside_the_context_it_does_what_it_did_before(capfd,
         assert came == [number, number]
     finally:
         signal.signal(number, before)
-    assert capfd.readouterr().err.count("stopping after a few steps, with a checkpoint") == 1
+    assert capfd.readouterr().err.count("saving a checkpoint and stopping") == 1
