@@ -3,10 +3,10 @@
 import logging
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -29,13 +29,14 @@ from diloco.flags import to_toml
 from diloco.fragment import Balanced, fragmenter
 from diloco.inner import INNERS
 from diloco.outer import OUTERS, Outer
+from diloco.pilot import autopilot
 from diloco.reduce import Reduce
 from diloco.reduce.collective import Collective
 from diloco.reduce.groups import gather_json
 from diloco.runs import folder as folders
-from diloco.runs.config import TrainConfig, outer_settings
+from diloco.runs.config import TUNED, TrainConfig, outer_settings
 from diloco.runs.phase import Phase
-from diloco.runs.schema import Event
+from diloco.runs.schema import Event, Step
 from diloco.runs.sinks import open_sinks
 from diloco.runs.writer import Writer
 from diloco.stats import Stats
@@ -44,14 +45,78 @@ from diloco.train.data import corpus as corpora
 from diloco.train.data.batches import Batches
 from diloco.train.data.corpus import Corpus
 from diloco.train.data.tokenizer import default_tokenizer, tokenizer_digest
-from diloco.train.defaults import describe, resolve
-from diloco.train.engage import engage
-from diloco.train.members import Fixed, Members
+from diloco.train.defaults import describe, lr_at, resolve
 from diloco.train.model import Windows, build
 from diloco.train.preflight import wrong_batch
 from diloco.world import World
 
 log = logging.getLogger("diloco")
+
+
+class Members(Protocol):
+    """What the loop asks of the members of a run. `diloco.train.elastic` has those that come and go."""
+
+    @property
+    def reduce(self) -> Reduce | None:
+        """None: the default process group."""
+        ...
+
+    @property
+    def over(self) -> bool:
+        """Whether the run has ended: no step is to come."""
+        ...
+
+    def begin(self, diloco: DiLoCo | None, start: int, folder: Path) -> None:
+        """Join the run. `start` is the step of the checkpoint that was loaded."""
+        ...
+
+    def batches(self, corpus: Corpus, sequences: int) -> Batches:
+        """What this process trains on, once it has joined."""
+        ...
+
+    def lr(self, step: int) -> float:
+        """Inner learning rate of the step that comes next."""
+        ...
+
+    def after(self, step: int, writer: Writer, known: Step | None) -> None:
+        """A step is done. `known`: the newest one whose loss is known."""
+        ...
+
+    def evaluated(self, loss: float) -> None:
+        """The anchors have this loss."""
+        ...
+
+    def stopped(self) -> None:
+        """This member was asked to stop, and has saved."""
+        ...
+
+
+class Fixed:
+    """A number of replicas that stays the same, all of which do `config.steps` steps."""
+
+    reduce = None
+
+    def __init__(self, config: TrainConfig, world: World) -> None:
+        assert config.steps is not None
+        self._config, self._world, self._steps, self.over = config, world, config.steps, False
+
+    def begin(self, diloco: DiLoCo | None, start: int, folder: Path) -> None:
+        self.over = start >= self._steps
+        if diloco:
+            diloco.join()
+
+    def batches(self, corpus: Corpus, sequences: int) -> Batches:
+        return corpus.batches(self._world.rank, self._world.size, sequences, self._config.context, self._config.seed)
+
+    def lr(self, step: int) -> float:
+        return lr_at(self._config, step)
+
+    def after(self, step: int, writer: Writer, known: Step | None) -> None:
+        self.over = step >= self._steps
+
+    def evaluated(self, loss: float) -> None: ...
+
+    def stopped(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -156,9 +221,29 @@ def prepare(config: TrainConfig, world: World, folder: Path) -> Prepared:
              "torch": torch.__version__, "diloco": __version__}  # fmt: skip
     run.writer.write(Event("resume" if run.start else "start", run.writer.seconds(), run.start, about))
     if run.diloco and config.auto and config.method == "streaming":
-        engage(run.diloco, config, world, folder, run.writer)
+        _start_autopilot(run.diloco, run, folder)
     phase.say("training")
     return run
+
+
+def _start_autopilot(diloco: DiLoCo, run: Prepared, folder: Path) -> None:
+    """What it chooses is shown, written down, and stored as the run's settings."""
+    config, world, writer = run.config, run.world, run.writer
+
+    def say(text: str, values: Mapping[str, Any]) -> None:
+        if values and world.shard == 0:
+            writer.write(Event("autopilot", writer.seconds(), diloco.step_count, values))
+        if values and world.local_rank == 0:  # on every machine, each of which may resume
+            # A checkpoint cannot be loaded without these; the overlap stays auto.
+            stored = {name: values[name] for name in TUNED if name != "overlap"}
+            folders.store(folder, to_toml(replace(config, **stored)), world.rank)
+        if world.rank:
+            return
+        log.info(text)
+        with (folder / "derived.txt").open("a") as file:
+            file.write(text + "\n")
+
+    autopilot(diloco, keep=config.kept, steps=config.steps, say=say)
 
 
 def _store(config: TrainConfig, world: World, folder: Path) -> None:
