@@ -1,6 +1,5 @@
-"""Ray Train itself: examples/ray_train.py and the diff of docs/frameworks.md, with two workers in one small cluster."""
+"""Ray Train itself: examples/ray_train.py, with two workers in one small cluster."""
 
-import json
 import os
 import subprocess
 import sys
@@ -9,10 +8,9 @@ from ast import literal_eval
 import pytest
 import torch
 
-from tests.support.frameworks import COMMON, ROOT, after, shown
+from tests.support.frameworks import COMMON, ROOT
 
 pytestmark = pytest.mark.timeout(1500)
-RAY = shown("Ray Train")
 CLUSTER = """
 import ray, runpy, sys
 ray.init(num_cpus=2, num_gpus=0, include_dashboard=False, object_store_memory=100_000_000)
@@ -36,27 +34,6 @@ ray_train.loop = dies_once
 sys.argv[1:] = ["disturbed", "20"]
 ray_train.main()
 """
-LOOP = """
-import ray.train.torch
-from pathlib import Path
-from ray.train import RunConfig, ScalingConfig
-from ray.train.torch import TorchConfig, TorchTrainer
-class Loss(torch.nn.Module):
-    def forward(self, x):
-        return (x - 1).square().mean()
-def build():
-    rank = ray.train.get_context().get_world_rank()
-    torch.manual_seed(rank)
-    model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(6)), Loss())
-    return model, torch.optim.AdamW(model.parameters(), lr=1e-2), [torch.randn(4, 8) for _ in range(12)]
-reported = Path("reported").absolute()
-class Log(ray.train.UserCallback):
-    def after_report(self, run_context, metrics, checkpoint):
-        with reported.open("a") as file:
-            print(json.dumps(metrics), file=file)
-scaling, run = ScalingConfig(num_workers=2), RunConfig(storage_path=os.getcwd(), name="diff", callbacks=[Log()])
-TorchTrainer(loop, scaling_config=scaling, torch_config=TorchConfig(backend="gloo"), run_config=run).fit()
-"""
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +44,7 @@ def ran(tmp_path_factory):
 sys.argv[1:] = ["undisturbed", "20"]
 runpy.run_path("{ROOT}/examples/ray_train.py", run_name="__main__")
 """
-    (folder / "program.py").write_text(COMMON + CLUSTER + example + FAILS + after(RAY) + LOOP + "\nray.shutdown()\n")
+    (folder / "program.py").write_text(COMMON + CLUSTER + example + FAILS + "\nray.shutdown()\n")
     environment = {
         **os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1",
         "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "1200",  # a worker's imports take a minute on a busy machine
@@ -107,9 +84,3 @@ def test_after_the_death_of_a_worker_it_ends_with_the_same_bits(ran):
     expected = checkpoints(folder / "undisturbed")[-1]
     for one, other in zip(expected, checkpoints(folder / "disturbed")[-1], strict=True):
         assert equal(one, other)
-
-
-def test_the_diff_is_short_and_its_figures_are_in_the_report(ran):
-    reports = [json.loads(line) for line in (ran[0] / "reported").read_text().splitlines()]
-    assert len(reports) == 12 and [len(each) for each in reports] == [2] * 12  # of each step, from both workers
-    assert all(each["rounds"] >= 2 and each["bytes"] > 100 for each in reports[-1])
