@@ -415,7 +415,7 @@ def test_another_file_that_cannot_be_written_is_named_without_an_errno(tmp_path)
 WRONG = [
     ["train", "--model", "tinny"], ["train", "--bucket", "s3x://a"], ["train", "--data", "/no/such"],
     ["train", "--tokenizer", "/no/such"], ["train", "--resume"], ["compare", "--methods", "none"],
-    ["watch", "/no/such"], ["export", "/no/such", "--to", "x"], ["sample", "/no/such"], ["keys", "new"],
+    ["watch", "/no/such"], ["export", "/no/such", "--to", "x"], ["sample", "/no/such"],
     ["doctor", "--megabytes", "-1"], ["plan", "--model", "1b", "--step-seconds", "1", "--link", "1xyz"],
     ["plan", "--model", "1b", "--step-seconds", "1", "--link", "1gbit", "--memory", "many"],
     ["plan", "--model", "1b", "--step-seconds", "1", "--link", "1gbit", "--plot", "plan.zip"],
