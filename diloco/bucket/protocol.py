@@ -462,5 +462,7 @@ def _digests(followed: Followed) -> dict[str, int]:
     if any(len(part.payloads) != len(entries) for part in mean):
         return {}
     norms = Counter(e.norm for e in entries)
-    payloads = [[crc32(part.payloads[i].numpy()) for part in mean if norms[e.norm] > 1] for i, e in enumerate(entries)]
+    payloads = [
+        [crc32(part.payloads[i].numpy().data) for part in mean if norms[e.norm] > 1] for i, e in enumerate(entries)
+    ]
     return {e.member: hash((e.norm, *payloads[i])) if e.norm else 0 for i, e in enumerate(entries)}

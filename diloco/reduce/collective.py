@@ -21,7 +21,7 @@ from diloco.errors import ConfigError, DiLoCoError, Diverged, Mismatch, PeerLost
 from diloco.reduce import Contract, Delta, Dropped, Round, State, words
 from diloco.reduce.contract import SameData, compare, sources
 from diloco.reduce.groups import Broken, Groups, Place, Transfer, place_in
-from diloco.reduce.header import NBYTES, Header, Kind, check_round, settling
+from diloco.reduce.header import NBYTES, EarlyEnd, Header, Kind, check_round, settling
 from diloco.reduce.link import LinkSpeed, measure
 from diloco.reduce.mean import (
     Encoded,
@@ -134,7 +134,7 @@ class Collective:
         self.ddp_size = self._ddp_ranks.size
         self._streams, self._timeout, self._mean_codec = streams, timeout, mean_codec
         self._threads = threads
-        self._same_data = SameData()
+        self._same_data, self._early_end = SameData(), EarlyEnd()
         self._codecs: Sequence[Codec] = ()
         self._rounds: dict[tuple[int, int], Future[Round | Dropped]] = {}
         self._connection: _Connection | None = None
@@ -237,6 +237,7 @@ class Collective:
         headers = groups.exchange(header)
         met = time.perf_counter()
         if settling(headers):
+            self._early_end.warn(m for m, h in enumerate(headers) if h.kind is Kind.SETTLE)
             return Dropped()
         digests = _agree(groups, headers)
         first_rank = self._ddp_ranks.index == self._shard_ranks.index == 0

@@ -2,7 +2,8 @@
 
 import enum
 import struct
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass
 
 from diloco.errors import Diverged, Mismatch
@@ -48,6 +49,23 @@ class Header:
 def settling(headers: Sequence[Header]) -> bool:
     """Whether a replica has finished its steps. Then all drop a round that others start."""
     return any(h.kind is Kind.SETTLE for h in headers) and all(h.kind in (Kind.ROUND, Kind.SETTLE) for h in headers)
+
+
+class EarlyEnd:
+    """Warns, once, that replicas have finished while this one still trains."""
+
+    def __init__(self) -> None:
+        self._warned = False
+
+    def warn(self, finished: Iterable[int]) -> None:
+        if not self._warned:
+            self._warned = True
+            names = " and ".join(f"replica {m}" for m in sorted(finished))
+            warnings.warn(
+                f"{names} finished while others still train: there are no more rounds until all call finish(), so what "
+                "they train meanwhile is not synced. Give all replicas equally many steps",
+                stacklevel=2,
+            )
 
 
 def check_round(headers: Sequence[Header]) -> None:

@@ -17,7 +17,7 @@ from diloco.codec import Codec
 from diloco.errors import ConfigError, DiLoCoError, Mismatch, PeerLost
 from diloco.reduce import Contract, Delta, Dropped, Round, State, words
 from diloco.reduce.contract import SameData, compare, sources
-from diloco.reduce.header import Header, Kind, check_round
+from diloco.reduce.header import EarlyEnd, Header, Kind, check_round
 from diloco.reduce.mean import codec_of_mean, decode_cuts, encode_cuts, gathers, mean_lr, mean_of_encoded
 
 T = TypeVar("T")
@@ -69,7 +69,7 @@ class _Board:
         self.dropped: set[tuple[int, tuple[int, int]]] = set()
         self.settled: set[int] = set()
         self.gone: set[int] = set()
-        self.same_data = SameData()
+        self.same_data, self.early_end = SameData(), EarlyEnd()
 
     def clear(self) -> None:
         for left in (self.deltas, self.outcomes, self.places, self.dropped, self.settled):
@@ -175,6 +175,7 @@ class Local:
         what = f"fragment {fragment}, round {index}"
         self._wait(what, lambda: len(deltas) == self.replicas or board.some_will_not_send(deltas))
         if len(deltas) < self.replicas:
+            board.early_end.warn(board.settled - deltas.keys())
             del deltas[self.replica]
             return Dropped()
         codec = self._codecs[fragment]

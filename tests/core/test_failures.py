@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -269,7 +270,7 @@ def _unequal(rank, counts):
     return flat(model), diloco.stats.rounds, [p.state.index for p in diloco._fragments]
 
 
-@pytest.mark.filterwarnings("ignore:finish.. after no step")
+@pytest.mark.filterwarnings("ignore:finish.. after no step", "ignore:.*finished while others still train")
 @pytest.mark.parametrize("counts", [[20, 31], [7, 40, 23], [0, 13], [5, 5, 5, 90]])
 def test_replicas_with_unequal_step_counts_all_finish_and_are_equal(counts):
     apart = run(len(counts), _unequal, counts)
@@ -287,6 +288,30 @@ def test_replicas_with_unequal_step_counts_all_finish_and_are_equal(counts):
     together = local.run(len(counts), loop)
     assert torch.equal(together[0][0], apart[0][0])
     assert together[0][1:] == apart[0][1:]
+
+
+def _end_apart(reduce, counts):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model = Tiny()
+        optimizer = adamw(model)
+        with DiLoCo(model, optimizer, sync_every=2, fragments=Balanced(2), reduce=reduce):
+            for _ in steps(model, optimizer, reduce.replica, 1, counts[reduce.replica]):
+                pass
+    return [str(w.message) for w in caught if "finished" in str(w.message)]
+
+
+def _ends(rank, counts):
+    return _end_apart(Collective(), counts)
+
+
+@pytest.mark.parametrize(("counts", "told"), [([20, 5], [1, 0]), ([8, 8], [0, 0])])
+def test_the_replicas_that_still_train_are_told_once_that_another_has_finished(counts, told):
+    messages = run(2, _ends, counts)
+    assert [len(each) for each in messages] == told
+    assert all("replica 1 finished" in message for message in messages[0])
+    together = local.run(2, lambda reduce: _end_apart(reduce, counts))
+    assert len({message for each in together for message in each}) == max(told)
 
 
 @message_of(Mismatch)
