@@ -98,6 +98,11 @@ def started_here() -> bool:
     return STARTED in os.environ
 
 
+def orphaned() -> bool:
+    """Whether the process that started this one with `supervise.start` is gone."""
+    return started_here() and os.getppid() != int(os.environ[STARTED])
+
+
 def own_address() -> tuple[str, int]:
     return address_from(os.environ)
 

@@ -42,7 +42,7 @@ def _spawn(
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     common = {
-        STARTED: "1",
+        STARTED: str(os.getpid()),
         "WORLD_SIZE": str(size),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),

@@ -1,4 +1,5 @@
-"""Ctrl-C or SIGTERM on any replica stops all of them after the same step, so that their checkpoints fit together."""
+"""Ctrl-C or SIGTERM on any replica, or the end of the process that started them, stops all after the same step, so that
+their checkpoints fit together."""
 
 import math
 import os
@@ -9,6 +10,8 @@ from types import FrameType
 from typing import Self
 
 import torch.distributed as dist
+
+from diloco.world import orphaned
 
 
 class Stop:
@@ -81,6 +84,10 @@ class Stop:
 
     def _watch(self) -> None:
         while not self._done.wait(self.POLL):
+            if orphaned() and not self._asked:
+                text = "the process that started this run is gone: stopping after a few steps, with a checkpoint"
+                print(text, file=sys.stderr, flush=True)  # noqa: T201
+                self.ask()
             try:
                 self.look()
             except RuntimeError:  # the store is gone, and with it the replica that holds it

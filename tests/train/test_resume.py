@@ -30,6 +30,7 @@ from tests.support.commands import (
     wait_for_lines,
     weights,
 )
+from tests.support.members import until
 from tests.support.s3 import free_port
 
 
@@ -88,16 +89,35 @@ def test_a_closed_terminal_during_the_start_stops_all_and_promises_no_checkpoint
     assert all(not Path(f"/proc/{replica}").exists() for replica in replicas)
 
 
-def test_a_run_whose_starter_was_killed_is_in_use_until_its_replicas_end(place):
-    process = start(place, *training("orphans", "--steps", "5000"))
-    wait_for(lambda: len(children(process)) == 2, process)
+def _is_free(folder):
+    try:
+        with locked(folder):
+            return True
+    except ConfigError:
+        return False
+
+
+def test_replicas_whose_launcher_was_killed_stop_with_a_checkpoint_and_the_run_is_in_use_until_then(place):
+    process = start(place, *training("orphans", "--steps", "100000", "--save-every", "100000"))
+    wait_for_lines(place / "runs/orphans/replica-0/metrics.jsonl", 6, process)
     replicas = children(process)
+    for replica in replicas:
+        os.kill(replica, signal.SIGSTOP)
     process.kill()
     process.wait()
-    with pytest.raises(ConfigError, match="is in use by another process"), locked(place / "runs/orphans"):
-        pass
+    assert not _is_free(place / "runs/orphans")
     for replica in replicas:
-        os.kill(replica, signal.SIGKILL)
+        os.kill(replica, signal.SIGCONT)
+    try:
+        until(lambda: _is_free(place / "runs/orphans"))
+    except AssertionError:
+        for replica in replicas:
+            os.kill(replica, signal.SIGKILL)
+        raise
+    stops = [e["step"] for m in (0, 1) for e in lines(place, "orphans", m, "events") if e["event"] == "stop"]
+    assert len(stops) == 2 and len(set(stops)) == 1
+    for m in (0, 1):
+        assert (place / f"runs/orphans/replica-{m}/checkpoints/step-{stops[0]:08d}/.metadata").exists()
 
 
 @pytest.mark.parametrize("spelled", [["--name", "first"], ["--name=first"]])
