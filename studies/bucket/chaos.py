@@ -116,7 +116,7 @@ class Campaign:
     def run(self, events: int) -> None:
         for name in self.crowd.names:
             self.crowd.start(name)
-        if not self.until(lambda: len(self.witness.digests) > 2 * FRAGMENTS, 60.0) or self.crowd.dead():
+        if not self.until(lambda: len(self.witness.digests) > 2 * FRAGMENTS, END) or self.crowd.dead():
             raise RuntimeError(f"the run does not start; the last lines: {self.lines[-3:]}")
         next_at = time.monotonic()
         while sum(self.happened.values()) < events:
