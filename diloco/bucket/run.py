@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,6 +20,7 @@ from diloco.errors import ConfigError, DiLoCoError, Mismatch
 from diloco.reduce import Contract, State
 from diloco.reduce.contract import compare
 
+log = logging.getLogger("diloco")
 NAME = "run.json"
 UNSHARDED = "shard 0 of 1"
 SHARD = "shard-{}"
@@ -124,7 +126,11 @@ def _previous(protocol: FragmentProtocol, state: State) -> Task[Link | None]:
         yield from rounds.records_ahead(range(index, state.index + 2))
         record, _, _ = yield from rounds.record(index, link)
         if record is None:
-            return None  # the run has not come this far: the state is of another run
+            protocol.session.event("behind", fragment=protocol.number, index=state.index, closed=index - 1)
+            log.warning("fragment %d: this member holds round %d, and the store ends at round %d: the store was rolled "
+                        "back, or the checkpoint is of another run; going on from the store", protocol.number,
+                        state.index, index - 1)  # fmt: skip
+            return None
         snapshots.followed(record)
         link = record.link
     following, _, _ = yield from rounds.record(state.index + 1, link)

@@ -209,3 +209,19 @@ def test_a_record_closed_early_against_other_bits_is_outvoted():
     stopped = train(world, players, 200)
     assert not set(stopped) & {player.name for player in good}
     assert min(player.held[0] for player in good) > 10
+
+
+def test_who_returns_to_a_store_that_was_rolled_back_says_so(caplog):
+    world = World(1)
+    a = Player(world, "a")
+    a.turn()
+    together((a,), 3)
+    before = dict(world.objects)
+    together((a,), 8)
+    saved, held = a.save(), a.held[0]
+    world.objects, world.records = before, {}
+    world.holds = lambda *_: None
+    again = Player(world, "a", checkpoint=saved)
+    again.turn()
+    events = [e for e in again.reduce.events() if e["event"] == "behind"]
+    assert [e["index"] for e in events] == [held] and events[0]["closed"] < held and "rolled back" in caplog.text
