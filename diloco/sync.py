@@ -20,6 +20,7 @@ from diloco.fragment import Fragment, Piece
 from diloco.module import float_buffers
 from diloco.outer import SGD, Outer, denormals
 from diloco.reduce import Delta, Round, State
+from diloco.reduce.contract import FROZEN
 from diloco.stats import RoundStats
 
 
@@ -324,7 +325,7 @@ def contract_of(
         # Rounded to another dtype, equal anchors give unequal weights.
         "dtypes": {s.name: str(s.tensor.dtype).removeprefix("torch.") for f in fragments for s in f.view.spans},
         "denormals": denormals(),
-        "frozen parameters": {name: checksum(p) for name, p in frozen.items()},
+        FROZEN: {name: checksum(p) for name, p in frozen.items()},
         "fragments": {str(p.number): [[q.name, q.start, q.stop] for q in p.pieces] for p in fragments},
     }
 

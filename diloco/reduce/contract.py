@@ -7,36 +7,46 @@ from collections.abc import Mapping, Sequence
 from diloco.errors import Diverged, Mismatch
 from diloco.reduce import Contract
 
+FROZEN = "frozen parameters"
+"""The entry of a contract that holds checksums."""
+LONGEST = 80
+"""Characters of a value in a message."""
+
 
 def compare(contracts: Sequence[Contract], names: Sequence[str] = ()) -> None:
-    """Raise a Mismatch that names every setting on which replicas differ, with both values.
-    `names`: of the replicas; by default replica 0, replica 1, …"""
+    """Raise a Mismatch that names every setting on which replicas differ, with both values. If the models differ, it
+    names the first difference only: the others follow from it. `names`: of the replicas; by default replica 0, …"""
     called = names or [f"replica {m}" for m in range(len(contracts))]
-    differences = []
+    settings, models = [], []
     for key in dict.fromkeys(key for contract in contracts for key in contract):
         values = [contract.get(key) for contract in contracts]
         other = next((m for m, value in enumerate(values) if value != values[0]), None)
         if other is not None:
+            of_model = isinstance(values[0], dict) and isinstance(values[other], dict)
+            differences = models if of_model else settings
             differences.append(_difference(key, values[0], values[other], called[0], called[other]))
-    if differences:
+    if settings or models:
         raise Mismatch(
             f"{'replicas' if not names else ' and '.join(names)} disagree: "
-            + "; ".join(differences)
+            + "; ".join(settings + models[:1])
             + ". Start all with the same settings and model."
         )
 
 
 def _difference(key: str, first: object, second: object, one: str, other: str) -> str:
     if isinstance(first, dict) and isinstance(second, dict):
-        names = [name for name in [*first, *second] if first.get(name) != second.get(name)]
-        shown = [f"{name} is {_show(first.get(name))} / {_show(second.get(name))}" for name in dict.fromkeys(names)]
-        more = f" and {len(shown) - 3} more" if len(shown) > 3 else ""
-        return f"{key} of {one} / {other}: {', '.join(shown[:3])}{more}"
+        names = list(dict.fromkeys(name for name in [*first, *second] if first.get(name) != second.get(name)))
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        mine, theirs = first.get(names[0]), second.get(names[0])
+        if key == FROZEN and None not in (mine, theirs):  # checksums mean nothing to a reader
+            return f"{key} of {one} / {other} differ in value, {names[0]}{more}: load the same base model on all"
+        return f"{key} of {one} / {other}: {names[0]} is {_show(mine)} / {_show(theirs)}{more}"
     return f"{key} is {_show(first)} on {one}, {_show(second)} on {other}"
 
 
 def _show(value: object) -> str:
-    return "absent" if value is None else str(value)
+    text = "absent" if value is None else str(value)
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]}…"
 
 
 def sources(held: Sequence[Sequence[tuple[int, int]]]) -> list[int | None]:

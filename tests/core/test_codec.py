@@ -212,3 +212,11 @@ def test_a_codec_whose_sizes_do_not_add_up_over_chunks_is_refused():
         codec.check_sizes(c)
     with pytest.raises(ConfigError, match=r"nbytes\(131072\) \+ nbytes\(1\) is 524300, nbytes\(131073\) is 524296"):
         codec.check_sizes(OneScale())
+
+
+@pytest.mark.parametrize("format", [Float32(), BFloat16()])
+def test_values_whose_sum_overflows_are_finite(format):
+    large = torch.full((8,), 3e38)
+    assert codec.pack_checked(format, large)[1]
+    large[5] = torch.inf
+    assert not codec.pack_checked(format, large)[1]

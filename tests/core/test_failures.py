@@ -329,7 +329,7 @@ def _differ(rank, settings, widths):
 def test_replicas_that_disagree_are_told_which_settings_differ_on_both_sides(settings, widths, text):
     one, two = run(2, _differ, settings, widths)
     assert one == two
-    assert text in one
+    assert text in one and len(one) < 300
 
 
 def _seeds(rank):
@@ -360,7 +360,7 @@ def _other_base(rank):
 def test_frozen_parameters_that_differ_are_refused_for_they_would_never_be_synced():
     one, two = run(2, _other_base)
     assert one == two
-    assert "frozen parameters of replica 0 / replica 1: embedding.weight is" in one
+    assert "differ in value, embedding.weight: load the same base model" in one
 
 
 def _corrupt(rank):
