@@ -35,7 +35,7 @@ def wanted(place: Path, replica: int) -> dict[int, dict[str, float]]:
     found: dict[int, dict[str, float]] = {}
     for line in lines(place, "tracked", replica):
         found.setdefault(line["step"], {}).update({k: v for k, v in line.items() if k not in ("step", "seconds")})
-    assert list(found) == list(range(1, STEPS + 1)) and "eval/loss" in found[3]
+    assert list(found) == list(range(STEPS + 1)) and "eval/loss" in found[3]
     return found
 
 

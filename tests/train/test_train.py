@@ -173,7 +173,7 @@ def test_a_dry_run_prints_what_is_derived_and_starts_nothing(place, whole, tmp_p
         )
     assert code == 0
     assert out.startswith("streaming: 0.69M parameters on corpus.txt, 90 steps")
-    assert "lr = 0.008: scaling law" in out and "memory of a replica: 0.011 GB" in out
+    assert "lr = 0.008: scaling law" in out and "memory of a replica: 11 MB" in out
     assert "90 steps with sync_every 100: the replicas meet at the end only; try --sync-every 9" in err
     assert not list(tmp_path.iterdir())
     _, out, _ = run_here(place, "train", "--model", "nano", "--data", "corpus.txt", "--steps", "90", "--dry-run")
