@@ -33,18 +33,18 @@ _model, _members, _sync, _failures, _output = (partial(flag, group=group) for gr
 
 @dataclass(frozen=True, kw_only=True)
 class PlanConfig:
-    """Predict how busy a run will be on a link, what it costs, and which settings to take."""
+    """Predict how busy a run will be on a link and what it costs, and recommend settings."""
 
     # fmt: off
     model: str | None = _model(None, f"A preset ({', '.join(PRESETS)}), or give --parameters and --layers.",
         why="none")
     parameters: str | None = _model(None, "Number of parameters, such as 7b, if the model is not a preset.")
     layers: int | None = _model(None, "Number of layers, if the model is not a preset.")
-    tokens: str | None = _model(None, "Tokens of all replicas together, such as 25b.", why="20 for each parameter")
-    batch: int | None = _model(None, "Sequences in a step, all replicas together.",
+    tokens: str | None = _model(None, "Tokens of all replicas together, such as 25b.", why="20 per parameter")
+    batch: int | None = _model(None, "Sequences per step, all replicas together.",
         why="by scaling law, as in training")
-    context: int = _model(2048, "Tokens in a sequence.", why="as in the scaling laws")
-    step_seconds: str | None = _members(None, "Time of a step of one replica that waits for nothing, such as 1.5 or "
+    context: int = _model(2048, "Tokens per sequence.", why="as in the scaling laws")
+    step_seconds: str | None = _members(None, "Time of one step of a replica without communication, such as 1.5 or "
         "800ms. Required.")
     replicas: int = _members(2, "Number of replicas.")
     link: tuple[str, ...] = _members((), "Rate of each replica's link: 1gbit, 100mbit, or up=50mbit,down=500mbit. Give "
@@ -52,33 +52,36 @@ class PlanConfig:
     round_trip: str = _members("0ms", "Round trip between replicas, such as 80ms.")
     reduce: Literal["collective", "bucket"] = _members("collective",
         "Who computes the mean. collective: the replicas among themselves. bucket: through a folder or object store.")
-    speeds: tuple[float, ...] = _members((), "Speed of each replica; 1 takes --step-seconds a step.", why="all 1")
-    jitter: float = _members(0.0, "Standard deviation of a step's time, as a share of it.")
+    speeds: tuple[float, ...] = _members((), "Speed of each replica; at 1 a step takes --step-seconds.", why="all 1",
+        expert=True)
+    jitter: float = _members(0.0, "Standard deviation of a step's time, as a share of it.", expert=True)
     codec_ns: float | None = _members(None, "Nanoseconds of the communication thread for each value of a round: "
         "encode, decode, mean, outer step.", why="as measured on this machine")
     hook_ns: float | None = _members(None, "Nanoseconds of the training thread for each value of a round, to take the "
-        "delta and write the result; 0 if they are copied beside training, as for an accelerator.",
+        "delta and write the result; 0 if values are copied while training runs, as for an accelerator.",
         why="as measured on this machine")
-    memory: str | None = _members(None, "Memory of a replica's devices together, such as 80gb: the plan says whether "
+    memory: str | None = _members(None, "Memory of a replica's devices together, such as 80gb, to check whether "
         "weights and optimizer fit.", why="not checked")
     sync_every: int | None = _sync(None, "Steps between two syncs of the same fragment.", why="chosen")
     fragments: str | None = _sync(None, "strided:N, sequential:N, balanced:N, or a number of fragments.", why="chosen")
     overlap: int | None = _sync(None, "Steps between sending a fragment and applying the result.",
         why="chosen, up to --most-overlap")
     codec: str | None = _sync(None, "Format of the deltas on the wire.", why="chosen", choices=FORMATS)
-    most_overlap: int = _sync(5, "The largest overlap that may be chosen.", why="above it loss may suffer")
+    most_overlap: int = _sync(5, "The largest overlap to choose.", why="a larger one may cost loss", expert=True)
     target: float | None = _sync(None, "Utilization that is enough, such as 0.95.", why="within 1 % of the best")
     mtbf: str | None = _failures(None, "Mean time between failures of one replica, such as 7d.", why="no failures")
-    restart: str = _failures("10min", "Time that a failed replica is away.")
-    save_every: int = _failures(500, "Steps between two checkpoints, to which all go back after a failure.")
-    quorum: int | None = _failures(None, "With --reduce bucket: the fewest replicas that go on without the others.",
-        why="all replicas")
-    grace: str = _failures("0s", "With --reduce bucket: how long the others wait for a replica that is away.")
-    egress_price: float = _failures(0.0, "With --reduce bucket: price of a GB that is read.")
-    put_price: float = _failures(0.0, "With --reduce bucket: price of a thousand writes.")
-    get_price: float = _failures(0.0, "With --reduce bucket: price of a thousand reads.")
+    restart: str = _failures("10min", "Time that a failed replica is away.", expert=True)
+    save_every: int = _failures(500, "Steps between two checkpoints, to which all return after a failure.",
+        expert=True)
+    quorum: int | None = _failures(None, "With --reduce bucket: the fewest replicas that continue without the others.",
+        why="all replicas", expert=True)
+    grace: str = _failures("0s", "With --reduce bucket: how long the others wait for a replica that is away.",
+        expert=True)
+    egress_price: float = _failures(0.0, "With --reduce bucket: price of a GB read.", expert=True)
+    put_price: float = _failures(0.0, "With --reduce bucket: price of a thousand writes.", expert=True)
+    get_price: float = _failures(0.0, "With --reduce bucket: price of a thousand reads.", expert=True)
     write: Path | None = _output(None, "Write the recommendation to this file, as a recipe for `diloco train`.")
-    plot: Path | None = _output(None, "Draw utilization over the rate of the link, to a .html, .svg or .png file.")
+    plot: Path | None = _output(None, "Plot utilization over the rate of the link, to a .html, .svg or .png file.")
     json: bool = _output(False, "Print everything as JSON.")
     check: Path | None = _output(None, "Compare the prediction with a finished run, given by its folder.")
     # fmt: on

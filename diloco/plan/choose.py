@@ -151,7 +151,7 @@ def _fragments(model: Model, limits: Limits) -> list[str]:
 
 
 def _why_sync_every(share: float) -> str:
-    return "the smallest that is enough" if share >= 0.5 else "no value makes this link suffice; the best"
+    return "the smallest that is enough" if share >= 0.5 else "no value makes this link fast enough; the best"
 
 
 def _why_fragments(fragments: str) -> str:

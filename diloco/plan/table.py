@@ -20,7 +20,7 @@ ENOUGH = 0.95
 
 
 def verdict(conditions: Conditions, rows: list[Row], target: float | None, memory: float | None) -> str:
-    """Whether the link suffices, in one sentence; what would be needed if not."""
+    """Whether the link is fast enough, in one sentence; what would be needed if not."""
     row, wanted = rows[-1], target or ENOUGH
     own, busy = rate(conditions.link.rate), percent(row.utilization, digits=1)
     whole = duration(row.hours * 3600)
@@ -97,13 +97,13 @@ def notes(conditions: Conditions, choice: Choice, memory: float | None) -> list[
     out = [
         f"Times are for {conditions.steps:,} steps. Bytes and bursts are what one replica sends.",
         f"Loss against data-parallel is an estimate from {estimate.source}.{caution}",
-        "Real links give 50 to 90 % of their nominal rate; give the rate that you measured.",
+        "Real links reach 50 to 90 % of their nominal rate: use the rate you measured.",
     ]
     if group.replicas > 1:
         source = "as given."
         if conditions.measured_here:
             source = ("as measured on this machine. Give those of the machines that will train, and --hook-ns 0 for "
-                      "accelerators, to which copies run beside training.")  # fmt: skip
+                      "accelerators, where copies overlap with training.")  # fmt: skip
         out.append(
             f"A value takes {group.codec_ns:.1f} ns of the communication thread in a round (--codec-ns) and "
             f"{group.hook_ns:.1f} ns of the training thread (--hook-ns), {source}"

@@ -36,7 +36,7 @@ FILES = ("config.toml", "summary.json", "replica-0/metrics.jsonl", "replica-0/ev
 @pytest.fixture(scope="module")
 def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = make_run(tmp_path_factory.mktemp("good") / "run", steps=60)
-    steer(folder / "replica-0", [1, 2, 3, 2], 30)
+    steer(folder / "replica-0", [1, 2, 3, 2])
     (folder / "phase").write_text("training, 40%")
     (folder / "lock").touch()
     for number, kind in enumerate(("PeerLost", "RuntimeError")):
