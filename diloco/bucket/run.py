@@ -68,9 +68,7 @@ def find_or_create(proposal: Run, key: bytes | None, states: Sequence[State], jo
         if join_only:
             raise ConfigError("there is no run in the bucket: check the address, or leave --join-only out to begin one")
         run = yield from _create_run(proposal, key, states)
-    mine = json.loads(json.dumps(proposal.contract))
-    # A run that an older version has begun does not say all that is compared today.
-    compare([run.contract, {key: mine.get(key) for key in run.contract}], ("the run", "this member"))
+    compare([run.contract, json.loads(json.dumps(proposal.contract))], ("the run", "this member"))
     if len(run.snapshots) != len(states):
         raise Mismatch(f"the run has {len(run.snapshots)} fragments, this member {len(states)}")
     return run
