@@ -228,7 +228,7 @@ class Collective:
         self, groups: Groups, fragment: int, index: int, delta_later: Callable[[], Delta], began: float
     ) -> Round | Dropped:
         delta = delta_later()
-        n, codec, before = len(delta.values), self._codecs[fragment], groups.sent
+        n, codec, before = len(delta.values), self._codecs[fragment], (groups.sent, groups.received)
         came = time.perf_counter()
         digest = words(delta.values)  # 0.13 ns a value; encoding takes 0.6
         header = Header(
@@ -263,11 +263,12 @@ class Collective:
         if self._ddp_ranks.size > 1:
             mean = exact(groups.gather_ddp(decode(mean), n))
         state = prepared.state(index) if prepared else None
-        sent = groups.sent - before + NBYTES * (self.replicas - 1)
+        headers_nbytes = NBYTES * (self.replicas - 1)
+        sent, received = groups.sent - before[0] + headers_nbytes, groups.received - before[1] + headers_nbytes
         own = self._own(groups, codec, payloads, share, n) if delta.feedback else None
         ended = time.perf_counter()
         return Round(
-            index, mean, members, lr, sent=sent, received=sent, seconds=ended - began, apart=met - came,
+            index, mean, members, lr, sent=sent, received=received, seconds=ended - began, apart=met - came,
             transfer=ended - met, own=own, state=state,
         )  # fmt: skip
 

@@ -135,7 +135,7 @@ class Groups:
         self._payload: list[Any] = []
         self._ddp: Any = None
         self._shards: Any = None
-        self.sent = 0  # bytes of payloads
+        self.sent = self.received = 0  # bytes of payloads
 
     def _group(self, name: str, place: Place) -> Any:
         name = f"diloco/{name}/{place.name}"
@@ -281,6 +281,7 @@ class Transfer:
         self._marks = torch.zeros(len(theirs), len(groups.peers), dtype=torch.uint8)
         self._seen = self._marks.numpy()
         self._receives = [self._post("recv", k, pieces, self._marks[k]) for k, pieces in enumerate(theirs)]
+        self._expected = [sum(len(pieces[m]) for m in groups.peers) for pieces in theirs]  # bytes
 
     def _post(self, kind: Literal["send", "recv"], k: int, pieces: Sequence[Tensor], marks: Tensor) -> list[Any]:
         """One piece from or to each peer, and the byte behind it."""
@@ -308,6 +309,7 @@ class Transfer:
             time.sleep(min(max((time.perf_counter() - began) / 10, 2e-4), 0.02))
         last = self._received == len(self._receives)
         self._groups.wait([*self._receives[k], *(self._sends if last else [])], poll=False)
+        self._groups.received += self._expected[k]
         if last:
             self._groups.wait(self._ends)
         return bool((self._seen[k] == _GOOD).all())

@@ -337,3 +337,19 @@ def test_pieces_of_a_payload_follow_each_other_and_are_decoded_by_themselves(n, 
 def test_every_stream_has_a_piece_if_there_are_enough_chunks():
     assert [len(pieces(E3M0(), n, n, 4)) for n in (CHUNK, 2 * CHUNK, 4 * CHUNK, 16 * CHUNK)] == [1, 2, 4, 4]
     assert [len(pieces(E3M0(), n, n, 1)) for n in (CHUNK, 4 * CHUNK, 16 * CHUNK, 640 * CHUNK)] == [1, 1, 4, 16]
+
+
+def _bytes_of_a_round(rank, replicas, n):
+    reduce, state = Collective(mean_codec=BFloat16()), State(0, torch.zeros(n), torch.zeros(0))
+    reduce.join({}, [state], [Float32()])
+    reduce.send(0, 1, lambda: Delta(deltas(n, replicas)[rank], 1.0, True, 0))
+    taken = reduce.take(0, 1)
+    reduce.leave()
+    return taken.sent - (replicas - 1) * NBYTES, taken.received - (replicas - 1) * NBYTES
+
+
+def test_bytes_sent_and_received_are_counted_apart():
+    """Of 5 values, 4 replicas average 2, 2, 1 and none. Deltas take 4 bytes a value, averages 2."""
+    own = [2, 2, 1, 0]
+    expected = [(4 * (5 - n) + 2 * 3 * n, 4 * 3 * n + 2 * (5 - n)) for n in own]
+    assert run(4, _bytes_of_a_round, 4, 5) == expected
