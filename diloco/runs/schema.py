@@ -149,6 +149,8 @@ def parse_object(text: bytes) -> dict[str, Any]:
     """A JSON object; empty if the text is cut off or not an object."""
     try:
         value = json.loads(text.decode())
+        if b"\\u" in text:  # half of a surrogate pair cannot be printed
+            value = json.loads(json.dumps(value, ensure_ascii=False).encode(errors="replace"))
     except (ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}

@@ -22,6 +22,7 @@ from diloco.errors import DiLoCoError
 from diloco.report import html, terminal
 from diloco.runs.follow import Followed
 from diloco.runs.reader import read
+from diloco.runs.schema import from_summary
 from tests.support.commands import run_here
 from tests.support.run_directory import make_run, steer
 
@@ -123,6 +124,11 @@ def test_damaged_runs_are_shown_as_far_as_they_can_be_read(good: Path, tmp_path:
         assert "good" in listed and code == 0 and "good" in out, (number, how, err)
         shutil.rmtree(folder.parent)
     assert failed == []
+
+
+def test_half_a_surrogate_pair_is_replaced_so_that_it_can_be_printed() -> None:
+    summary = from_summary(b'{"method": "a\\ud800b", "samples": ["\\u00fc"]}')
+    assert summary and summary.method == "a?b" and summary.samples == ["ü"]
 
 
 def test_one_unreadable_run_leaves_the_list_of_all_runs_and_says_why_on_its_own_page(
