@@ -17,8 +17,9 @@ MOVED = 25
 """A snapshot is put when the members have moved this many times its bytes since the last one, and a member that comes
 would have to read more than its bytes: so snapshots are at most 4 % of the traffic."""
 STRIDE = 16
-"""Snapshots are put after rounds whose index is a multiple of this, unless somebody waits for one: so that several
-members that put one put the same."""
+"""Snapshots are put after rounds whose index is a multiple of this, so that several members that put one put the same.
+If somebody waits for one, it is put at once, but only once in this many rounds: a member that keeps asking must not
+make the others upload without end."""
 KEEP = 3600.0
 """Seconds for which a member that is reading something superfluous may go on reading it."""
 FIELDS, CHECKSUM = 1024, 68
@@ -93,6 +94,7 @@ class Snapshots:
         self.anchor, self.outer = len(state.anchor), len(state.outer)
         self.newest = -1  # index, as far as known
         self._since: dict[int, tuple[int, int]] = {}  # index of a round since the newest: what it weighs, in deltas
+        self._demanded = -STRIDE  # the round after which a snapshot was last put, or is to be put, for who waits for it
         self._due_since: float | None = None
         self._waiting: tuple[State, str] | None = None  # a copy to be put, and its record
         self._floors: list[tuple[float, int]] = []  # since when what is not after this index is superfluous
@@ -117,7 +119,9 @@ class Snapshots:
         """Copy a state that was just reached, if a snapshot is due, or a member waits for one of at least the index
         `wanted`. `first`: this member closed the round, so it puts the snapshot at once. The others do it after the
         grace, if there is still none."""
-        if not self.newest < wanted <= state.index and not (self._heavy and state.index % STRIDE == 0):
+        if self.newest >= self._demanded and wanted > self.newest and state.index >= self._demanded + STRIDE:
+            self._demanded = state.index
+        if self.newest >= self._demanded and not (self._heavy and state.index % STRIDE == 0):
             self._due_since = self._due_since if self._heavy else None
             return
         if self._due_since is None:

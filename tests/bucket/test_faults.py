@@ -3,6 +3,8 @@
 import pytest
 
 from diloco import SGD, Diverged
+from diloco.bucket import snapshots
+from diloco.bucket.members import Member
 from diloco.bucket.rounds import Entry, Link, Record, folder, member_of, place_of, record_name
 from diloco.bucket.store.operations import List, Read
 from tests.support.players import GARBAGE, SETTINGS, Player, World, complete
@@ -225,3 +227,20 @@ def test_who_returns_to_a_store_that_was_rolled_back_says_so(caplog):
     again.turn()
     events = [e for e in again.reduce.events() if e["event"] == "behind"]
     assert [e["index"] for e in events] == [held] and events[0]["closed"] < held and "rolled back" in caplog.text
+
+
+def test_a_member_that_asks_for_ever_newer_snapshots_gets_one_in_sixteen_rounds(monkeypatch):
+    monkeypatch.setattr(snapshots, "MOVED", 1 << 40)  # none but those on demand
+    world = World(1)
+    a, b = crowd(world, 2)
+    together((a, b), 2)
+    for counter in range(200):
+        greedy = Member("greedy", 0, counter, wants=((0, a.held[0] + 1),))
+        world.objects[greedy.object_name] = greedy.sealed(a.reduce.session.envelope)
+        for player in (a, b):
+            player.step()
+            player.turn()
+        world.now += 0.5
+    put = [index for name in world.objects if (index := snapshots.index_of(name))]
+    assert a.held[0] > 5 * snapshots.STRIDE and min(put) < 8  # the first one at once
+    assert 4 < len(put) <= 1 + a.held[0] / snapshots.STRIDE

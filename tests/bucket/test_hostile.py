@@ -179,7 +179,7 @@ def test_a_hostile_store_stops_nobody_and_what_it_shows_is_named_once():
     world = Hostile()
     a = Player(world, "a", key=b"k" * 32)
     b = Player(world, "b", key=b"k" * 32)
-    for _ in range(40):
+    for _ in range(160):  # snapshots on demand are few, and here each round needs one
         for player in (a, b):
             player.turn()
             player.step()
