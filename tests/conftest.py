@@ -1,4 +1,4 @@
-"""What all tests share: threads, fixtures, which tests are slow, and what the run says at its end."""
+"""What all tests share: threads, fixtures, and what the run says at its end."""
 
 import json
 import os
@@ -12,21 +12,16 @@ from hypothesis import settings
 
 from tests.support.once import once
 from tests.support.run_directory import make_run
-from tests.support.slow import starts_processes
 
 settings.register_profile("shared machine", deadline=None, max_examples=40)
 settings.load_profile("shared machine")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A test that starts a process is slow; others that need seconds are marked one by one. `make test-fast` leaves
-    slow ones out. Torch is imported only where tests are run: the process that shares them out does without."""
+def pytest_collection_finish() -> None:
+    """Torch is imported only where tests are run: the process that shares them out does without."""
     import torch
 
     torch.set_num_threads(1)  # as in the processes that the tests start: sums of floats depend on how they are split
-    for item in items:
-        if isinstance(item, pytest.Function) and starts_processes(item):
-            item.add_marker("slow")
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

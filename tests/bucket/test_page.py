@@ -4,6 +4,7 @@ import re
 import shlex
 from pathlib import Path
 
+import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
@@ -11,6 +12,8 @@ from diloco import DiLoCo
 from tests.support.commands import SMALL, ended, run_here, start
 from tests.support.models import Tiny, adamw, flat, steps
 from tests.support.processes import run
+
+pytestmark = pytest.mark.slow  # processes
 
 PAGE = (Path(__file__).parents[2] / "docs/bucket.md").read_text()
 START = PAGE[: PAGE.index("## What happens")]

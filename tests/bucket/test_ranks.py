@@ -18,6 +18,8 @@ from tests.support.members import PATIENT, until
 from tests.support.models import Tiny, adamw, flat, loss_of
 from tests.support.processes import Died, run
 
+pytestmark = pytest.mark.slow  # processes
+
 ROUNDS = 4
 FAST = {"heartbeat": 0.2, "poll": 0.01, "grace": PATIENT}
 

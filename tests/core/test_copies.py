@@ -102,6 +102,7 @@ def _both(rank, settings):
     return play(rank, True, **settings), play(rank, False, **settings)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", SETTINGS, ids=["overlap 1", "overlap 4", "overlap 0, feedback"])
 def test_copies_that_are_as_late_as_they_may_be_change_no_bit(settings):
     for (late, late_history), (weights, history) in run(2, _both, settings):
@@ -118,6 +119,7 @@ def _without_waiting(rank):
     return "nothing"
 
 
+@pytest.mark.slow
 def test_a_delta_that_is_not_waited_for_is_noticed():
     assert run(2, _without_waiting) == ["a delta was sent before it was there"] * 2
 

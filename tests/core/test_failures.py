@@ -88,6 +88,7 @@ def _shorten_the_timeout(reduce, seconds):
         group._set_default_timeout(timedelta(seconds=seconds))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("how", "text"), [
     ("kill", "is gone: its connection was closed"),
     ("leave", "is gone: its connection was closed"),
@@ -131,6 +132,7 @@ def _die_within_a_payload(rank, replicas, sent):
     return None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("replicas", "sent"), [(2, 1), (3, 3), (4, 1), (4, 8)])
 def test_a_peer_that_dies_within_a_payload_is_lost_at_once(replicas, sent):
     """With 4 replicas, in the sixth piece or before in what it sends to be averaged, then in averages."""
@@ -159,6 +161,7 @@ except PeerLost as error:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif((REASON := impossible()) is not None, reason=str(REASON))
 def test_a_cable_that_is_cut_is_noticed_on_both_sides_long_before_the_timeout():
     """The first replica waits for the other when it happens; the second has not sent yet."""
@@ -197,6 +200,7 @@ def _slow(rank):
     return diloco.stats.rounds
 
 
+@pytest.mark.slow
 def test_a_slow_replica_is_not_taken_for_an_unreachable_one():
     first, second = run(2, _slow)
     assert first == second > 0
@@ -223,6 +227,7 @@ def _learn_of_it_from_a_survivor(rank, folder):
     return str(lost.value)
 
 
+@pytest.mark.slow
 def test_a_survivor_that_waits_for_another_learns_at_once_what_that_one_has_found(tmp_path):
     first, second = run(2, _learn_of_it_from_a_survivor, tmp_path)
     assert "fragment 0, round 1" in first and "another replica is gone" in first
@@ -250,6 +255,7 @@ def _poison(rank, value):
     return None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_inf_or_nan_in_one_replica_raises_the_same_error_on_all_and_nothing_is_applied(value):
     results = run(3, _poison, value)
@@ -270,6 +276,7 @@ def _unequal(rank, counts):
     return flat(model), diloco.stats.rounds, [p.state.index for p in diloco._fragments]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:finish.. after no step", "ignore:.*finished while others still train")
 @pytest.mark.parametrize("counts", [[20, 31], [7, 40, 23], [0, 13], [5, 5, 5, 90]])
 def test_replicas_with_unequal_step_counts_all_finish_and_are_equal(counts):
@@ -305,6 +312,7 @@ def _ends(rank, counts):
     return _end_apart(Collective(), counts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("counts", "told"), [([20, 5], [1, 0]), ([8, 8], [0, 0])])
 def test_the_replicas_that_still_train_are_told_once_that_another_has_finished(counts, told):
     messages = run(2, _ends, counts)
@@ -320,6 +328,7 @@ def _differ(rank, settings, widths):
         pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("settings", "widths", "text"), [
     ([{"sync_every": 10}, {"sync_every": 20}], [16, 16], "sync_every is 10 on replica 0, 20 on replica 1"),
     ([{}, {"codec": Float32()}], [16, 16], r"codec is E3M0() on replica 0, Float32() on replica 1"),
@@ -342,6 +351,7 @@ def _seeds(rank):
     return first, model.running.tolist()
 
 
+@pytest.mark.slow
 def test_other_initial_weights_are_replaced_by_the_first_replicas_and_buffers_are_averaged_at_the_end():
     results = run(3, _seeds)
     for weights, running in results:
@@ -357,6 +367,7 @@ def _other_base(rank):
         pass
 
 
+@pytest.mark.slow
 def test_frozen_parameters_that_differ_are_refused_for_they_would_never_be_synced():
     one, two = run(2, _other_base)
     assert one == two
@@ -376,6 +387,7 @@ def _corrupt(rank):
     return None
 
 
+@pytest.mark.slow
 def test_one_flipped_bit_in_the_outer_state_is_detected_on_all():
     results = run(2, _corrupt)
     for message, step in results:
@@ -395,6 +407,7 @@ def _resumed_apart(rank):
             pass
 
 
+@pytest.mark.slow
 def test_replicas_that_resume_out_of_step_are_told_so():
     one, two = run(2, _resumed_apart)
     assert one == two
@@ -412,6 +425,7 @@ def _half_counting(rank):
             optimizer.step()
 
 
+@pytest.mark.slow
 def test_tokens_on_one_side_and_steps_on_the_other_are_refused():
     for message in run(2, _half_counting):
         assert "only one of the replicas 0 and 1 calls count(tokens)" in message
@@ -432,6 +446,7 @@ def _twice(rank):
     return flat(model), attached
 
 
+@pytest.mark.slow
 def test_leaving_by_an_exception_detaches_and_a_new_start_works():
     one, two = run(2, _twice)
     assert torch.equal(one[0], two[0])
@@ -470,6 +485,7 @@ def _wrong_collective(rank):
     return messages
 
 
+@pytest.mark.slow
 def test_a_collective_refuses_wrong_arguments():
     (messages,) = run(1, _wrong_collective)
     assert len(messages) == 3

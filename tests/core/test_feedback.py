@@ -148,6 +148,7 @@ def _collective(rank, settings):
     return play(rank, Collective(), **settings)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("replicas", "codec"), [(2, E3M0()), (4, E3M0()), (4, TwoBit()), (4, TopK())])
 def test_the_residual_is_exact_and_local_and_collective_have_the_same(replicas, codec):
     settings = {"codec": codec, "outer": SGD(0.7)}

@@ -1,5 +1,6 @@
 """The inner optimizers: Muon beside torch's own, who trains which parameter, and shards."""
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
@@ -67,6 +68,7 @@ def _trained(rank, sharded):
     return torch.cat([p.full_tensor().detach().flatten() for p in model.parameters()]) if sharded else flat(model)
 
 
+@pytest.mark.slow
 def test_muon_moves_shards_as_it_moves_whole_matrices():
     sharded = run(2, _trained, True)
     assert torch.equal(*sharded)

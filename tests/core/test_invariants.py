@@ -39,6 +39,7 @@ def _train_with_all_settings(rank, count):
     return [train(rank, count, **settings) for settings in SETTINGS]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replicas", [2, 4])
 def test_1_anchors_are_bit_identical_on_all_replicas_after_every_step(replicas):
     for settings, first, *others in zip(SETTINGS, *run(replicas, _train_with_all_settings, 20), strict=True):
@@ -58,6 +59,7 @@ def _train_with_own_overlap(rank, count, overlaps):
     return seen
 
 
+@pytest.mark.slow
 def test_1_replicas_with_different_overlaps_agree_on_every_round():
     """All send at the same step, each applies at its own delay (paper, section 2.3)."""
     one, two = run(2, _train_with_own_overlap, 45, [1, 9])
@@ -71,6 +73,7 @@ def _sgd(model):
     return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
+@pytest.mark.slow
 def test_2_syncing_every_step_with_sgd_is_data_parallel():
     results = run(3, _sync_every_step)
     model = Tiny()
@@ -108,11 +111,13 @@ def _keeping(rank):
     return flat(model)
 
 
+@pytest.mark.slow
 def test_3_one_replica_that_takes_its_own_mean_is_plain_training():
     (result,) = run(1, _alone, 0.0)
     assert (result - _plain(300)).abs().max() <= 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_3_replicas_that_keep_their_local_values_train_alone_bit_for_bit(replicas):
     for rank, result in enumerate(run(replicas, _keeping)):
@@ -133,6 +138,7 @@ def _layers_over_time(rank):
     return seen
 
 
+@pytest.mark.slow
 def test_3_without_keep_local_a_fragment_is_equal_on_all_replicas_when_it_was_applied_and_only_then():
     one, two = run(2, _layers_over_time)
     equal = [[torch.equal(a, b) for a, b in zip(x[1], y[1], strict=True)] for x, y in zip(one, two, strict=True)]
@@ -144,6 +150,7 @@ def _vanilla(rank):
     return train(rank, 60, sync_every=10, overlap=0, fragments=Balanced(1), codec=Float32(), outer=Nesterov(0.4, 0.9))
 
 
+@pytest.mark.slow
 def test_4_one_fragment_without_overlap_is_diloco_as_in_algorithm_1():
     results = run(2, _vanilla)
     models = [Tiny(), Tiny()]
@@ -175,6 +182,7 @@ def _merged(rank):
     return values
 
 
+@pytest.mark.slow
 def test_5_the_delta_is_taken_against_the_anchor_and_merging_keeps_its_share():
     # Sent after step 2: locals 2 and 6, anchor 0 → 4. Applied after step 3: locals 3 and 9 → 3.5 and 6.5.
     # Sent after step 4: locals 4.5 and 9.5, anchor 4 → 7. Applied after step 5: locals 5.5 and 12.5 → 6.25 and 9.75.
@@ -195,6 +203,7 @@ def _states(rank):
     return momenta, count, moment
 
 
+@pytest.mark.slow
 def test_5_outer_state_is_per_fragment_and_the_inner_state_is_local_and_never_reset():
     (momenta, count, moment), (_, _, other_moment) = run(2, _states)
     assert len(momenta) > 2
@@ -203,6 +212,7 @@ def test_5_outer_state_is_per_fragment_and_the_inner_state_is_local_and_never_re
     assert not torch.equal(moment, other_moment)
 
 
+@pytest.mark.slow
 def test_6_every_send_ends_once_and_every_fragment_sends_once_per_sync_every():
     for result in run(2, _train, 43, SETTINGS[1]):
         rounds = list(result["stats"].last)
@@ -232,6 +242,7 @@ def _anchors_and_local(rank):
     return before, shared, shown, restored, torch.equal(flat(model), shared), flat(model)
 
 
+@pytest.mark.slow
 def test_9_anchors_are_shown_and_taken_out_again_and_finish_ends_with_local_equal_to_anchor():
     one, two = run(2, _anchors_and_local)
     assert not torch.equal(one[0], two[0])  # the replicas are apart
@@ -240,6 +251,7 @@ def test_9_anchors_are_shown_and_taken_out_again_and_finish_ends_with_local_equa
     assert torch.equal(one[5], two[5])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replicas", [1, 2, 3, 4, 5])
 def test_replicas_in_one_process_give_the_bits_of_real_processes(replicas):
     settings = SETTINGS[1]

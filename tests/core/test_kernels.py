@@ -271,6 +271,7 @@ def _train(rank, settings):
         return train(rank, 25, sync_every=10, **settings)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replicas", [2, 4])
 @pytest.mark.parametrize("codec", [E3M0(), BFloat16(), TwoBit()])
 def test_a_replica_without_the_kernels_agrees_with_one_that_has_them(replicas, codec):
@@ -297,6 +298,7 @@ def digest(*command, level):
     return done.stdout
 
 
+@pytest.mark.slow
 def test_no_kernel_reads_or_writes_where_it_must_not(tmp_path):
     """Under the address and undefined-behaviour sanitizers; also: their code computes the same."""
     plain = digest(compiled(tmp_path, "cc", "-O1"), level="plain")
@@ -305,6 +307,7 @@ def test_no_kernel_reads_or_writes_where_it_must_not(tmp_path):
         assert digest(sanitized, level=level) == plain
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not shutil.which("aarch64-linux-gnu-gcc") or not shutil.which("qemu-aarch64"),
     reason="needs an ARM compiler and emulator: apt-get install gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user",

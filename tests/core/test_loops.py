@@ -25,6 +25,7 @@ def _compiled(rank):
     return flat(model), [p.name for f in diloco._fragments for p in f.pieces], frames
 
 
+@pytest.mark.slow
 def test_a_compiled_model_is_synced_without_recompiling_and_has_the_same_names(plain):
     for (weights, names, graphs), (expected, expected_names) in zip(run(2, _compiled), plain, strict=True):
         torch.testing.assert_close(weights, expected)
@@ -59,6 +60,7 @@ def _accumulated(rank):
     return diloco.step_count, flat(model), {r.sent_step for r in diloco.stats.last}
 
 
+@pytest.mark.slow
 def test_with_gradient_accumulation_a_step_is_an_optimizer_step():
     one, two = run(2, _accumulated)
     assert one[0] == 20
@@ -81,6 +83,7 @@ def _scaled(rank, fused):
     return diloco.step_count, flat(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fused", [False, True])
 def test_steps_that_a_grad_scaler_skips_do_not_hang_or_part_the_replicas(fused):
     one, two = run(2, _scaled, fused)
@@ -102,6 +105,7 @@ def _bf16(rank):
     return kinds, exact, local
 
 
+@pytest.mark.slow
 def test_bf16_parameters_have_fp32_anchors():
     one, two = run(2, _bf16)
     assert one[0] == {torch.float32}
@@ -116,6 +120,7 @@ def _sgd(rank):
     return train(rank, 20, optimizer=make, sync_every=5)["weights"]
 
 
+@pytest.mark.slow
 def test_sgd_inside():
     one, two = run(2, _sgd)
     assert torch.equal(one, two)
@@ -135,6 +140,7 @@ def _muon(rank):
     return diloco.step_count, flat(model)
 
 
+@pytest.mark.slow
 def test_muon_for_matrices_and_adamw_for_the_rest_count_as_one_step():
     one, two = run(2, _muon)
     assert one[0] == 20
@@ -152,6 +158,7 @@ def _without_with(rank, hook):
     return flat(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hook", [True, False])
 def test_without_with_the_first_step_joins_and_calling_step_oneself_is_the_same_as_the_hook(plain, hook):
     for weights in run(2, _without_with, hook):
@@ -169,6 +176,7 @@ def _tokens(rank):
         return model.weight.item(), dict(diloco.stats.last[0].__dict__)
 
 
+@pytest.mark.slow
 def test_replicas_weigh_by_the_tokens_they_counted():
     for value, _ in run(2, _tokens):
         assert value == 3.0
@@ -236,6 +244,7 @@ def _set_default(rank, name, default):
     return (e3m0.decode(e3m0.encode(x), 64) - x).abs().max().item()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "default"), [("set_default_dtype", torch.float64),
                                                ("set_default_dtype", torch.bfloat16),
                                                ("set_default_device", "meta")])  # fmt: skip

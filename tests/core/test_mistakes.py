@@ -192,6 +192,7 @@ def _end(name):
     del kept
 
 
+@pytest.mark.slow
 def test_a_process_that_ends_without_finish_is_warned_of(tmp_path):
     ends = [ended(Command(tmp_path, _end, name)) for name in ("none", "finish", "leave", "state_dict")]
     assert [code for code, _, _ in ends] == [0] * 4, ends

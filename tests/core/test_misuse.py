@@ -95,6 +95,7 @@ def _crosswise(rank):
         diloco.join()
 
 
+@pytest.mark.slow
 def test_two_models_that_are_joined_crosswise_are_not_exchanged():
     one, two = run(2, _crosswise)
     assert one == two

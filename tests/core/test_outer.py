@@ -120,6 +120,7 @@ def test_a_value_that_the_rule_does_not_take_is_refused_by_the_rule(text, messag
         outer_named(text)
 
 
+@pytest.mark.slow
 def test_naming_an_outer_rule_imports_no_torch():
     code = "import sys; from diloco.outer import outer_named; outer_named('sgd:1'); print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"

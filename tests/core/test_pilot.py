@@ -133,6 +133,7 @@ def _on_one_replica(rank):
             pass
 
 
+@pytest.mark.slow
 def test_an_autopilot_on_one_replica_only_is_refused_on_all():
     for text in run(2, _on_one_replica):
         assert "use the autopilot on all replicas or on none" in text
@@ -154,6 +155,7 @@ def _with_ddp(rank):
     return asdict(pilot.choice), asdict(pilot.facts), diloco.schedule.sync_every, diloco.overlap, flat(model)
 
 
+@pytest.mark.slow
 def test_with_ddp_inside_all_ranks_of_all_replicas_take_the_same_settings():
     (choice, facts, sync_every, overlap, weights), *others = run(4, _with_ddp)
     assert sync_every == choice["settings"]["sync_every"] < 100
@@ -176,6 +178,7 @@ def _snippet(rank):
     return asdict(pilot.choice), asdict(pilot.facts), names["diloco"].schedule.sync_every, flat(model)
 
 
+@pytest.mark.slow
 def test_the_loop_on_the_page_measures_and_chooses_over_real_processes():
     (choice, facts, sync_every, weights), (choice_too, facts_too, sync_every_too, weights_too) = run(2, _snippet)
     assert (choice, facts, sync_every) == (choice_too, facts_too, sync_every_too) and torch.equal(weights, weights_too)

@@ -18,6 +18,8 @@ from diloco.flat import shard_id
 from tests.support.models import Tiny, adamw, anchors, flat, loss_of, steps
 from tests.support.processes import run
 
+pytestmark = pytest.mark.slow  # processes
+
 
 def _ddp(rank):
     """Two replicas of two DDP ranks: each rank carries half of the traffic."""

@@ -322,6 +322,7 @@ def _ddp_over_replicas(rank, folder):
     return said
 
 
+@pytest.mark.slow
 def test_ddp_over_the_ranks_that_are_joined_is_refused_with_the_cure(tmp_path):
     for one, two in run(2, _ddp_over_replicas, tmp_path):
         assert "averages gradients over the ranks [0, 1] at every step, and DiLoCo joins the same ranks" in one
@@ -338,6 +339,7 @@ def _hsdp_over_replicas(rank):
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_hsdp_over_the_replica_dimension_is_refused_with_the_cure():
     for said in run(4, _hsdp_over_replicas):
         assert "sharded or copied over the ranks [0, 1, 2, 3], and DiLoCo joins [" in said

@@ -59,6 +59,7 @@ def _in_processes(rank, at):
     return torch.equal(weights, again) and torch.equal(anchor, anchor_again), under_way
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at", [3, 13, 21])
 def test_7_a_resumed_run_on_real_processes_is_the_uninterrupted_one_bit_for_bit(at):
     for same, under_way in run(2, _in_processes, at):
@@ -99,6 +100,7 @@ def _with_dcp(rank, folder):
     return torch.equal(expected, anchors(diloco))
 
 
+@pytest.mark.slow
 def test_the_state_survives_torch_distributed_checkpoint(tmp_path):
     assert run(2, _with_dcp, str(tmp_path)) == [True, True]
 
@@ -134,6 +136,7 @@ def test_8_a_replica_that_comes_back_a_round_behind_gets_it_from_one_that_is_ahe
     assert torch.equal(ahead[3], behind[3])
 
 
+@pytest.mark.slow
 def test_8_replicas_that_come_back_a_step_apart_send_again_in_the_order_of_the_first_time():
     """After step 24 fragments 2, 3 and 0 are under way, in this order; after step 23 only 2 and 3."""
     saves = [r[2] for r in local.run(2, lambda reduce: _uninterrupted(reduce.replica, 24, reduce))]
@@ -141,6 +144,7 @@ def test_8_replicas_that_come_back_a_step_apart_send_again_in_the_order_of_the_f
     assert torch.equal(one[3], two[3])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("last", [13, 21])
 def test_8_real_processes_give_one_that_is_behind_the_outer_state_too(last):
     saves = [r[2] for r in local.run(2, lambda reduce: _uninterrupted(reduce.replica, last, reduce))]
@@ -199,6 +203,7 @@ def _loaded_while_running(replica, reduce=None):
     return flat(model)
 
 
+@pytest.mark.slow
 def test_a_state_loaded_into_a_running_diloco_gives_up_what_is_under_way():
     expected = local.run(2, lambda reduce: _uninterrupted(reduce.replica, 30, reduce))[0][0]
     together = local.run(2, lambda reduce: _loaded_while_running(reduce.replica, reduce))

@@ -14,7 +14,10 @@ from diloco.runs import folder as folders
 from tests.support.browser import CHROMIUM, Browser, browsing
 from tests.support.run_directory import STEPS, copy_until, make_run
 
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium, chromium-browser or google-chrome on the PATH")
+pytestmark = [
+    pytest.mark.skipif(CHROMIUM is None, reason="no chromium, chromium-browser or google-chrome on the PATH"),
+    pytest.mark.slow,
+]
 HEAD = "document.getElementById('head').textContent"
 CAPTURE = """URL.createObjectURL = blob => { window.table = blob.text(); return "data:,"; };
              document.getElementById("table").click(); window.table"""

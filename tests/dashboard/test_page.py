@@ -47,6 +47,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("given", "shows"), SERVED)
 def test_a_command_serves_what_it_names_until_it_is_interrupted(
     folder: Path, given: list[str], shows: list[str]
@@ -66,6 +67,7 @@ def test_a_command_serves_what_it_names_until_it_is_interrupted(
     assert (server.returncode, out.count("\n"), err) == (130, 1, "")
 
 
+@pytest.mark.slow
 def test_the_command_that_trains_says_where_its_page_is(tmp_path: Path) -> None:
     ((_, *words),) = (words for words in COMMANDS if words[1] == "train")
     few = ["--steps", "2", "--batch", "4", "--context", "32", "--eval-tokens", "512"]

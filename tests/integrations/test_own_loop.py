@@ -3,7 +3,11 @@ RANK, sets its seed in both branches, saves on its master process alone, and res
 
 import shutil
 
+import pytest
+
 from tests.support.frameworks import after, before, launch_forked, shown
+
+pytestmark = pytest.mark.slow  # processes
 
 NANO = shown("Your own loop")
 SETUP = """

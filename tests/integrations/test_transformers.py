@@ -7,7 +7,7 @@ from safetensors.torch import load_file
 
 from tests.support.frameworks import COMMON, TINY, before, launch_forked, shown
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
 START = """
 from transformers import TrainerCallback, set_seed
 from diloco import ConfigError, replica

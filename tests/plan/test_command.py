@@ -237,6 +237,7 @@ def test_plots_are_drawn(tmp_path, capsys, ending):
             assert part in text, part
 
 
+@pytest.mark.slow
 def test_planning_on_a_machine_whose_speed_is_known_needs_no_torch_and_names_the_assumption(remembered):
     program = (
         "import sys; from diloco.cli.plan import PlanConfig, main;"

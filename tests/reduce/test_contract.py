@@ -108,11 +108,15 @@ def _fake(play, folder, with_rounds):
 
 
 SHIPPED = [_local, _collective, _bucket, _ranks, _fake]
+PROCESSES = [_collective, _gather]
 MEMBERS = [_bucket, _ranks]
 
 
 def over(kinds):
-    return pytest.mark.parametrize("kind", kinds, ids=lambda kind: kind.__name__[1:])
+    slow = {kind: [pytest.mark.slow] if kind in PROCESSES else [] for kind in kinds}
+    return pytest.mark.parametrize(
+        "kind", [pytest.param(kind, id=kind.__name__[1:], marks=slow[kind]) for kind in kinds]
+    )
 
 
 every = over([*SHIPPED, _gather])

@@ -36,6 +36,7 @@ def _be_replica(folder):
     torch.save(result["weights"], folder / f"{reduce.replica} of {reduce.replicas}.pt")
 
 
+@pytest.mark.slow
 def test_a_process_that_torchrun_started_becomes_a_replica_with_no_rank_left(tmp_path):
     for code, _, err in [ended(each) for each in start_ranks(tmp_path, 2, _be_replica, tmp_path)]:
         assert code == 0, err
@@ -78,6 +79,7 @@ def _job(rank, folder, port):
     return flat(whole), gathered, diloco.stats.bytes_sent
 
 
+@pytest.mark.slow
 def test_jobs_of_their_own_meet_rank_by_rank_with_ddp_and_with_fsdp2_inside(tmp_path):
     results = run(4, _job, tmp_path, free_port(), seconds=150)
     for whole, gathered, _ in results:
@@ -109,6 +111,7 @@ def test_an_address_that_is_none_or_where_nobody_comes_is_named():
         DiLoCo(model, reduce=Collective(at=f"127.0.0.1:{port}", replica=0, replicas=2, timeout=1)).join()
 
 
+@pytest.mark.slow
 def test_a_port_that_is_taken_is_said_at_once(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         first, second = start_ranks(tmp_path, 2, diloco.replica, port=taken.getsockname()[1])

@@ -77,6 +77,7 @@ def _every_codec(rank, replicas, weights):
     return [_collective(rank, replicas, codec, weights, {}) for codec in CODECS]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replicas", [2, 3, 4, 5])
 def test_a_collective_gives_all_the_same_weighted_mean_for_any_size_and_order(replicas):
     weights = [1.0, 3.0, 2.0, 0.0, 5.0][:replicas]
@@ -134,12 +135,14 @@ def test_any_number_of_replicas_gathers_sparse_deltas_and_coarse_means_are_sent_
     assert codec_of_mean(TwoBit(), Float32()) == Float32()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replicas", [2, 4])
 def test_parallel_streams_give_the_same_bits(replicas):
     weights = [1.0] * replicas
     assert _check(run(replicas, _collective, replicas, E3M0(), weights, {"streams": 3}), E3M0(), replicas, weights)
 
 
+@pytest.mark.slow
 def test_the_second_leg_may_be_wider():
     options = {"mean_codec": Float32()}
     results = run(4, _collective, 4, E3M0(), [1.0] * 4, options)
@@ -169,10 +172,12 @@ def _spoiled(rank):
     return faults
 
 
+@pytest.mark.slow
 def test_ranks_inside_a_replica_all_learn_of_a_fault_that_one_of_them_encodes():
     assert run(4, _spoiled) == [{"1": 5}] * 4
 
 
+@pytest.mark.slow
 def test_ranks_inside_a_replica_share_the_traffic_and_all_get_the_whole_mean():
     weights = [1.0, 2.0]
     results = run(4, _inner, weights)
@@ -257,6 +262,7 @@ def _disagree(rank, options):
     _all_rounds(Collective(**options[rank]), E3M0(), [4], rank, 2, [1.0, 1.0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("options", "text"), [
     ([{}, {"streams": 2}], "streams is 1 on replica 0, 2 on replica 1"),
     ([{"mean_codec": Float32()}, {}], "mean_codec is Float32() on replica 0, None on replica 1"),
@@ -282,6 +288,7 @@ def _threads_of_rounds(rank):
     return seen, torch.get_num_threads()
 
 
+@pytest.mark.slow
 def test_rounds_are_computed_on_one_thread_and_training_keeps_its_own():
     assert run(2, _threads_of_rounds) == [([1], 3)] * 2
 
@@ -348,6 +355,7 @@ def _bytes_of_a_round(rank, replicas, n):
     return taken.sent - (replicas - 1) * NBYTES, taken.received - (replicas - 1) * NBYTES
 
 
+@pytest.mark.slow
 def test_bytes_sent_and_received_are_counted_apart():
     """Of 5 values, 4 replicas average 2, 2, 1 and none. Deltas take 4 bytes a value, averages 2."""
     own = [2, 2, 1, 0]

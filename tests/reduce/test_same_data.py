@@ -41,6 +41,7 @@ def _threads(data, optimizer):
     return _messages(local.run, len(data), lambda reduce: _train(reduce, data[reduce.replica], optimizer))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("data", [[7, 7], [0, 5, 2, 5]])
 def test_two_replicas_on_the_same_data_are_named_once(data):
     pair = [m for m, shard in enumerate(data) if data.count(shard) == 2]
@@ -51,6 +52,7 @@ def test_two_replicas_on_the_same_data_are_named_once(data):
         assert "own shard" in messages[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("data", "optimizer"), [([1, 2], adamw), ([1, 2, 3, 4], adamw), ([7, 7], still), ([7], adamw)])
 def test_no_warning_for_different_data_for_a_model_that_does_not_move_and_for_one_replica(data, optimizer):
     assert not any(run(len(data), _process, data, optimizer))
@@ -83,6 +85,7 @@ def _shards(rank, data):
     return _messages(_train, reduce, data[rank // 2], adamw, model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("data", "warned"), [([7, 7], 1), ([1, 2], 0)])
 def test_shards_count_as_one_replica(data, warned):
     assert len(list(chain.from_iterable(run(4, _shards, data)))) == warned
@@ -94,6 +97,7 @@ def _member(rank, data, folder):
     return _messages(_train, reduce, data[rank])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("data", "warned"), [([7, 7], 1), ([1, 2], 0)])
 def test_members_of_a_bucket_on_the_same_data_are_named_by_each(data, warned, tmp_path):
     for messages in run(2, _member, data, tmp_path / "run"):

@@ -46,6 +46,7 @@ def imported(*words):
     return set(result.stderr.split()), result.stdout
 
 
+@pytest.mark.slow
 def test_help_is_quick_and_imports_no_torch():
     slow = {"torch", "numpy", "rich", "jinja2", "tomllib"}
     modules, out = imported("--help")
@@ -213,12 +214,14 @@ def test_an_outer_rule_that_is_none_or_is_given_twice_is_refused(given):
         TrainConfig(**given)
 
 
+@pytest.mark.slow
 def test_a_wrong_verb_gets_a_suggestion():
     result = diloco("trian")
     assert result.returncode == 2
     assert "did you mean train?" in result.stderr
 
 
+@pytest.mark.slow
 def test_the_version_is_the_packages():
     assert diloco("--version").stdout.startswith("diloco 0.")
 
@@ -341,6 +344,7 @@ def test_the_learning_rate_warms_up_and_falls_to_five_percent():
     assert all(a >= b for a, b in pairwise(rates[9:]))
 
 
+@pytest.mark.slow
 def test_doctor_lists_what_is_here_and_measures_the_link_under_torchrun(tmp_path):
     code, out, err = run_here(tmp_path, "doctor", "--json")
     found = {f["what"]: f for f in json.loads(out)}
@@ -374,6 +378,7 @@ def _be_late(words):
     return main(words)
 
 
+@pytest.mark.slow
 def test_the_doctor_remarks_on_clocks_that_differ(tmp_path):
     pair = [ended(process) for process in start_ranks(tmp_path, 2, _be_late, ["doctor", "--json", "--megabytes", "1"])]
     assert [code for code, _, _ in pair] == [0, 0], pair
@@ -423,6 +428,7 @@ WRONG = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_wrong_argument_is_answered_before_anything_slow_is_imported_or_measured(tmp_path):
     """On a machine whose speed is not known yet, where a plan would measure it."""
     code = f"""

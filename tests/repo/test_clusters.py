@@ -31,6 +31,7 @@ def test_the_page_names_every_file():
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["member.sh", "slurm.sbatch"])
 def test_a_script_without_bucket_or_name_says_what_to_give(name):
     for given, missing in (({}, "BUCKET"), ({"BUCKET": BUCKET}, "MEMBER")):
@@ -39,6 +40,7 @@ def test_a_script_without_bucket_or_name_says_what_to_give(name):
         assert done.returncode != 0 and re.search(rf"{missing}: give .*, as ", done.stderr)
 
 
+@pytest.mark.slow
 def test_slurm_tells_the_member_before_its_end_and_queues_again_only_what_was_stopped(tmp_path):
     """With stand-ins for srun and scontrol: the exit code decides."""
     for name in ("srun", "scontrol"):

@@ -62,6 +62,7 @@ def folder(tmp_path_factory):
     return place
 
 
+@pytest.mark.slow
 def test_the_commands_of_the_trainer_run_in_their_order(folder):
     few = {
         "train": FEWER,
@@ -96,6 +97,7 @@ def _script(name, *words):
     runpy.run_path(name, run_name="__main__")
 
 
+@pytest.mark.slow
 def test_the_script_of_the_tutorial_goes_on_and_makes_the_rounds_that_are_shown(folder):
     """In the processes that torchrun would start. tests/repo/test_package.py does the same for examples/minimal.py."""
     (folder / "train.py").write_text(SCRIPT)
@@ -125,6 +127,7 @@ def test_every_command_is_run():
     assert all(command.startswith(("diloco ", "torchrun ")) for command in RUN_HERE)
 
 
+@pytest.mark.slow
 def test_the_targets_and_files_that_are_named_exist():
     """On all pages, and in CONTRIBUTING.md, whose block lists targets."""
     said = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True).stdout
@@ -164,6 +167,7 @@ def _together(rank, snippets):
     return told
 
 
+@pytest.mark.slow
 def test_the_snippets_that_need_a_process_group_run():
     codes = [code for page, code in sorted(SNIPPETS) if page not in ALONE and code not in (SCRIPT, COMPLETE)]
     one, two = run(2, _together, codes)
@@ -175,6 +179,7 @@ def _execute(code):
     exec(compile(code, "api.md", "exec"), {})
 
 
+@pytest.mark.slow
 def test_the_trainer_is_called_from_python(folder):
     (code,) = [code for page, needs, kind, code in FOUND if (page, kind) == ("api", "python") and needs]
     few = code.replace("steps=200", "steps=4, context=32, eval_tokens=512, data=('notes.txt',)")
@@ -196,6 +201,7 @@ def test_the_snippets_that_need_none_run():
     assert len(codes) == 2
 
 
+@pytest.mark.slow
 def test_the_snippet_with_all_settings_runs():
     one, two = run(2, weights, COMPLETE)
     assert torch.equal(one[0], two[0])
@@ -207,6 +213,7 @@ def _sharded(rank, code):
     return list(names["diloco"].state_dict())
 
 
+@pytest.mark.slow
 def test_the_fsdp_snippet_runs():
     assert run(4, _sharded, SHARDED) == [["shard 0 of 2"], ["shard 1 of 2"]] * 2
 

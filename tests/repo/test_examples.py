@@ -34,6 +34,7 @@ def test_a_new_outer_rule_is_compared_with_the_shipped_ones(capsys):
     assert len((EXAMPLES / "outer_rule.py").read_text().splitlines()) <= 100
 
 
+@pytest.mark.slow
 def test_two_sites_pretrain_one_model_through_a_bucket(tmp_path):
     plan, north, south, watch, report, export, sample = shown(EXAMPLES / "bucket/README.md")
     fewer = ["--model", "tiny", "--context", "32", "--batch", "4", "--steps", "20", "--sync-every", "10", "--inner",

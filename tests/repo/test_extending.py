@@ -43,6 +43,7 @@ def _start():
     return loss_of(Tiny(), 0, 0).item()
 
 
+@pytest.mark.slow
 def test_the_codec_of_the_page_trains_and_sends_one_bit_a_value():
     (one, loss, sent, contract), (two, *_) = run(2, _train, CODEC)
     assert torch.equal(one, two)
@@ -52,6 +53,7 @@ def test_the_codec_of_the_page_trains_and_sends_one_bit_a_value():
     assert rounds * values / 8 < sent < rounds * values / 8 + rounds * 3 * (5 + NBYTES)  # of three fragments
 
 
+@pytest.mark.slow
 def test_the_outer_rule_of_the_page_trains():
     (one, loss, _, contract), (two, *_) = run(2, _train, RULE)
     assert torch.equal(one, two)
@@ -59,6 +61,7 @@ def test_the_outer_rule_of_the_page_trains():
     assert loss < 0.75 * _start()
 
 
+@pytest.mark.slow
 def test_the_reducer_of_the_page_gives_the_bits_of_the_collective():
     gathered, collective = run(2, _train, REDUCER), run(2, _default)
     assert torch.equal(gathered[0][0], gathered[1][0])

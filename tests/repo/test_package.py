@@ -29,6 +29,7 @@ def example(name: str) -> None:
     runpy.run_path(str(ROOT / "examples" / name), run_name="__main__")
 
 
+@pytest.mark.slow
 def test_importing_the_package_imports_no_torch_and_knows_its_names():
     heavy = {"torch", "numpy", "transformers", "lightning", "torchtitan", "axolotl"}
     code = f"import sys, diloco; print({heavy} & sys.modules.keys()); print(*dir(diloco))"
@@ -106,6 +107,7 @@ def test_every_public_name_can_be_imported_and_a_wrong_one_says_so():
         diloco.Diloco  # noqa: B018
 
 
+@pytest.mark.slow
 def test_the_minimal_example_ends_with_equal_replicas_and_a_lower_loss(tmp_path):
     results = [ended(process) for process in start_ranks(tmp_path, 2, example, "minimal.py")]
     assert [code for code, _, _ in results] == [0, 0], results

@@ -65,6 +65,7 @@ def weights(rank, code):
     return torch.cat([w.flatten() for w in trained]), evaluated, sorted(names.get("checkpoint", {}))
 
 
+@pytest.mark.slow
 def test_the_three_line_diff_runs_and_makes_replicas_equal():
     (diff,) = [block for kind, block in BLOCKS if kind == "diff"]
     added = [line for line in diff.splitlines() if line.startswith("+")]
@@ -83,6 +84,7 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("readme")
 
 
+@pytest.mark.slow
 def test_the_commands_run_in_their_order(folder):
     """Those that need no torch by the program that is installed, the others forked."""
     shown = [shlex.split(command) for command in COMMANDS if command.startswith("diloco")]
@@ -109,6 +111,7 @@ def test_the_first_commands_show_what_it_is_for():
             assert list(preflight.warnings(config, 2)) == [], command
 
 
+@pytest.mark.slow
 def test_the_two_machine_commands_make_one_run(folder):
     pair = [shlex.split(command) for command in COMMANDS if command.startswith("torchrun")]
     assert len(pair) == 2
@@ -121,6 +124,7 @@ def test_the_two_machine_commands_make_one_run(folder):
     assert (folder / "runs/pair/replica-1/metrics.jsonl").exists()
 
 
+@pytest.mark.slow
 def test_make_runs_the_demo_recipe(folder):
     plan = subprocess.run(["make", "-n", "demo"], cwd=ROOT, capture_output=True, text=True).stdout
     assert "diloco train demo" in plan

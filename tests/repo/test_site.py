@@ -11,6 +11,8 @@ import pytest
 from tests.support.browser import CHROMIUM, Browser, browsing
 from tests.support.once import once
 
+pytestmark = pytest.mark.slow  # processes
+
 ROOT = Path(__file__).parents[2]
 browser_test = pytest.mark.skipif(CHROMIUM is None, reason="no chromium, chromium-browser or google-chrome on the PATH")
 

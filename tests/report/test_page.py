@@ -13,6 +13,8 @@ from diloco.report import html
 from diloco.runs.reader import read
 from tests.support.run_directory import STEPS, carry, make_run, replace_line, steer
 
+pytestmark = pytest.mark.slow  # processes
+
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 browser = pytest.mark.skipif(CHROMIUM is None, reason="no chromium, chromium-browser or google-chrome on the PATH")
 

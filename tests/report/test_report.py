@@ -243,6 +243,7 @@ def test_every_field_of_a_step_that_is_listed_has_a_chart_with_a_curve_for_each_
         assert chart["curves"][1]["values"] == pytest.approx(wanted, rel=1e-6), name
 
 
+@pytest.mark.slow
 def test_the_report_needs_no_torch() -> None:
     code = (
         "import sys, diloco.report.html, diloco.report.live, diloco.report.terminal; sys.exit('torch' in sys.modules)"

@@ -22,6 +22,7 @@ def events(folder, kind):
     return [line for line in map(json.loads, lines) if line["event"] == kind]
 
 
+@pytest.mark.slow
 def test_auto_measures_chooses_says_why_and_the_run_goes_on_and_is_resumed(place):
     code, _, err = run(place, "train", *WORDS, "--steps", "20", "--codec", "bfloat16", "--name", "auto")
     assert code == 0, err
@@ -85,6 +86,7 @@ def test_a_wrong_overlap_says_what_may_be_given():
         parse(TrainConfig, ["--overlap", "often"])
 
 
+@pytest.mark.slow
 def test_a_member_of_a_bucket_adapts_its_own_overlap_only(place, tmp_path):
     words = [*WORDS, "--steps", "20", "--sync-every", "10", "--bucket", tmp_path, "--member", "a"]
     code, _, err = run(place, "train", *words, "--replicas", "1", "--name", "auto-member")

@@ -10,6 +10,8 @@ import torch
 from diloco.train.checkpoint import Checkpoints
 from tests.support.processes import run
 
+pytestmark = pytest.mark.slow  # processes
+
 
 def _save(rank, folder):
     folder = Path(folder)

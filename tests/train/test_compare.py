@@ -11,6 +11,7 @@ from diloco.errors import ConfigError
 from tests.support.commands import SMALL, run, run_here, weights
 
 
+@pytest.mark.slow
 def test_compare_runs_the_methods_at_equal_tokens_and_goes_on_where_it_was_interrupted(place):
     words = ["compare", *SMALL, "--data", "corpus.txt", "--steps", "20", "--methods", "dp,diloco,local", "--name",
              "compared", "--vary", "overlap=0,2"]  # fmt: skip

@@ -285,6 +285,7 @@ def _prepare_at(barrier, cache, answers):
     answers.put(prepare([], "bytes", cache).sha256)
 
 
+@pytest.mark.slow
 def test_processes_that_prepare_at_once_all_end_well(tmp_path, standard):
     barrier, answers = context.Barrier(3), context.Queue()
     processes = [context.Process(target=_prepare_at, args=(barrier, tmp_path, answers)) for _ in range(3)]

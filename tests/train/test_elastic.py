@@ -37,6 +37,7 @@ def member(place, name, *words, steps=40, bucket="bucket"):
     return start(place, *training(f"{bucket}-{name}", *own, *words))
 
 
+@pytest.mark.slow
 def test_one_command_begins_a_run_and_joins_it_and_it_ends_for_all(place):
     a = member(place, "a", "--quorum", 2)  # so that it cannot end before the other one is there
     wait_for((place / "bucket/run.json").exists, a)
@@ -99,6 +100,7 @@ def test_watching_a_folder_without_a_run_says_so(tmp_path):
     assert not list((tmp_path / "empty").iterdir())
 
 
+@pytest.mark.slow
 def test_a_member_leaves_returns_with_its_checkpoint_and_a_killed_one_stops_nobody(place):
     a, b = (member(place, name, bucket="second", steps=1_000_000) for name in "ab")
     events = place / "runs/second-a/replica-0/events.jsonl"
@@ -157,6 +159,7 @@ def _fail_when_saving(words):
     return main(words)
 
 
+@pytest.mark.slow
 def test_a_member_that_fails_leaves_so_that_nobody_waits_for_it(place):
     words = training("failing-a", "--bucket", "failing", "--member", "a", "--steps", 100, "--save-every", 3)
     code, _, err = ended(Command(place, _fail_when_saving, [str(word) for word in words]))
@@ -165,6 +168,7 @@ def test_a_member_that_fails_leaves_so_that_nobody_waits_for_it(place):
     assert code == 0 and re.search(r"^a +left", out, re.MULTILINE), out
 
 
+@pytest.mark.slow
 def test_the_ranks_of_a_member_are_started_by_torchrun(place):
     words = training("sharded-a", "--shards", 2, "--bucket", "sharded", "--member", "a", "--steps", 10)
     results = [ended(process) for process in start_ranks(place, 2, main, [str(word) for word in words])]
@@ -175,6 +179,7 @@ def test_the_ranks_of_a_member_are_started_by_torchrun(place):
     assert code == 0 and re.search(r"^a +(left|training|joining)", out, re.MULTILINE)
 
 
+@pytest.mark.slow
 def test_wrong_use_is_one_line(place):
     for words, text in (
         (["--bucket", "nowhere", "--join-only"], "there is no folder"),
@@ -189,6 +194,7 @@ def test_wrong_use_is_one_line(place):
         assert code == 2 and text in err and "Traceback" not in err, err
 
 
+@pytest.mark.slow
 def test_chaos_in_short(place, tmp_path, monkeypatch):
     def popen(words, **_):
         return Command(tmp_path, main, words[3:])  # what comes after `python -m diloco`

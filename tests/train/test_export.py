@@ -63,6 +63,7 @@ def test_bf16_weights_are_written_as_such(tmp_path):
     assert json.loads((tmp_path / "config.json").read_text())["torch_dtype"] == "bfloat16"
 
 
+@pytest.mark.slow
 def test_it_loads_offline_in_a_process_that_does_not_know_us(tmp_path):
     model = _decoder(tied=True)
     export_module(model, Bytes(), tmp_path)

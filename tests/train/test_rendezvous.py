@@ -28,6 +28,7 @@ def meet(rank, port, patience):
     return 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_one_that_comes_alone_says_what_it_waits_for_and_ends_with_the_reason(tmp_path, rank):
     port = free_port()
@@ -37,6 +38,7 @@ def test_one_that_comes_alone_says_what_it_waits_for_and_ends_with_the_reason(tm
     assert f"lost: 2 processes did not meet at 127.0.0.1:{port} within 2 s: start all of them" in err.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_two_meet_without_a_word(tmp_path):
     port = free_port()
     pair = [Command(tmp_path, meet, rank, port, 600.0) for rank in (0, 1)]

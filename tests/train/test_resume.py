@@ -34,6 +34,7 @@ from tests.support.members import until
 from tests.support.s3 import free_port
 
 
+@pytest.mark.slow
 def test_a_run_killed_at_any_moment_resumes_to_the_same_trajectory(place, whole):
     """With a checkpoint after every step the kill falls into a save more often than not."""
     name = "killed"
@@ -50,6 +51,7 @@ def test_a_run_killed_at_any_moment_resumes_to_the_same_trajectory(place, whole)
     assert any(e["event"] == "resume" for e in lines(place, name, kind="events"))
 
 
+@pytest.mark.slow
 def test_ctrl_c_leaves_a_checkpoint_of_one_step_and_a_report_and_resumes(place):
     process = start(place, *training("stopped", "--steps", "2000", "--save-every", "5000"))
     wait_for_lines(place / "runs/stopped/replica-0/metrics.jsonl", 6, process)
@@ -78,6 +80,7 @@ def _wait_before_the_first_step(words):
     return main(words)
 
 
+@pytest.mark.slow
 def test_a_closed_terminal_during_the_start_stops_all_and_promises_no_checkpoint(place):
     process = Command(place, _wait_before_the_first_step, training("early", "--steps", "2000"))
     wait_for(lambda: (place / "runs/early/replica-1/log.txt").exists(), process)
@@ -97,6 +100,7 @@ def _is_free(folder):
         return False
 
 
+@pytest.mark.slow
 def test_replicas_whose_launcher_was_killed_stop_with_a_checkpoint_and_the_run_is_in_use_until_then(place):
     process = start(place, *training("orphans", "--steps", "100000", "--save-every", "100000"))
     wait_for_lines(place / "runs/orphans/replica-0/metrics.jsonl", 6, process)
@@ -135,6 +139,7 @@ def test_resume_takes_the_settings_of_the_run_that_is_named_not_of_the_newest(tm
         complete([str(tmp_path / "recipe.toml"), "--resume"])
 
 
+@pytest.mark.slow
 def test_one_dead_process_stops_all_with_its_reason_on_the_last_line(place):
     process = start(place, *training("dead", "--steps", "5000"))
     wait_for_lines(place / "runs/dead/replica-1/metrics.jsonl", 6, process)
@@ -145,6 +150,7 @@ def test_one_dead_process_stops_all_with_its_reason_on_the_last_line(place):
     assert "Traceback" not in err
 
 
+@pytest.mark.slow
 def test_sharded_replicas_with_accumulation_save_export_and_resume(place):
     words = ["--shards", "2", "--batch", "8", "--accumulate", "2", "--save-every", "3", "--eval-tokens", "512",
              "--sync-every", "3", "--overlap", "1"]  # fmt: skip
@@ -164,6 +170,7 @@ def test_sharded_replicas_with_accumulation_save_export_and_resume(place):
     assert list(losses(place, "sharded")) == list(range(1, 6))
 
 
+@pytest.mark.slow
 def test_a_run_whose_config_knows_fewer_settings_resumes_with_their_defaults(place, whole):
     shutil.copytree(place / "runs/whole", place / "runs/older")
     config = place / "runs/older/config.toml"
@@ -177,6 +184,7 @@ def test_a_run_whose_config_knows_fewer_settings_resumes_with_their_defaults(pla
     assert 'outer = "nesterov"\n' in written and "feedback = 0.0\n" in written and "mean_codec" not in written
 
 
+@pytest.mark.slow
 def test_two_machines_resume_each_with_the_settings_that_it_has_stored(tmp_path, place):
     sites = [tmp_path / "one", tmp_path / "two"]
     for site in sites:
@@ -198,6 +206,7 @@ def test_two_machines_resume_each_with_the_settings_that_it_has_stored(tmp_path,
     assert code == 2 and "has the records of 1 of 2 replicas: copy the folders replica-*" in err
 
 
+@pytest.mark.slow
 def test_a_full_disk_ends_the_run_with_the_remedy_and_the_old_checkpoint_survives(place, whole):
     shutil.copytree(place / "runs/whole", place / "runs/full")
     code, _, err = train(place, "full", "--steps", "45", "--resume", "--inner", "muon", file_limit=1_000_000)
@@ -206,6 +215,7 @@ def test_a_full_disk_ends_the_run_with_the_remedy_and_the_old_checkpoint_survive
     assert weights(place, "full", 40).keys() == weights(place, "whole", 40).keys()
 
 
+@pytest.mark.slow
 def test_a_run_is_not_overwritten_and_not_shared(place, whole):
     code, _, err = run_here(place, *training("whole", "--steps", "5"))
     assert code == 2 and "already holds a run: add --resume" in err

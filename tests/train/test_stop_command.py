@@ -51,6 +51,7 @@ def test_a_run_without_a_step_has_nothing_to_resume(tmp_path):
     assert sentence(tmp_path) == "stopped; no step was done, there is nothing to resume"
 
 
+@pytest.mark.slow
 def test_a_run_is_stopped_from_another_terminal_with_a_checkpoint(place):
     process = start(place, *training("far", "--steps", "100_000"))
     wait_for_lines(place / "runs/far/replica-1/metrics.jsonl", 3, process)
@@ -64,6 +65,7 @@ def test_a_run_is_stopped_from_another_terminal_with_a_checkpoint(place):
     assert code == 2 and "no process on this machine runs runs/far" in err
 
 
+@pytest.mark.slow
 def test_replicas_whose_launcher_was_killed_are_found_by_their_lock(place):
     process = start(place, *training("orphaned", "--steps", "100_000"))
     wait_for_lines(place / "runs/orphaned/replica-1/metrics.jsonl", 1, process)

@@ -24,6 +24,8 @@ from tests.support.commands import (
     weights,
 )
 
+pytestmark = pytest.mark.slow  # processes
+
 
 def test_a_run_leaves_a_summary_metrics_events_checkpoints_and_a_report(place, whole):
     folder = place / "runs/whole"
