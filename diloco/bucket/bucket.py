@@ -6,6 +6,7 @@ in strict pace. With DDP inside a member, `ranks` stands between the core and wh
 """
 
 import contextlib
+import logging
 import math
 import secrets
 import threading
@@ -24,7 +25,7 @@ from diloco.bucket.priority import PriorityLock
 from diloco.bucket.protocol import FragmentProtocol
 from diloco.bucket.ranks import Asked, Other, ranks_of
 from diloco.bucket.round_store import RoundStore
-from diloco.bucket.run import UNSHARDED, Run, backend_of_shard, contract_of, find_or_create, starting_state
+from diloco.bucket.run import UNSHARDED, Run, backend_of_shard, contract_of, find_or_create, read_run, starting_state
 from diloco.bucket.session import Session
 from diloco.bucket.snapshots import Snapshots
 from diloco.bucket.store.backend import Backend, Failure, open_store, probe
@@ -38,6 +39,9 @@ from diloco.formats import GATHER
 from diloco.reduce import Contract, Delta, Dropped, Jump, Round, State
 from diloco.reduce.thread import start_threads
 
+log = logging.getLogger("diloco")
+RUN_CHECK = 60.0
+"""Seconds between two checks that the store still holds the run."""
 PATIENCE = 60.0
 """Seconds that finish() waits for the last rounds of all fragments to be closed, beyond the time in which a dead member
 is noticed."""
@@ -115,6 +119,7 @@ class Bucket:
         self._clock = time.monotonic
         self.session: Session | None = None
         self.run: Run | None = None
+        self._run_checked, self._run_lost = -math.inf, False
 
     def join(self, contract: Contract, states: Sequence[State], codecs: Sequence[Codec]) -> list[State | None]:
         entered = (self._ranks.join if self._ranks else self._join)(contract, states, codecs)
@@ -241,6 +246,8 @@ class Bucket:
         with self._lock:
             self._check()
             self._finishing = self._clock()
+            if self._run_lost:
+                self._warn_lost()
         return False  # the others may go on
 
     def leave(self) -> None:
@@ -286,7 +293,28 @@ class Bucket:
     def ticks(self) -> list[Callable[[], Task[None]]]:
         """What the background repeats: one task for the members, then one for each fragment."""
         assert self.session is not None
-        return [self.session.tick, *(protocol.tick for protocol in self._protocols)]
+        return [self._heartbeat, *(protocol.tick for protocol in self._protocols)]
+
+    def _heartbeat(self) -> Task[None]:
+        """Someone may empty the store, or begin another run in it, while members of this one go on."""
+        assert self.session is not None and self.run is not None
+        yield from self.session.tick()
+        if self._clock() - self._run_checked < RUN_CHECK:
+            return
+        self._run_checked, run = self._clock(), None
+        with contextlib.suppress(ConfigError):
+            run = yield from read_run(self._key)
+        lost = run is None or run.id != self.run.id
+        if lost and not self._run_lost:
+            self._event("run lost", run=self.run.id)
+            self._warn_lost()
+        self._run_lost = lost
+
+    def _warn_lost(self) -> None:
+        assert self.run is not None
+        log.warning("run %s is no longer in the store: its run.json was deleted or replaced. Nobody can join this run, "
+                    "and only its members hold its result. Keep their checkpoints, stop them, and start again in an "
+                    "empty store", self.run.id)  # fmt: skip
 
     def _must_wait(self, protocol: FragmentProtocol) -> bool:
         if self._entering and not protocol.caught_up:

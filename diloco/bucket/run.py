@@ -8,13 +8,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from diloco.bucket.members import PREFIX_OF_ALL, lives_of
 from diloco.bucket.protocol import BEHIND, FragmentProtocol
 from diloco.bucket.rounds import Link
 from diloco.bucket.snapshots import index_of, seal_snapshot
 from diloco.bucket.store.backend import Backend, Below, patiently
 from diloco.bucket.store.cipher import encrypted, open_encrypted
 from diloco.bucket.store.envelope import HEADER, PART, PREFIX, Envelope, Invalid, put
-from diloco.bucket.store.operations import Read, Size, Task, Work, create, together
+from diloco.bucket.store.operations import List, Read, Size, Task, Work, create, together
 from diloco.bucket.store.store import Store
 from diloco.errors import ConfigError, DiLoCoError, Mismatch
 from diloco.reduce import Contract, State
@@ -67,7 +68,12 @@ def find_or_create(proposal: Run, key: bytes | None, states: Sequence[State], jo
     if run is None:
         if join_only:
             raise ConfigError("there is no run in the bucket: check the address, or leave --join-only out to begin one")
+        members = lives_of((yield List(PREFIX_OF_ALL)))
         run = yield from _create_run(proposal, key, states)
+        if run.created and members:
+            log.warning("the store had no %s, but entries of members (%s), so this member has begun a new run. If they "
+                        "still train, someone deleted the run under them: stop them, or use another address", NAME,
+                        ", ".join(sorted(members)[:8]))  # fmt: skip
     compare([run.contract, json.loads(json.dumps(proposal.contract))], ("the run", "this member"))
     if len(run.snapshots) != len(states):
         raise Mismatch(f"the run has {len(run.snapshots)} fragments, this member {len(states)}")

@@ -244,3 +244,36 @@ def test_a_member_that_asks_for_ever_newer_snapshots_gets_one_in_sixteen_rounds(
     put = [index for name in world.objects if (index := snapshots.index_of(name))]
     assert a.held[0] > 5 * snapshots.STRIDE and min(put) < 8  # the first one at once
     assert 4 < len(put) <= 1 + a.held[0] / snapshots.STRIDE
+
+
+@pytest.mark.parametrize("other", [None, GARBAGE, "another run"])
+def test_a_store_that_is_emptied_under_a_run_is_noticed_once_and_said_at_the_end(other, caplog):
+    world = World(1)
+    a = Player(world, "a")
+    a.turn()
+    together((a,), 3)
+    world.tolerant, world.check = True, lambda: None
+    world.objects.clear()
+    if other == "another run":
+        Player(world, "b").turn()
+    elif other is not None:
+        world.objects["run.json"] = other
+    for _ in range(4):
+        world.now += 60.0
+        a.step()
+        a.turn()
+    assert [e["event"] for e in a.reduce.events()].count("run lost") == 1
+    assert caplog.text.count("is no longer in the store") == 1
+    a.reduce.settle()
+    assert caplog.text.count("is no longer in the store") == 2
+
+
+def test_who_begins_a_run_beside_members_whose_run_was_deleted_says_so(caplog):
+    world = World(1)
+    a = Player(world, "a")
+    a.turn()
+    assert "has begun a new run" not in caplog.text
+    world.objects.clear()
+    a.turn()  # it still shows signs of life
+    Player(world, "b").turn()
+    assert "entries of members (a)" in caplog.text
