@@ -30,7 +30,7 @@ for name, value in {"get_device_name": "cpu", "current_device": 0, "empty_cache"
     setattr(torch.cpu, name, lambda *_, value=value: value)
 if not hasattr(dist, "set_timeout"):  # torchtitan 0.3 is made for the torch after 2.13
     dist.set_timeout = lambda timeout, group: None
-from diloco.flat import reshard
+from diloco.flat import fsdp_modules, reshard
 from torchtitan import train, trainer
 from torchtitan.models.common import attention, decoder
 def forward(self, q_BLNH, k_BLNH, v_BLNH, *, scale=None, enable_gqa=False, **_):
@@ -49,7 +49,7 @@ def kept_validation(self, loss, *args, **more):
     validated.append(float(loss))
     log_validation(self, loss, *args, **more)
 def closing(self):
-    reshard(self.model_parts[0])  # after a validation FSDP2 shows the parameters that it has gathered
+    reshard(fsdp_modules(self.model_parts[0]))  # after a validation FSDP2 shows the parameters that it has gathered
     said(self.model_parts[0], logged=logged, validated=validated)
     close(self)
 trainer.MetricsProcessor.log, trainer.MetricsProcessor.log_validation = kept, kept_validation
