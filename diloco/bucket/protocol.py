@@ -243,9 +243,10 @@ class FragmentProtocol:
     def _contradicts(self, index: int) -> bool:
         """Whether a round was closed against other bits than those held here, so that the own delta is a vote."""
         first = self._ready[0] if self._ready else None
-        return isinstance(first, Followed) and first.record.index == index == self.held + 1 and (
-            first.record.fingerprint != self.fingerprint
-        )  # fmt: skip
+        record = first.record if isinstance(first, Followed) else None
+        if isinstance(self._mode, _Jumping):
+            record = self._mode.against
+        return record is not None and record.index == index == self.held + 1 and record.fingerprint != self.fingerprint
 
     def _follow(self) -> Task[bool]:
         """Look once at the round after the frontier. True if it is closed: then look at the next one."""

@@ -202,15 +202,16 @@ def test_of_two_members_with_other_bits_one_goes_on_and_the_other_stops(first):
 
 def test_a_record_closed_early_against_other_bits_is_outvoted():
     """It was closed while the others had not sent yet."""
-    world, players, good, bad = with_one_flipping(3, (3,), True)
+    world, players, good, bad = with_one_flipping(3, (5,), True)
     together(players, 3)
-    while bad.held[0] < 5:  # alone, for two rounds at least
+    while bad.held[0] < 7:  # alone, for two rounds at least
         bad.step()
         bad.turn()
         world.now += 40.0
     stopped = train(world, players, 200)
     assert not set(stopped) & {player.name for player in good}
     assert min(player.held[0] for player in good) > 10
+    assert "outvoted" in [e["event"] for player in good for e in player.reduce.events()]
 
 
 def test_who_returns_to_a_store_that_was_rolled_back_says_so(caplog):
