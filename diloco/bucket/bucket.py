@@ -42,6 +42,8 @@ from diloco.reduce.thread import start_threads
 log = logging.getLogger("diloco")
 RUN_CHECK = 60.0
 """Seconds between two checks that the store still holds the run."""
+MISSING = 2
+"""Checks in a row that must not find it before it counts as lost: a store may answer wrongly once."""
 PATIENCE = 60.0
 """Seconds that finish() waits for the last rounds of all fragments to be closed, beyond the time in which a dead member
 is noticed."""
@@ -119,7 +121,7 @@ class Bucket:
         self._clock = time.monotonic
         self.session: Session | None = None
         self.run: Run | None = None
-        self._run_checked, self._run_lost = -math.inf, False
+        self._run_checked, self._run_missing = -math.inf, 0
 
     def join(self, contract: Contract, states: Sequence[State], codecs: Sequence[Codec]) -> list[State | None]:
         entered = (self._ranks.join if self._ranks else self._join)(contract, states, codecs)
@@ -246,7 +248,7 @@ class Bucket:
         with self._lock:
             self._check()
             self._finishing = self._clock()
-            if self._run_lost:
+            if self._run_missing >= MISSING:
                 self._warn_lost()
         return False  # the others may go on
 
@@ -304,11 +306,10 @@ class Bucket:
         self._run_checked, run = self._clock(), None
         with contextlib.suppress(ConfigError):
             run = yield from read_run(self._key)
-        lost = run is None or run.id != self.run.id
-        if lost and not self._run_lost:
+        self._run_missing = self._run_missing + 1 if run is None or run.id != self.run.id else 0
+        if self._run_missing == MISSING:
             self._event("run lost", run=self.run.id)
             self._warn_lost()
-        self._run_lost = lost
 
     def _warn_lost(self) -> None:
         assert self.run is not None

@@ -175,5 +175,6 @@ def _net() -> nn.Module:
 
 def _save(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, diloco: DiLoCo) -> None:
     values = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "diloco": diloco.state_dict()}
-    torch.save(values, path.with_suffix(".new"))
-    path.with_suffix(".new").replace(path)
+    new = path.with_suffix(f".{os.getpid()}")  # another process may have the same name
+    torch.save(values, new)
+    new.replace(path)

@@ -269,6 +269,23 @@ def test_a_store_that_is_emptied_under_a_run_is_noticed_once_and_said_at_the_end
     assert caplog.text.count("is no longer in the store") == 2
 
 
+def test_a_run_that_is_missing_for_a_moment_is_not_called_lost(caplog):
+    world = World(1)
+    a = Player(world, "a")
+    a.turn()
+    together((a,), 3)
+    run = world.objects.pop("run.json")
+    world.tolerant, world.check = True, lambda: None
+    for _ in range(4):
+        world.now += 60.0
+        a.step()
+        a.turn()
+        world.objects["run.json"] = run
+    a.reduce.settle()
+    assert "is no longer in the store" not in caplog.text
+    assert "run lost" not in [e["event"] for e in a.reduce.events()]
+
+
 def test_who_begins_a_run_beside_members_whose_run_was_deleted_says_so(caplog):
     world = World(1)
     a = Player(world, "a")
