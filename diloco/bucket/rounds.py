@@ -140,7 +140,7 @@ class Record:
     entries: tuple[Entry, ...]
     digest: str = ""
     heads: str = ""  # digest of the object with the heads of its deltas, if each member averages a share
-    voids: str = ""  # digest of a record in an earlier slot, whose deltas are not there, that it stands in for
+    voids: str = ""  # digest of the record in an earlier slot that it replaces, because that one's deltas are lost
 
     def sealed(self) -> tuple[dict[str, Any], bytes]:
         """Fields and payload of the object."""

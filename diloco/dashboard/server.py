@@ -66,7 +66,7 @@ class Dashboard(ThreadingHTTPServer):
 def open_dashboard(site: Site, host: str, port: int | None) -> Dashboard:
     """A server that is bound, and does not answer yet. Raises ConfigError if it cannot be.
 
-    If others can reach it, it answers only whoever has its token.
+    Beyond loopback it answers only requests that carry its token.
     """
     token, reason = None if access.is_loopback(host) else secrets.token_urlsafe(24), ""
     for number in [port] if port is not None else range(PORT, PORT + TRIES):

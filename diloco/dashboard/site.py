@@ -74,7 +74,7 @@ class Site:
         """Read what is most likely wanted before somebody asks: a long run takes a second or two."""
         newest = list(self._find().values())[-1:] if self._folder is not None else list(self._runs.values())
         for folder in newest[:FOLLOWED]:
-            with contextlib.suppress(Exception):  # whoever asks for it is told
+            with contextlib.suppress(Exception):  # the page of this run says what is wrong
                 self._follow(folder).look()
 
     def _side_by_side(self, keys: Sequence[str], to_root: str, up: str) -> Page | None:

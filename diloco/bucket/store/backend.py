@@ -93,7 +93,7 @@ def _warn_unencrypted(name: str, endpoint: str) -> None:
     url = urlsplit(endpoint)
     host = url.hostname or ""
     if url.scheme == "http" and host not in ("localhost", "::1") and not host.startswith("127."):
-        log.warning("%s is %s: everything travels unencrypted, and whoever is on the way can read and change it; "
+        log.warning("%s is %s: traffic is not encrypted, so anyone on the path can read and change it; "
                     "use https://", name, endpoint)  # fmt: skip
 
 
@@ -268,7 +268,7 @@ class Obstore:
 
 
 class Below:
-    """A folder of another store, as a store of its own."""
+    """A folder of another store, used as a store."""
 
     def __init__(self, backend: Backend, folder: str) -> None:
         self._backend, self._folder = backend, f"{folder}/"
