@@ -9,7 +9,7 @@ export PIP_CONSTRAINT := constraints.txt
 # Images often set this. The tests start many interpreters, and each would compile all that it imports.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo picture docs test test-frameworks test-slurm test-fast fuzz lint format wheel sanitize browser bench netlab autopilot bucket scale chaos parity parity-quick clean
+.PHONY: help demo picture docs test test-frameworks test-slurm test-fast fuzz lint format wheel sanitize browser bench netlab autopilot bucket scale chaos nightly parity parity-quick clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## */\1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -29,11 +29,14 @@ test-frameworks: .venv/ready  ## docs/frameworks.md with the real frameworks, in
 test-slurm: .venv/ready  ## a real Slurm with two nodes on this machine, installed from the distribution; as root
 	.ci/slurm
 
-test-fast: .venv/ready  ## tests that start no process: about a minute
+test-fast: .venv/ready  ## tests that start no process: half a minute
 	$(PYTEST) -n $(FAST_JOBS) -m 'not slow'
 
 fuzz: .venv/ready  ## 30,000 damaged objects and 20,000 names for members of a bucket to read; ten minutes
 	FUZZ=100 $(BIN)/python -m pytest --timeout 0 tests/bucket/test_fuzz.py
+
+nightly: .venv/ready  ## the bucket's guarantees in 2,000 runs of 80 actions, twice: with whole deltas and with shares; an hour
+	EXAMPLES=2000 STEPS=80 $(PYTEST) --timeout 0 -n 2 tests/bucket/test_protocol.py
 
 lint: .venv/ready  ## formatting, lint, types, directions of imports
 	$(BIN)/ruff format --check .
@@ -54,7 +57,7 @@ wheel: .venv/ready  ## sdist, pure wheel and manylinux wheel into dist/; each wh
 sanitize: .venv/ready  ## the kernels' tests, with a library that checks every access to memory
 	mkdir -p build
 	cc -O1 -g -std=c11 -fPIC -shared -ffp-contract=off -fsanitize=address,undefined -fno-sanitize-recover \
-	   -o build/sanitized.so diloco/kernels.c
+	   -o build/sanitized.so diloco/codecs/kernels.c
 	LD_PRELOAD=$$(cc -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0 DILOCO_KERNELS=$$PWD/build/sanitized.so \
 	   $(BIN)/python -m pytest tests/core/test_kernels.py -k 'not replica and not arm'
 
@@ -70,7 +73,7 @@ bench: .venv/ready  ## measured figures: benchmarks/results/*.json and the table
 	$(BIN)/python -m benchmarks.start
 	$(BIN)/python -m benchmarks.table
 
-netlab: .venv/ready  ## utilisation over a slow link, all methods; as root; keeps both cores busy
+netlab: .venv/ready  ## utilization over a slow link, all methods; as root; keeps both cores busy
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[netlab]'
 	$(BIN)/python -m studies.netlab --fresh
 	$(BIN)/python -m benchmarks.table
@@ -98,7 +101,7 @@ parity: .venv/ready  ## does it train as well as data-parallel? takes hours; con
 parity-quick: .venv/ready  ## the same for a few rows, Muon among them, on two seeds with fewer steps
 	$(BIN)/python -m studies.parity --quick
 
-.venv/ready: pyproject.toml constraints.txt hatch_build.py diloco/kernels.c
+.venv/ready: pyproject.toml constraints.txt hatch_build.py diloco/codecs/kernels.c
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
 	touch $@

@@ -1,4 +1,4 @@
-"""Compile diloco/kernels.c when the package is built.
+"""Compile diloco/codecs/kernels.c when the package is built.
 
 Without a C compiler, or with CC=none, the package is pure Python, for every platform, and slower."""
 
@@ -17,7 +17,7 @@ FLAGS = ["-O3", "-std=c11", "-fPIC", "-shared", "-ffp-contract=off", "-fno-math-
 
 class Kernels(BuildHookInterface):
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        source = Path(self.root, "diloco", "kernels.c")
+        source = Path(self.root, "diloco", "codecs", "kernels.c")
         library = source.with_name("_kernels.so")
         compiler = shutil.which(os.environ.get("CC", "cc"))
         if compiler is None:
@@ -31,6 +31,6 @@ class Kernels(BuildHookInterface):
             library.unlink(missing_ok=True)
             return
         partial.replace(library)
-        build_data["artifacts"].append("diloco/_kernels.so")
+        build_data["artifacts"].append("diloco/codecs/_kernels.so")
         build_data["pure_python"] = False
         build_data["tag"] = f"py3-none-{next(sys_tags()).platform}"  # no Python in it: one wheel for all versions

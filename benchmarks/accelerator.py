@@ -24,14 +24,14 @@ from torch import nn
 from benchmarks import processes
 from benchmarks.record import RESULTS, Record, Target, write
 from diloco import DiLoCo
-from diloco.codec import codec_named
-from diloco.fragment import fragmenter
+from diloco.autopilot.speed import known
+from diloco.codecs.codec import codec_named
+from diloco.core.fragment import fragmenter
+from diloco.exchange.collective import Collective
 from diloco.plan.choose import Limits, Settings, choose, method_of
-from diloco.plan.model import model_of_layers
+from diloco.plan.methods import model_of_layers
 from diloco.plan.simulate import Group, utilization
-from diloco.plan.traffic import ROUND_SECONDS, WIRE, Link
-from diloco.reduce.collective import Collective
-from diloco.speed import known
+from diloco.plan.traffic import ROUND_SECONDS, WIRE
 from tests.support.netns import DEVICE, Network, Rate, impossible, network
 
 LAYERS, WIDTH, STEP_SECONDS = 24, 3640, 0.25
@@ -84,12 +84,12 @@ def group() -> Group:
 
 def recommended(gbit: float) -> Settings:
     model = model_of_layers(LAYERS * WIDTH**2, LAYERS)
-    return choose(model, group(), Link.same(1e9 * gbit), Limits()).settings
+    return choose(model, group(), 1e9 * gbit, Limits()).settings
 
 
 def planned(settings: Settings, gbit: float) -> float:
     model = model_of_layers(LAYERS * WIDTH**2, LAYERS)
-    return float(utilization(method_of(settings, model), group(), Link.same(1e9 * gbit))[0])
+    return float(utilization(method_of(settings, model), group(), 1e9 * gbit)[0])
 
 
 def row(reports: list[Record], settings: Settings, gbit: float) -> Record:
@@ -123,7 +123,7 @@ def worker(settings: Settings, least: int) -> Record:
         fragments=fragmenter(settings.fragments),
         overlap=settings.overlap,
         codec=codec_named(settings.codec),
-        reduce=Collective(),
+        reducer=Collective(),
     )
     diloco.join()
     for _ in range(settings.sync_every + settings.overlap):  # nothing is sent before, so there is no need to pause

@@ -19,12 +19,13 @@ from collections.abc import Callable
 import torch
 
 from benchmarks.record import RESULTS, Record, Target, write
-from diloco import kernels
-from diloco.advance import Memory, NextState
-from diloco.codec import E3M0, BFloat16, Codec, Float32, TopK, TwoBit, chunks, pack, unpack
-from diloco.outer import Nesterov
-from diloco.reduce import State
-from diloco.reduce.mean import Encoded
+from diloco.codecs import kernels
+from diloco.codecs.codec import E3M0, BFloat16, Codec, Float32, TopK, TwoBit, chunks, pack, unpack
+from diloco.core.memory import Memory
+from diloco.core.next_state import NextState
+from diloco.core.outer import Nesterov
+from diloco.exchange.mean import Encoded
+from diloco.exchange.reducer import State
 
 CODECS: tuple[Codec, ...] = (E3M0(), BFloat16(), Float32(), TwoBit(), TopK())
 WAYS = ("encode", "decode", "fresh", "next")

@@ -32,7 +32,7 @@ from torch import nn
 from benchmarks import processes
 from benchmarks.record import RESULTS, Record, Target, write
 from diloco import Balanced, DiLoCo
-from diloco.reduce.collective import Collective
+from diloco.exchange.collective import Collective
 
 SYNC_EVERY, OVERLAP, FRAGMENTS, WIDTH = 20, 2, 4, 1024
 
@@ -116,7 +116,7 @@ def worker(arguments: argparse.Namespace) -> Record:
 
 def attach(model: nn.Module) -> DiLoCo:
     """Without an optimizer, so that the blocks decide whether `step()` is called."""
-    diloco = DiLoCo(model, sync_every=SYNC_EVERY, overlap=OVERLAP, fragments=Balanced(FRAGMENTS), reduce=Collective())
+    diloco = DiLoCo(model, sync_every=SYNC_EVERY, overlap=OVERLAP, fragments=Balanced(FRAGMENTS), reducer=Collective())
     diloco.join()
     return diloco
 

@@ -24,9 +24,10 @@ import torch.distributed as dist
 
 from benchmarks import processes
 from benchmarks.record import RESULTS, Record, Target, write
-from diloco.codec import E3M0
-from diloco.reduce import Delta, Round, State
-from diloco.reduce.collective import Collective
+from diloco.codecs.codec import E3M0, Codec
+from diloco.exchange.collective import Collective
+from diloco.exchange.mean import Encoded
+from diloco.exchange.reducer import Delta, Join, Round, State, unchanged
 from tests.support.netns import DEVICE, Network, Rate, impossible, network
 
 BITS = 4
@@ -98,19 +99,19 @@ def summary(reports: list[Record], replicas: int, parameters: int) -> Record:
 
 
 def count_bytes(arguments: argparse.Namespace) -> Record:
-    reduce, values = joined(arguments.fragment)
-    mean(reduce, values, 1)  # connections are made, windows have grown
+    reducer, values = joined(arguments.fragment)
+    mean(reducer, values, 1)  # connections are made, windows have grown
     dist.barrier()
     before, payload = counters(), 0
     for index in range(2, arguments.rounds + 2):
-        payload += mean(reduce, values, index).sent
+        payload += mean(reducer, values, index).cost.bytes_sent
     spent = {key: value - before[key] for key, value in counters().items()}
     per_round = {key: value / arguments.rounds for key, value in {**spent, "payload": payload}.items()}
     return {**per_round, "retransmitted": spent["retransmitted"]}
 
 
 def time_means(arguments: argparse.Namespace) -> Record:
-    reduce, values = joined(arguments.parameters)
+    reducer, values = joined(arguments.parameters)
     before, payload = counters(), 0
     times: dict[str, list[float]] = {"fp32": [], "e3m0": []}
     for index in range(1, arguments.repetitions + 2):
@@ -120,7 +121,7 @@ def time_means(arguments: argparse.Namespace) -> Record:
         half = time.perf_counter()
         dist.barrier()
         again = time.perf_counter()
-        payload = mean(reduce, values, index).sent
+        payload = mean(reducer, values, index).cost.bytes_sent
         if index > 1:  # the first warms up
             times["fp32"].append(half - began)
             times["e3m0"].append(time.perf_counter() - again)
@@ -130,16 +131,35 @@ def time_means(arguments: argparse.Namespace) -> Record:
     return {"ratio": statistics.median(ratios), **medians, "payload": payload, "retransmitted_segments": retransmitted}
 
 
+class Decoded:
+    """Decode the mean and keep the state: the outer step is not part of the measurement."""
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+
+    def add(self, part: Encoded) -> None:
+        part.values()
+
+    def state(self, index: int) -> State:
+        return unchanged(self._state)
+
+
+def join(n: int, codec: Codec) -> Collective:
+    reducer = Collective(timeout=120)
+    states = [State(0, torch.zeros(n), torch.zeros(0))]
+    reducer.join(Join({}, states, [codec], lambda fragment, state, *, lr, last: Decoded(state)))
+    return reducer
+
+
 def joined(n: int) -> tuple[Collective, torch.Tensor]:
     torch.set_num_threads(1)
-    reduce = Collective(timeout=120)
-    reduce.join({}, [State(0, torch.zeros(n), torch.zeros(0))], [E3M0()])
-    return reduce, torch.randn(n, generator=torch.Generator().manual_seed(reduce.replica))
+    reducer = join(n, E3M0())
+    return reducer, torch.randn(n, generator=torch.Generator().manual_seed(reducer.replica))
 
 
-def mean(reduce: Collective, values: torch.Tensor, index: int) -> Round:
-    reduce.send(0, index, lambda: Delta(values, 1.0, False, 0))
-    outcome = reduce.take(0, index)
+def mean(reducer: Collective, values: torch.Tensor, index: int) -> Round:
+    reducer.send(0, index, lambda: Delta(values, 1.0, False, 0))
+    outcome = reducer.poll(0, index)
     assert isinstance(outcome, Round)
     return outcome
 

@@ -15,38 +15,29 @@ from pathlib import Path
 from benchmarks.record import RESULTS, Target, write
 
 ROOT = Path(__file__).parent.parent
-FLEET = ["fleet", "--chips", "1m", "--mtbf", "1y"]
-"""A million chips for 30 days, the default, event by event, in ten ways."""
 COMMANDS = {
     "python": ["-c", "pass"],
     "import": ["-c", "import diloco"],
     "help": ["-m", "diloco", "--help"],
-    "fleet": ["-m", "diloco", *FLEET],
 }
-RARE = 5
-"""The fleet's command takes seconds: one in so many turns has it."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="how soon the package answers")
-    parser.add_argument("--times", type=int, default=25, help="interpreters of each kind; a fifth for the fleet")
+    parser.add_argument("--times", type=int, default=25, help="interpreters of each kind")
     times = parser.parse_args().times
     for words in COMMANDS.values():
         seconds(words)
     found: dict[str, list[float]] = {name: [] for name in COMMANDS}
-    for turn in range(times):
+    for _ in range(times):
         for name, words in COMMANDS.items():
-            if name != "fleet" or turn % RARE == 0:
-                found[name].append(seconds(words))
+            found[name].append(seconds(words))
     values = {name: {"median": statistics.median(each), "least": min(each), "times": len(each)}
               for name, each in found.items()}  # fmt: skip
     for name, value in values.items():
         print(f"{name}: {value['median']:.3f} s (median of {value['times']}), at least {value['least']:.3f} s")
-    targets = [
-        Target("`import diloco`, s", values["import"]["median"], at_most=0.1),
-        Target(f"`diloco {' '.join(FLEET)}`, s", values["fleet"]["median"], at_most=10.0),
-    ]
-    write(RESULTS / "start.json", {"times": times, "fleet": " ".join(FLEET)}, values, targets)
+    targets = [Target("`import diloco`, s", values["import"]["median"], at_most=0.1)]
+    write(RESULTS / "start.json", {"times": times}, values, targets)
 
 
 def seconds(words: list[str]) -> float:

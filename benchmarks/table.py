@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.record import RESULTS, Record, Target, insert, read, table
-from studies.autopilot.tables import tables as autopilot
 from studies.bucket.tables import chaos
 from studies.bucket.tables import tables as bucket
 from studies.netlab.plot import draw
@@ -113,12 +112,26 @@ def start(record: Record) -> dict[str, str]:
         "python": "`python -c pass`, to compare",
         "import": "`python -c 'import diloco'`",
         "help": "`diloco --help`",
-        "fleet": f"`diloco {record['settings']['fleet']}`: a million chips, 30 days, ten simulations",
     }
     rows = [
         (text, *(f"{record['values'][name][key]:.3f} s" for key in ("median", "least"))) for name, text in named.items()
     ]
     return {"start": table(("what", "median", "least"), rows)}
+
+
+def autopilot(record: Record) -> dict[str, str]:
+    rows = [
+        (f"{mbit} Mbit/s", f"{100 * rate['auto']['measured']:.1f} %", f"{100 * rate['auto']['expected']:.1f} %",
+         _settings(rate["auto"]["settings"]), f"{100 * rate['best']['measured']:.1f} %",
+         _settings(rate["best"]["settings"]))
+        for mbit, rate in record["values"].items()
+    ]  # fmt: skip
+    columns = ("link", "autopilot", "it expected", "its settings", "best fixed", "their settings")
+    return {"autopilot-rates": table(columns, rows)}
+
+
+def _settings(settings: Record) -> str:
+    return "{sync_every}, {fragments}, overlap {overlap}, {codec}".format_map(settings)
 
 
 def targets(record: Record) -> str:

@@ -19,12 +19,12 @@ import torch.distributed as dist
 from torch import nn
 
 from benchmarks.record import RESULTS, Target, write
+from diloco.exchange.world import World
 from diloco.runs.config import TrainConfig
 from diloco.train.data.batches import Batches
 from diloco.train.data.corpus import prepare
 from diloco.train.model import build
 from diloco.train.run import train
-from diloco.world import World
 
 WARM_UP = 5
 

@@ -4,6 +4,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from tests.support.browser import Browser, browsing
@@ -18,10 +19,13 @@ SETTLED = "new Promise(done => setTimeout(done, 500))"
 
 def main() -> None:
     shutil.rmtree(RUNS, ignore_errors=True)
-    words = ["train", "demo", "--name", "demo", "--out", str(RUNS), "--dashboard"]
-    run = subprocess.Popen([sys.executable, "-m", "diloco", *words], cwd=ROOT, stderr=subprocess.PIPE, text=True)
-    assert run.stderr is not None
-    address = next(found[1] for line in run.stderr if (found := re.search(r"dashboard at (\S+)", line)))
+    program = [sys.executable, "-m", "diloco"]
+    run = subprocess.Popen([*program, "train", "demo", "--name", "demo", "--out", str(RUNS)], cwd=ROOT)
+    while not (RUNS / "demo/replica-0").exists():
+        time.sleep(0.1)
+    server = subprocess.Popen([*program, "dashboard", str(RUNS / "demo")], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert server.stdout is not None
+    address = next(match[0] for line in server.stdout if (match := re.search(r"http://\S+", line)))
     with browsing() as browser:
         browser.look_like(1280, 1000)
         browser.open(address)
@@ -32,9 +36,8 @@ def main() -> None:
             tone = "dark" if dark else "light"
             take(browser, DOCS / f"dashboard-{tone}.png", 1280, 1000, dark=dark)
             take(browser, DOCS / f"dashboard-phone-{tone}.png", 390, 844, dark=dark, phone=True)
-        for _ in run.stderr:  # read on, so that it is not kept waiting
-            pass
         assert run.wait() == 0
+        server.terminate()
         browser.look_like(1280, 1000)
         browser.open((RUNS / "demo/report.html").as_uri())
         take(browser, DOCS / "report.png", 1280, 1230)

@@ -10,13 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from diloco import E3M0, DiLoCo, Float32
-from diloco.codec import CHUNK, Codec
-from diloco.reduce import local
+from diloco.codecs.codec import CHUNK, Codec
+from diloco.exchange import local
 
 
 @dataclass(frozen=True)
 class Sign:
     """Each value becomes plus or minus the mean magnitude."""
+
+    coarse = True  # what it loses stays in the replica's weights, and is in the next delta
 
     def nbytes(self, n: int) -> int:
         return 4 * -(-n // CHUNK) + -(-n // 8)
@@ -41,7 +43,7 @@ def loss_with(codec: Codec) -> float:
         model = nn.Linear(64, 64)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         data = torch.Generator().manual_seed(reduce.replica)
-        with DiLoCo(model, optimizer, sync_every=10, codec=codec, reduce=reduce):
+        with DiLoCo(model, optimizer, sync_every=10, codec=codec, reducer=reduce):
             for _ in range(60):
                 x = torch.randn(32, 64, generator=data)
                 (model(x) - x @ target).square().mean().backward()

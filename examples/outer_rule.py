@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from diloco import SGD, DiLoCo, Nesterov
-from diloco.outer import Outer, Stage
-from diloco.reduce import local
+from diloco.core.outer import Outer, Stage
+from diloco.exchange import local
 
 CONTEXT = 8
 
@@ -69,7 +69,7 @@ def loss_with(rule: Outer, seed: int, replicas: int, steps: int, sync_every: int
         data = torch.Generator().manual_seed(1000 * seed + reduce.replica)
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
-        with DiLoCo(model, optimizer, sync_every=sync_every, outer=rule, reduce=reduce):
+        with DiLoCo(model, optimizer, sync_every=sync_every, outer=rule, reducer=reduce):
             for _ in range(steps):
                 batch = mine[torch.randint(len(mine), (64,), generator=data)]
                 nn.functional.cross_entropy(model(batch[:, :-1]), batch[:, -1]).backward()

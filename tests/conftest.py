@@ -55,11 +55,14 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def place(shared):
-    """A folder with a small corpus and a cache of its own, the same for all workers of a session."""
+    """A folder with a small corpus, what is none, and a cache of its own, the same for all workers of a session."""
     folder = shared / "train"
     folder.mkdir(exist_ok=True)
     with once(folder / "corpus.txt") as missing:
         if missing:
+            (folder / "empty").mkdir()
+            (folder / "picture.png").write_bytes(b"\0")
+            (folder / "content.jsonl").write_text('{"content": "text"}\n')
             text = Path(os.__file__).read_text() + Path(subprocess.__file__).read_text()
             (folder / "corpus.txt").write_text("\n\n".join(text.split("\n\n")))
     return folder

@@ -1,5 +1,4 @@
-"""The elastic reducer: members meet in a folder or an object store and nothing else. The protocol is in
-docs/bucket.md."""
+"""The elastic reducer: members meet only in a folder or an object store. docs/bucket.md describes the protocol."""
 
 from diloco.bucket.bucket import Bucket as Bucket
 from diloco.bucket.run import below as below

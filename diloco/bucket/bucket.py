@@ -1,8 +1,8 @@
-"""Reduce through a folder or an object store: members come and go, and no server has to run.
+"""The reducer through a folder or an object store: members come and go, and no server has to run.
 
-One thread for each fragment and one for the members do everything that touches the store. The training thread asks them
-under one lock, which is never held during store operations or heavy computation. It waits only to join, to finish, and
-in strict pace. With DDP inside a member, `ranks` stands between the core and what is asked here.
+One background thread per fragment and one for the members do everything that touches the store. The training thread
+talks to them under one lock, which is never held during store operations or heavy computation. It waits only to join
+and to finish.
 """
 
 import contextlib
@@ -17,61 +17,89 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
-import torch.distributed as dist
-
 from diloco.bucket.deltas import layout_of
-from diloco.bucket.members import check_name, register
-from diloco.bucket.priority import PriorityLock
-from diloco.bucket.protocol import FragmentProtocol
-from diloco.bucket.ranks import Asked, Other, ranks_of
+from diloco.bucket.fragment import Fragment
+from diloco.bucket.members import MemberOptions, Timing, check_name, register
 from diloco.bucket.round_store import RoundStore
-from diloco.bucket.run import UNSHARDED, Run, backend_of_shard, contract_of, find_or_create, read_run, starting_state
+from diloco.bucket.run import Run, backend_of_shard, contract_of, find_or_create, read_run, starting_state
 from diloco.bucket.session import Session
 from diloco.bucket.snapshots import Snapshots
-from diloco.bucket.store.backend import Backend, Failure, open_store, probe
+from diloco.bucket.store.backend import Backend, Failure, open_store
+from diloco.bucket.store.contract import probe
 from diloco.bucket.store.envelope import Envelope
 from diloco.bucket.store.operations import Task, Write, together
 from diloco.bucket.store.store import Closed, Store
-from diloco.bucket.timing import MemberOptions, Pace, Timing
-from diloco.codec import Codec
+from diloco.codecs.formats import GATHER
 from diloco.errors import ConfigError, DiLoCoError
-from diloco.formats import GATHER
-from diloco.reduce import Contract, Delta, Dropped, Jump, Round, State
-from diloco.reduce.thread import start_threads
+from diloco.exchange.reducer import Delta, Dropped, Identity, Join, Outcome, State, advanced
+from diloco.exchange.thread import start_threads
 
 log = logging.getLogger("diloco")
 RUN_CHECK = 60.0
 """Seconds between two checks that the store still holds the run."""
 MISSING = 2
-"""Checks in a row that must not find it before it counts as lost: a store may answer wrongly once."""
+"""Consecutive checks that must miss the run before it counts as lost: a store may answer wrongly once."""
 PATIENCE = 60.0
-"""Seconds that finish() waits for the last rounds of all fragments to be closed, beyond the time in which a dead member
-is noticed."""
+"""Seconds that finish() waits for the last rounds, beyond the time it takes to notice a dead member."""
+LONGEST_YIELD = 0.05
+"""Seconds for which other threads let the training thread pass. Bounded, in case that thread has ended."""
+
+
+class PriorityLock(threading.Condition):
+    """A lock that the training thread gets first: it uses `with lock:`, all other threads use `with lock.behind:`.
+
+    Python's locks are not fair: a thread that releases one and immediately wants it again gets it, because a waiting
+    thread needs the interpreter first. Threads that follow many rounds would keep the training thread waiting.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.passed = threading.Event()
+        self.passed.set()
+        self.behind = Behind(self)
+
+    def __enter__(self) -> bool:
+        self.passed.clear()
+        entered = super().__enter__()
+        self.passed.set()
+        return entered
+
+
+class Behind:
+    """The same lock, for threads that let the training thread pass."""
+
+    def __init__(self, lock: PriorityLock) -> None:
+        self._lock = lock
+
+    def __enter__(self) -> None:
+        self._lock.passed.wait(LONGEST_YIELD)
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
 
 
 class Bucket:
     """Averages over the members that meet in a bucket.
 
     Args:
-        url: a folder, or s3://, gs://, az:// (credentials are taken from the environment, as usual for each store).
+        url: a folder, or s3://, gs://, az:// (credentials come from the environment, as usual for each store).
         name: name of this member. Keep it when the member returns. If two processes use one name, the older one stops.
-        ddp_ranks: with DDP inside this member, its ranks: the first one uses the store, and all take the same after the
-            same step. Each counts its own tokens.
-        key: a secret that all members share: all objects are signed with it, and objects that are not are ignored.
-        encrypt: a secret with which all objects are encrypted.
-        join_only: refuse to create a new run.
-        pace: "decoupled" never waits for the others; "strict" waits for all members in every round.
-        quorum: the fewest members of a round.
-        grace: seconds that a round waits for expected members after its first delta. Default: from step and upload
-            times.
+        key: a secret that all members share. It signs all objects, and unsigned ones are ignored.
+        encrypt: a secret that encrypts all objects.
+        join_only: never create a new run.
+        quorum: minimum members of a round.
+        straggler_timeout: seconds that a round waits for late members after its first delta. Default: from step and
+            upload times.
         rounds: index at which every fragment ends. Default: never.
-        max_work: the most work (tokens, or steps) that counts for one delta.
-        shares_from: from this many members of a round on, each averages a share of the fragment, and reads the others'
-            shares instead of all deltas: 1 byte a parameter in E3M0 whatever their number. A setting of the run.
-        note: JSON values that later members find with the run, if this member creates it.
-        heartbeat: seconds between two signs of life. A member is dead after five without one (at least 10 s).
+        max_work: maximum work (tokens or steps) that counts for one delta.
+        shares_from: with at least this many members in a round, each averages a share of the fragment and reads the
+            others' shares instead of all deltas: 1 byte per parameter with E3M0, however many members. A setting of
+            the run.
+        note: JSON values stored with the run for later members, if this member creates it.
+        heartbeat: seconds between two heartbeats. A member is dead after five missing ones (at least 10 s).
         poll: seconds between two looks at an open round. Default: the step time, from 0.2 to 5.
-        backend: used instead of the one that the URL names.
+        backend: a store to use instead of the one at the URL.
     """
 
     def __init__(
@@ -79,13 +107,11 @@ class Bucket:
         url: str,
         name: str,
         *,
-        ddp_ranks: dist.ProcessGroup | None = None,
         key: bytes | None = None,
         encrypt: bytes | None = None,
         join_only: bool = False,
-        pace: Pace = "decoupled",
         quorum: int = 1,
-        grace: float | None = None,
+        straggler_timeout: float | None = None,
         rounds: int | None = None,
         max_work: float = float("inf"),
         shares_from: int = GATHER + 1,
@@ -94,168 +120,115 @@ class Bucket:
         poll: float | None = None,
         backend: Backend | None = None,
     ) -> None:
-        if pace not in ("decoupled", "strict") or quorum < 1 or (grace is not None and not 0 <= grace < float("inf")):
-            raise ConfigError(f"pace={pace!r}, quorum={quorum}, grace={grace}: give the pace 'decoupled' or 'strict', "
-                              "a quorum of at least 1, and a grace of 0 seconds or more")  # fmt: skip
+        if quorum < 1 or (straggler_timeout is not None and not 0 <= straggler_timeout < float("inf")):
+            raise ConfigError(f"quorum={quorum}, straggler_timeout={straggler_timeout}: use a quorum of at least 1 "
+                              "and a straggler timeout of 0 seconds or more")  # fmt: skip
         if shares_from < 2:
-            raise ConfigError(f"shares_from={shares_from}: give at least 2 members")
+            raise ConfigError(f"shares_from={shares_from}: use at least 2 members")
         self.url, self.name = url, check_name(name)
         self._shares_from = shares_from
         self._key, self._join_only, self._rounds, self._max_work = key, join_only, rounds, max_work
         self._note, self._encrypt = dict(note), encrypt
-        self._options = MemberOptions(pace, quorum, grace, heartbeat, poll)
+        self._options = MemberOptions(quorum, straggler_timeout, heartbeat, poll)
         self._root = self._backend = backend if backend is not None else open_store(url, create=not join_only)
         self._lock = PriorityLock()
         self._store, self._wakes = Store(self._backend), list[threading.Event]()
         self._threads: list[threading.Thread] = []
-        self._protocols: list[FragmentProtocol] = []
+        self._fragments: list[Fragment] = []
         self._error: BaseException | None = None
-        self._entering = self._last_sent = False
+        self._entering = False
         self._finishing: float | None = None  # since when
-        self._trained: set[int] = set()  # fragments with rounds of their own, unlike buffers
-        self._reached: dict[int, int] = {}  # round of each fragment that the core has taken
-        self._ranks = ranks_of(
-            ddp_ranks, Asked(self._join, self._due, self._send, self._take, self._settle, self._arrived, self._waits)
-        )
-        self.ddp_ranks = self._ranks.ranks if self._ranks else ()
+        self._trained: set[int] = set()  # fragments with rounds, unlike buffers
+        self.identity = Identity(self.name)
         self._clock = time.monotonic
         self.session: Session | None = None
         self.run: Run | None = None
         self._run_checked, self._run_missing = -math.inf, 0
 
-    def join(self, contract: Contract, states: Sequence[State], codecs: Sequence[Codec]) -> list[State | None]:
-        entered = (self._ranks.join if self._ranks else self._join)(contract, states, codecs)
-        self._reached = {f: (new or own).index for f, (own, new) in enumerate(zip(states, entered, strict=True))}
-        return entered
-
-    def due(self, fragment: int, steps: int, slot: bool) -> bool:
-        self._trained.add(fragment)
-        return (self._ranks.due if self._ranks else self._due)(fragment, steps, slot)
-
-    def send(self, fragment: int, index: int, delta: Callable[[], Delta]) -> None:
-        (self._ranks.send if self._ranks else self._send)(fragment, index, delta)
-
-    def take(self, fragment: int, index: int) -> Round | Jump | Dropped | None:
-        outcome = (self._ranks.take if self._ranks else self._take)(fragment, index)
-        if isinstance(outcome, (Round, Jump)):
-            self._reached[fragment] = (outcome.state if isinstance(outcome, Jump) else outcome).index
-        return outcome
-
-    def settle(self) -> bool:
-        return self._ranks.settle() if self._ranks else self._settle()
-
-    def _join(self, contract: Contract, states: Sequence[State], codecs: Sequence[Codec]) -> list[State | None]:
+    def join(self, job: Join) -> list[State | None]:
         self._end_threads()
         probe(self._root)  # Probe first: it fails at once, where a retried operation would hang.
-        shard = str(contract.get("shard", UNSHARDED))
-        self._backend = backend_of_shard(shard, self._root, self._key, self._encrypt, self._options.strict)
+        self._backend = backend_of_shard(job.shard, self._root, self._key, self._encrypt)
         self._store, self._error = Store(self._backend, report=self._event), None
-        self._store.run(self.introducing(contract, states, codecs), self._lock)
-        self._start_threads(0, 1)  # the others must know that somebody joins while it reads a large snapshot
+        self._store.run(self.introducing(job), self._lock)
+        self._start_threads(0, 1)  # this member's heartbeat must run while it reads a large snapshot
         try:
-            entered = self._store.run(self.entering(states), self._lock)
+            entered = self._store.run(self.entering(job.states), self._lock)
         except BaseException:
             self._end_threads()
             raise
-        self._start_threads(1, len(self._protocols))
+        self._start_threads(1, len(self._fragments))
         return entered
 
-    def introducing(self, contract: Contract, states: Sequence[State], codecs: Sequence[Codec]) -> Task[None]:
+    def introducing(self, job: Join) -> Task[None]:
         """Find or create the run, and become one of its members."""
-        agreed = contract_of(contract, self._rounds, self._max_work, self._shares_from)
-        proposal = Run(secrets.token_hex(8), agreed, (), self._note, created=True)
-        self.run = yield from find_or_create(proposal, self._key, states, self._join_only)
+        limits = self._rounds, self._max_work, self._shares_from
+        proposal = Run(secrets.token_hex(8), contract_of(job.contract, *limits), (), self._note, created=True)
+        self.run = yield from find_or_create(proposal, self._key, job.states, self._join_only)
         envelope = Envelope(self.run.id, self._key)
-        mine = yield from register(envelope, self.name, float(secrets.randbits(48)))
-        sync_every = contract.get("sync_every")
-        assert isinstance(sync_every, int)
-        timing = Timing(self._options, sync_every, self._clock)
-        agreed = self._rounds, self._max_work, self._shares_from
-        self.session = session = Session(envelope, mine, timing, *agreed)
-        self._protocols = []
-        for f, (state, codec, initial) in enumerate(zip(states, codecs, self.run.snapshots, strict=True)):
+        entry = yield from register(envelope, self.name, float(secrets.randbits(48)))
+        self.session = session = Session(envelope, entry, Timing(self._options, job.sync_every, self._clock), *limits)
+        self._fragments = fragments = list[Fragment]()
+        session.phases = lambda: (fragment.machine.phase for fragment in fragments)
+        for f, (state, codec, initial) in enumerate(zip(job.states, job.codecs, self.run.snapshots, strict=True)):
             layout = layout_of(codec, len(state.anchor))
             rounds = RoundStore(f, layout, envelope, session.reject)
             snapshots = Snapshots(rounds, envelope, f, state, initial, session.reject, layout.nbytes)
-            self._protocols.append(FragmentProtocol(f, layout, rounds, snapshots, session))
+            advance = partial(advanced, job, f)
+            self._fragments.append(Fragment(f, layout, rounds, snapshots, session, advance))
 
     def entering(self, states: Sequence[State]) -> Task[list[State | None]]:
         """Take the state of the run."""
         session = self.session
         assert session is not None
-        entered = yield from together([starting_state(c, s) for c, s in zip(self._protocols, states, strict=True)])
-        session.mine = replace(session.mine, joining=False)
+        entered = yield from together([starting_state(p, s) for p, s in zip(self._fragments, states, strict=True)])
+        session.entry = replace(session.entry, joining=False)
         yield from session.tick()
-        self._entering, self._finishing, self._last_sent = True, None, False
+        self._entering, self._finishing = True, None
         return entered
 
-    def _due(self, fragment: int, steps: int, slot: bool) -> bool:
+    def should_send(self, fragment: int, steps: int, scheduled: bool) -> bool:
         with self._lock:
             self._check()
+            self._trained.add(fragment)
             self._entering = False
             if fragment == 0 and self.session is not None:
                 self.session.timing.stepped()
-            return self._protocols[fragment].due(steps, slot)
+            return self._fragments[fragment].should_send(steps, scheduled)
 
-    def _send(self, fragment: int, index: int, delta: Callable[[], Delta]) -> None:
+    def send(self, fragment: int, index: int, delta: Callable[[], Delta]) -> None:
         with self._lock:
             self._check()
-            self._last_sent |= self._finishing is not None
-            self._protocols[fragment].send(index, delta)
+            self._fragments[fragment].send(index, delta)
             self._wake(fragment)
 
-    def _take(self, fragment: int, index: int) -> Round | Jump | Dropped | None:
-        protocol = self._protocols[fragment]
+    def poll(self, fragment: int, index: int) -> Outcome | None:
+        part = self._fragments[fragment]
         with self._lock:
             while True:
                 self._check()
-                outcome = protocol.take(index)
-                if outcome is not None or not self._must_wait(protocol):
-                    break
+                outcome = part.poll(index)
+                if outcome is not None:
+                    self._wake(fragment)  # there is room for the next one
+                    return outcome
+                if not self._must_wait(part):
+                    return None
                 waited = 0.0 if self._finishing is None else self._clock() - self._finishing
                 if waited > self._options.ttl + PATIENCE:
-                    protocol.give_up()
+                    part.give_up()
                     return Dropped()
                 self._lock.wait(1.0)
-            if outcome is None and self._options.strict and protocol.expects_outcome:
-                for other in self._crossing_calls(protocol):
-                    other.answer_call = True  # it is sent at the next step
-            if outcome is not None:
-                self._wake(fragment)  # there is room for the next one
-            return outcome
 
-    def _arrived(self, fragment: int) -> Round | Jump | Dropped | None:
-        """What `_take` would give, without waiting."""
-        with self._lock:
-            self._check()
-            outcome = self._protocols[fragment].take(self._protocols[fragment].held + 1)
-            if outcome is not None:
-                self._wake(fragment)
-            return outcome
-
-    def _waits(self, fragment: int) -> bool:
-        with self._lock:
-            return self._must_wait(self._protocols[fragment])
-
-    def applied(self, fragment: int, state: State) -> None:
-        if isinstance(self._ranks, Other):
-            return
-        with self._lock:
-            self._protocols[fragment].applied(state)
-            self._wake(fragment)
-
-    def _settle(self) -> bool:
+    def drain(self) -> bool:
         with self._lock:
             self._check()
             self._finishing = self._clock()
             if self._run_missing >= MISSING:
                 self._warn_lost()
-        return False  # the others may go on
+        return False  # the others may continue
 
     def leave(self) -> None:
-        """Tell the others. If the store does not answer, they find out by themselves."""
-        if self._ranks:
-            self._ranks.leave()
+        """Tell the others. If the store does not answer, they will notice the missing heartbeat."""
         if self.session is None or not self._threads:
             return
         self._end_threads()
@@ -267,38 +240,38 @@ class Bucket:
 
     @property
     def ended(self) -> bool:
-        """Whether every fragment that is trained has reached the last round of the run."""
+        """Whether every trained fragment has reached the last round of the run."""
         with self._lock:
             self._check()
-            rounds, held = self._rounds, [self._reached.get(f, 0) for f in self._trained]
-            return rounds is not None and bool(held) and min(held) >= rounds
+            reached = [self._fragments[f].machine.held for f in self._trained]
+            return self._rounds is not None and bool(reached) and min(reached) >= self._rounds
 
     @property
     def traffic(self) -> dict[str, int]:
-        """Bytes that went through the store since joining, and the number of requests."""
+        """Bytes sent and received through the store since joining, and the number of requests."""
         return {"sent": self._store.sent, "received": self._store.received, "requests": self._store.requests}
 
     def publish(self, **values: float) -> None:
-        """Numbers for whoever watches: loss, steps, … Values that are inf or nan are left out, and others are limited
-        to ±1e30, because members refuse larger ones."""
+        """Publish figures for monitoring: loss, steps, … Non-finite values are omitted, and others clamped to ±1e30,
+        because members reject larger ones."""
         if self.session is None:
             return
         with self._lock:
-            published = {**self.session.mine.published, **values}
+            published = {**self.session.entry.published, **values}
             published = {k: min(max(float(v), -1e30), 1e30) for k, v in published.items() if math.isfinite(v)}
-            self.session.mine = replace(self.session.mine, published=published)
+            self.session.entry = replace(self.session.entry, published=published)
 
     def events(self) -> list[dict[str, Any]]:
-        """What happened since the last call: members, jumps, snapshots, objects that were not used and why."""
+        """The events since the last call: members, jumps, snapshots, unusable objects with the reason."""
         return self.session.drain_events() if self.session else []
 
     def ticks(self) -> list[Callable[[], Task[None]]]:
-        """What the background repeats: one task for the members, then one for each fragment."""
+        """The tasks that the background repeats: one for the members, then one for each fragment."""
         assert self.session is not None
-        return [self._heartbeat, *(protocol.tick for protocol in self._protocols)]
+        return [self._heartbeat, *(fragment.tick for fragment in self._fragments)]
 
     def _heartbeat(self) -> Task[None]:
-        """Someone may empty the store, or begin another run in it, while members of this one go on."""
+        """Also check that the run still exists: someone may empty the store, or start another run in it."""
         assert self.session is not None and self.run is not None
         yield from self.session.tick()
         if self._clock() - self._run_checked < RUN_CHECK:
@@ -317,21 +290,10 @@ class Bucket:
                     "and only its members hold its result. Keep their checkpoints, stop them, and start again in an "
                     "empty store", self.run.id)  # fmt: skip
 
-    def _must_wait(self, protocol: FragmentProtocol) -> bool:
-        if self._entering and not protocol.caught_up:
+    def _must_wait(self, fragment: Fragment) -> bool:
+        if self._entering and not fragment.machine.caught_up:
             return True
-        if not protocol.expects_outcome:
-            return False
-        if not self._options.strict:
-            return self._finishing is not None
-        return self._last_sent or not self._crossing_calls(protocol)
-
-    def _crossing_calls(self, protocol: FragmentProtocol) -> list[FragmentProtocol]:
-        """Fragments of ours that others wait for, while we wait for this one of theirs: members that joined out of
-        phase would wait forever. Members in phase never call for another fragment before the round that is waited for
-        is closed; so if a look since the call found it open, they are out of phase."""
-        others = [self._protocols[f] for f in self._trained if self._protocols[f] is not protocol]
-        return [other for other in others if other.called_since < protocol.open_at]
+        return self._finishing is not None and fragment.machine.expects_outcome
 
     def _event(self, event: str, **values: Any) -> None:
         if self.session is not None:
@@ -346,15 +308,15 @@ class Bucket:
             self._wakes[fragment + 1].set()
 
     def _start_threads(self, first: int, count: int) -> None:
-        """Attend to some of the ticks: the first one is that of the members."""
+        """Start the threads of some ticks; the first tick is the heartbeat."""
         ticks = self.ticks()[first : first + count]
         wakes = [threading.Event() for _ in ticks]
         self._wakes += wakes
-        pauses = [lambda: self._options.heartbeat, *(lambda p=p: p.pause for p in self._protocols)]
-        attended = zip(ticks, wakes, pauses[first : first + count], strict=True)
-        self._threads += start_threads([partial(self._attend, self._store, *each) for each in attended], "bucket")
+        pauses = [lambda: self._options.heartbeat, *(lambda p=p: p.pause for p in self._fragments)]
+        loops = zip(ticks, wakes, pauses[first : first + count], strict=True)
+        self._threads += start_threads([partial(self._repeat, self._store, *loop) for loop in loops], "bucket")
 
-    def _attend(
+    def _repeat(
         self, store: Store, tick: Callable[[], Task[None]], wake: threading.Event, pause: Callable[[], float]
     ) -> None:
         try:
@@ -377,7 +339,7 @@ class Bucket:
         self._store.close()
         for wake in self._wakes:
             wake.set()
-        deadline = self._clock() + 5.0  # for all together
+        deadline = self._clock() + 5.0  # for all threads together
         for thread in self._threads:
             thread.join(max(deadline - self._clock(), 0.0))
         self._threads, self._wakes = [], []

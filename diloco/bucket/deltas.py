@@ -1,12 +1,14 @@
-"""A delta as it lies in the store: one object if it is small, otherwise a head and pieces that can be read one by one.
+"""A delta as stored: one object if it is small, otherwise a head, and pieces that can be read one by one.
 
-The head says what the delta is against and what it weighs, and lists size, digest and norm of every piece. How a delta
-is cut does not depend on the members, because nobody knows who will be in a round when a delta is put.
+The head names the state that the delta was trained from and its work, and lists size, digest and norm of every piece.
+The cut does not depend on the members, because nobody knows who will be in a round when a delta is put.
 """
 
 import hashlib
+import struct
+import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,32 +17,50 @@ from torch import Tensor
 from diloco.bucket.rounds import (
     FINGERPRINTS,
     LARGEST_LR,
+    MOST,
     PIECES,
     Contribution,
     Piece,
+    Record,
     delta_name,
     folder,
+    heads_name,
     member_of,
     pieces_name,
 )
-from diloco.bucket.store.envelope import PART, Answer, Envelope, Invalid, Opened, Sealed, integer, number, refuses, text
-from diloco.codec import Codec, chunks, is_sparse, pack_checked, unpack
-from diloco.reduce.mean import codec_of_mean
+from diloco.bucket.store.envelope import (
+    HEADER,
+    PART,
+    PREFIX,
+    Answer,
+    Envelope,
+    Invalid,
+    Opened,
+    Sealed,
+    integer,
+    number,
+    refuses,
+    rounded,
+    text,
+)
+from diloco.codecs.codec import Codec, chunks, is_sparse, pack_checked, unpack
+from diloco.exchange.mean import codec_of_mean
 
 SHARES, LEAST = 16, 16 << 10
-"""Shares of a fragment, and the fewest bytes of one. A member reads every averaged share, and of each share that it
-averages itself a piece of every delta. So with more shares a round has more requests, whatever the number of members;
-with fewer, members that average have to read more at a time: members ÷ shares times the fragment."""
+"""Shares of a fragment, and the minimum bytes of one. A member reads every averaged share, and for each share that it
+averages a piece of every delta. More shares mean more requests per round, whatever the number of members; fewer mean
+that averaging members read more at once: members ÷ shares times the fragment."""
 UNIT = 4096
-"""Values: pieces are multiples of it, which is one of the blocks of every codec."""
+"""Pieces are a multiple of this many values, which is a multiple of every codec's block."""
 DIGITS = 32
-"""Hexadecimal digits of the digest of a piece: only the member that has put it could look for a collision."""
+"""Hexadecimal digits of a piece's digest: only the member that put the piece could search for a collision."""
+_LENGTH = struct.Struct("<I")
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How the deltas of a fragment are encoded and cut; the same on all members. Each piece is a share that one member
-    averages, if there are enough members."""
+    """How the deltas of a fragment are encoded and cut; the same on all members. With enough members, each piece is a
+    share that one member averages."""
 
     n: int
     codec: Codec
@@ -81,19 +101,18 @@ class Layout:
 
 
 def layout_of(codec: Codec, n: int) -> Layout:
-    """Sparse deltas are never cut: their mean is not sparse, and encoded again it would lose what only one member has
-    sent."""
-    whole = Layout(n, codec, (slice(0, n),))
+    """Sparse deltas are never cut: their mean is not sparse, and encoding it again would lose values that only one
+    member sent."""
     nbytes = codec.nbytes(n) if n else 0
     count = max(min(SHARES, nbytes // LEAST), -(-nbytes // (PART // 2)))
     if is_sparse(codec) or count < 2:
-        return whole
+        return Layout(n, codec, (slice(0, n),))
     size = -(-n // (count * UNIT)) * UNIT
     return Layout(n, codec, tuple(slice(at, min(at + size, n)) for at in range(0, n, size)))
 
 
 def norm_of(codec: Codec, payload: Tensor, n: int) -> float:
-    """The norm of the decoded values; inf or nan if one of them is."""
+    """The norm of the decoded values; not finite if a value is not."""
     total = 0.0
     for values, data in chunks(codec, n):
         total += float(codec.decode(payload[data], values.stop - values.start).double().square_().sum())
@@ -110,15 +129,15 @@ def delta_fields(
 
 @dataclass(frozen=True)
 class SealedDelta:
-    """What has to be put: first the pieces, which lie in as few objects as their size allows, then the head."""
+    """The objects to put: first the pieces, packed into as few objects as possible, then the head."""
 
     head: Sealed
-    pieces: tuple[Sealed, ...]
-    listed: tuple[Piece, ...]
+    objects: tuple[Sealed, ...]
+    pieces: tuple[Piece, ...]
 
     @property
     def nbytes(self) -> int:
-        return self.head.nbytes + sum(each.nbytes for each in self.pieces)
+        return self.head.nbytes + sum(sealed.nbytes for sealed in self.objects)
 
 
 def seal_delta(
@@ -129,15 +148,24 @@ def seal_delta(
     if not layout.cut:
         return SealedDelta(envelope.seal(name, "delta", fields, bodies[0]), (), ())
     bodies = [envelope.seal(_piece_name(fragment, index, member, k), "piece", {}, b).body for k, b in enumerate(bodies)]
-    listed = tuple(Piece(len(b), _digest(b), _rounded(norm)) for b, norm in zip(bodies, norms, strict=True))
-    lines = [[piece.size, piece.digest, piece.norm] for piece in listed]
-    head = envelope.seal(name, "delta", {**fields, "pieces": lines})
+    pieces = tuple(Piece(len(b), _digest(b), rounded(norm)) for b, norm in zip(bodies, norms, strict=True))
+    rows = [[piece.size, piece.digest, piece.norm] for piece in pieces]
+    head = envelope.seal(name, "delta", {**fields, "pieces": rows})
     parts: dict[int, list[bytes]] = {}
-    for (part, _), body in zip(places(listed), bodies, strict=True):
+    for (part, _), body in zip(places(pieces), bodies, strict=True):
         parts.setdefault(part, []).append(body)
     names = [pieces_name(fragment, index, member, head.digest, part) for part in parts]
-    put = tuple(Sealed(name, "", b"".join(parts[part]), ()) for part, name in enumerate(names))
-    return SealedDelta(head, put, listed)
+    objects = tuple(Sealed(name, "", b"".join(parts[part]), ()) for part, name in enumerate(names))
+    return SealedDelta(head, objects, pieces)
+
+
+@dataclass(frozen=True)
+class EncodedDelta:
+    """A member's delta, ready to be put, and as the others will read it. `needs_own`: its round must return it."""
+
+    sealed: SealedDelta
+    contribution: Contribution
+    needs_own: bool
 
 
 def places(pieces: Sequence[Piece]) -> list[tuple[int, int]]:
@@ -160,73 +188,98 @@ def sizes(pieces: Sequence[Piece]) -> list[int]:
 
 
 @refuses
-def read_head(found: Opened, body: bytes, fragment: int, index: int, layout: Layout) -> Contribution:
-    """What a delta says of itself, without its values. Raises Invalid."""
-    if (found.header.get("fragment"), found.header.get("index")) != (fragment, index):
+def read_head(opened: Opened, body: bytes, fragment: int, index: int, layout: Layout) -> Contribution:
+    """The description of a delta, without its values. Raises Invalid."""
+    if (opened.header.get("fragment"), opened.header.get("index")) != (fragment, index):
         raise Invalid("it belongs to another round")
-    member = found.text("member")
-    if member != member_of(found.name):
+    member = opened.text("member")
+    if member != member_of(opened.name):
         raise Invalid("it belongs to another member than its name says")
-    fingerprint, tokens = found.integer("fingerprint", 0, FINGERPRINTS), found.number("tokens", 0, 1e18)
-    lr = found.number("lr", 0, LARGEST_LR)
-    pieces = _read_pieces(found.header.get("pieces"), layout) if layout.cut else ()
-    norm = sum(piece.norm**2 for piece in pieces) ** 0.5
-    nbytes = len(body) + sum(piece.size for piece in pieces)
-    head = body if layout.cut else b""
-    return Contribution(member, found.digest, fingerprint, tokens, norm, None, nbytes, lr, pieces, head)
+    fingerprint, tokens = opened.integer("fingerprint", 0, FINGERPRINTS), opened.number("tokens", 0, 1e18)
+    pieces = _read_pieces(opened.header.get("pieces"), layout) if layout.cut else ()
+    return Contribution(
+        member, opened.digest, fingerprint, tokens,
+        norm=sum(piece.norm**2 for piece in pieces) ** 0.5, payloads=None,
+        nbytes=len(body) + sum(piece.size for piece in pieces), lr=opened.number("lr", 0, LARGEST_LR), pieces=pieces,
+        head=body if layout.cut else b"",
+    )  # fmt: skip
 
 
-def _read_pieces(listed: object, layout: Layout) -> tuple[Piece, ...]:
-    if not isinstance(listed, list) or len(listed) != len(layout.cuts):
+def _read_pieces(rows: object, layout: Layout) -> tuple[Piece, ...]:
+    if not isinstance(rows, list) or len(rows) != len(layout.cuts):
         raise Invalid(f"it does not list the {len(layout.cuts)} pieces of the fragment")
     pieces = []
-    for line in listed:
-        if not isinstance(line, list) or len(line) != 3:
-            raise Invalid("its list of pieces has something else in it")
-        digest = text(line[1], "digest of a piece")
-        pieces.append(Piece(integer(line[0], "size", 1, PART), digest, number(line[2], "norm", 0, 1e300)))
+    for row in rows:
+        if not isinstance(row, list) or len(row) != 3:
+            raise Invalid("its list of pieces is malformed")
+        digest = text(row[1], "digest of a piece")
+        pieces.append(Piece(integer(row[0], "size", 1, PART), digest, number(row[2], "norm", 0, 1e300)))
     return tuple(pieces)
 
 
 @refuses
-def read_delta(found: Opened, fragment: int, index: int, layout: Layout) -> Contribution:
-    """A delta that is one object. Raises Invalid. Size and checksum have been checked; this checks the round, the
-    member, and that all values are finite."""
-    head = read_head(found, b"", fragment, index, layout)
-    payload = _tensor(found.payload) if layout.n else torch.empty(0, dtype=torch.uint8)
+def read_delta(opened: Opened, fragment: int, index: int, layout: Layout) -> Contribution:
+    """A delta that is one object. Size and checksum were checked before; this checks the round, the member, and that
+    all values are finite. Raises Invalid."""
+    head = read_head(opened, b"", fragment, index, layout)
+    payload = _tensor(opened.payload) if layout.n else torch.empty(0, dtype=torch.uint8)
     norm = norm_of(layout.codec, payload, layout.n)
     if not norm < float("inf"):
-        raise Invalid("it holds inf or nan")
-    return Contribution(head.member, head.digest, head.fingerprint, head.tokens, norm, (payload,), found.nbytes,
-                        head.lr)  # fmt: skip
+        raise Invalid("it has non-finite values")
+    return replace(head, norm=norm, payloads=(payload,), nbytes=opened.nbytes)
 
 
 @refuses
 def read_piece(
     envelope: Envelope, layout: Layout, place: tuple[int, int], delta: Contribution, k: int, body: Answer
 ) -> Tensor:
-    """The payload of a piece. Raises Invalid; depends only on its bytes and on the head, so all members agree."""
+    """The payload of a piece. Depends only on its bytes and on the head, so all members agree. Raises Invalid."""
     piece = delta.pieces[k]
     if not isinstance(body, bytes) or _digest(body) != piece.digest:
-        raise Invalid(f"piece {k} is not the one that its head lists")
+        raise Invalid(f"piece {k} does not match the digest in its head")
     size = layout.codec.nbytes(layout.count(k))
     payload = _tensor(envelope.open(_piece_name(*place, delta.member, k), "piece", body, size).payload)
     if not norm_of(layout.codec, payload, layout.count(k)) <= piece.norm * (1 + 1e-5):
-        raise Invalid(f"piece {k} holds inf or nan, or is larger than its head says")
+        raise Invalid(f"piece {k} has non-finite values, or a larger norm than its head says")
     return payload
 
 
+def seal_heads(envelope: Envelope, fragment: int, index: int, deltas: Sequence[Contribution]) -> Sealed:
+    """The heads of all deltas of a record in one object. Compressed: digests are hexadecimal, and the rest of all heads
+    is alike."""
+    payload = zlib.compress(b"".join(_LENGTH.pack(len(delta.head)) + delta.head for delta in deltas))
+    return envelope.seal(heads_name(fragment, index), "heads", {"fragment": fragment, "index": index}, payload)
+
+
+@refuses
+def read_heads(heads: Opened, envelope: Envelope, record: Record, layout: Layout) -> dict[str, Contribution]:
+    """The heads of all deltas of a record, by digest. Raises Invalid."""
+    try:
+        data = zlib.decompressobj().decompress(heads.payload, MOST * (PREFIX.size + HEADER // 8))
+    except zlib.error:
+        raise Invalid("its compression is damaged") from None
+    contributions, at = {}, 0
+    for entry in record.entries:
+        if at + _LENGTH.size > len(data):
+            raise Invalid("it ends before the last head")
+        (length,) = _LENGTH.unpack_from(data, at)
+        body = data[at + _LENGTH.size : at + _LENGTH.size + length]
+        at += _LENGTH.size + length
+        name = delta_name(record.fragment, record.index, entry.member, entry.digest)
+        contribution = read_head(envelope.open(name, "delta", body, 0), body, record.fragment, record.index, layout)
+        if contribution.fingerprint != record.fingerprint:
+            raise Invalid("one of its deltas was trained from another state")
+        contributions[entry.digest] = contribution
+    return contributions
+
+
 def _piece_name(fragment: int, index: int, member: str, k: int) -> str:
-    """What is signed. The object that holds the piece has another name."""
+    """The signed name of a piece. The object that holds the piece has another name."""
     return f"{folder(fragment, index, PIECES)}{member}.{k}"
 
 
 def _digest(body: bytes) -> str:
     return hashlib.sha256(body).hexdigest()[:DIGITS]
-
-
-def _rounded(norm: float) -> float:
-    return float(f"{norm:.7g}")
 
 
 def _tensor(data: bytes) -> Tensor:

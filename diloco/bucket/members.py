@@ -1,130 +1,153 @@
-"""Who takes part, as one member sees it. A member is alive while its counter keeps changing, judged by the local
-clock."""
+"""The members of a run as one member sees them, and how long it waits for them.
+
+A member is alive while the counter in its entry keeps changing, judged by the local clock.
+"""
 
 import re
+import statistics
+import time
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from math import inf
 
+from diloco.bucket.effects import Phase
 from diloco.bucket.rounds import MEMBER
-from diloco.bucket.store.envelope import PREFIX, Envelope, Invalid, Opened, integer, number, refuses
+from diloco.bucket.rules import expected
+from diloco.bucket.store.envelope import PREFIX, Envelope, Invalid, Opened, Reject, integer, number, refuses, text
 from diloco.bucket.store.operations import All, Delete, List, Read, Task, Write, create
 from diloco.errors import ConfigError, DiLoCoError
 
-PREFIX_OF_ALL = "members/"
-_ENTRY = re.compile(rf"members/({MEMBER})/([0-9]{{6}})")
-_PLACE = re.compile(rf"members/{MEMBER}(/[0-9]{{6}})?")
-"""An entry, or the folder of a member's entries, which a folder lists too."""
+MEMBERS = "members/"
+_ENTRY = re.compile(rf"{MEMBERS}({MEMBER})/([0-9]{{6}})")
+_PLACE = re.compile(rf"{MEMBERS}{MEMBER}(/[0-9]{{6}})?")
+"""An entry, or the folder of a member's entries, which a folder store lists too."""
 SAMPLE = 32
-"""Entries that are read at a time. Where there are more members, each is looked at every few heartbeats."""
+"""Entries read per heartbeat. With more members, each is read every few heartbeats."""
 SELDOM = 8
-"""Entries that are read at a time besides, although nothing new is expected of them."""
+"""Additional entries read per heartbeat, of members that are probably dead."""
 STILL = 5
-"""Reads that show no sign of life after which an entry is one of these. Nobody deletes it: its owner may only sleep."""
-LIVES = 1_000_000
-"""Of a name."""
+"""Reads without a heartbeat after which a member is probably dead. Its entry is not deleted: it may only sleep."""
+INCARNATIONS = 1_000_000
+"""Maximum incarnations of one member name."""
 ENTRY = PREFIX.size + (16 << 10)
 STUCK = 300.0
-"""Seconds without a step after which a member that shows signs of life is no longer awaited, and at least 20 steps."""
-STEPS = "steps"
+"""Seconds without a step, and at least 20 steps, after which rounds stop waiting for a member despite its heartbeat."""
+STEPS, UPLOAD, POLL = "steps", "upload_seconds", "poll_seconds"
+"""Published figures. The others set their straggler timeout by the last two and by the step time."""
+LONGEST_STRAGGLER_TIMEOUT = 30.0
+IDLE, LOOKS = 10.0, 8
+"""While it has no delta in flight, a member polls at most this many seconds apart, and about this often between two of
+its deltas."""
+LATE = 2.0
+"""Seconds after which an averaged share is late, beyond the expected time."""
 
 
 class Superseded(DiLoCoError):
-    """Another process has joined under the name of this member."""
+    """Another process has joined under this member's name."""
 
 
 @dataclass(frozen=True)
 class Member:
-    """What a member says about itself."""
+    """A member's entry in the store, written by itself."""
 
     name: str
     incarnation: int
     counter: int = 0
     held: tuple[int, ...] = ()  # index of each fragment
-    wants: tuple[tuple[int, int], ...] = ()  # (fragment, least index) of snapshots
+    wants: tuple[tuple[int, int], ...] = ()  # (fragment, minimum index) of snapshots
     joining: bool = True
     left: bool = False
     step_seconds: float = 0.0
-    published: dict[str, float] = field(default_factory=dict)  # loss, steps, …: for whoever watches
+    published: dict[str, float] = field(default_factory=dict)  # loss, steps, …
+    phases: str = ""  # of each fragment: the place of its phase in `Phase`, as a hexadecimal digit
 
     @property
     def object_name(self) -> str:
-        return f"{PREFIX_OF_ALL}{self.name}/{self.incarnation:06d}"
+        return f"{MEMBERS}{self.name}/{self.incarnation:06d}"
 
     def sealed(self, envelope: Envelope) -> bytes:
-        fields = asdict(self)
-        fields[_PUBLISHED] = fields.pop("published")
-        return envelope.seal(self.object_name, "member", {"member": fields}).body
+        return envelope.seal(self.object_name, "member", {"member": asdict(self)}).body
+
+    def phase(self, fragment: int) -> Phase | None:
+        """What a fragment of the member is doing."""
+        return list(Phase)[int(self.phases[fragment], 16)] if fragment < len(self.phases) else None
 
 
-_PUBLISHED = "told"
-"""The key of `published` in the store."""
-_KEYS = {_PUBLISHED, *Member.__dataclass_fields__} - {"published"}
+_DIGITS = {f"{place:x}" for place in range(len(Phase))}
 
 
 def check_name(name: str) -> str:
     if not re.fullmatch(MEMBER, name):
-        raise ConfigError(f"member name {name!r}: give 1 to 63 of a-z, 0-9, - and _, beginning with a letter or digit")
+        raise ConfigError(f"member name {name!r}: use 1 to 63 of a-z, 0-9, - and _, starting with a letter or digit")
     return name
 
 
 @refuses
-def read_member(found: Opened) -> Member:
+def read_member(opened: Opened) -> Member:
     """Raises Invalid."""
-    said = found.header.get("member")
-    if not isinstance(said, dict) or set(said) != _KEYS:
+    fields = opened.header.get("member")
+    if not isinstance(fields, dict) or set(fields) != set(Member.__dataclass_fields__):
         raise Invalid("its fields are not those of a member")
-    held, wants, published = said["held"], said["wants"], said[_PUBLISHED]
+    held, wants, published = fields["held"], fields["wants"], fields["published"]
     if not isinstance(held, list) or not isinstance(wants, list) or not isinstance(published, dict):
-        raise Invalid("held and wants are not lists, or what it publishes is not an object")
+        raise Invalid("held and wants are not lists, or the published figures are not an object")
     if any(not isinstance(w, list) or len(w) != 2 for w in wants):
         raise Invalid("wants is not a list of pairs")
-    if not isinstance(said["joining"], bool) or not isinstance(said["left"], bool):
+    if not isinstance(fields["joining"], bool) or not isinstance(fields["left"], bool):
         raise Invalid("joining and left are not booleans")
     member = Member(
-        name=str(said["name"]),
-        incarnation=integer(said["incarnation"], "incarnation", 0, LIVES - 1),
-        counter=integer(said["counter"], "counter", 0, 1 << 60),
+        name=str(fields["name"]),
+        incarnation=integer(fields["incarnation"], "incarnation", 0, INCARNATIONS - 1),
+        counter=integer(fields["counter"], "counter", 0, 1 << 60),
         held=tuple(integer(i, "held", 0, 1 << 40) for i in held),
         wants=tuple((integer(f, "fragment", 0, 1 << 30), integer(i, "index", 0, 1 << 40)) for f, i in wants),
-        joining=said["joining"],
-        left=said["left"],
-        step_seconds=number(said["step_seconds"], "step_seconds", 0, 1e6),
+        joining=fields["joining"],
+        phases=_read_phases(fields["phases"]),
+        left=fields["left"],
+        step_seconds=number(fields["step_seconds"], "step_seconds", 0, 1e6),
         published={str(key)[:64]: number(value, str(key)[:64], -1e30, 1e30) for key, value in published.items()},
     )
-    if found.name != member.object_name:
-        raise Invalid("it is another member than its name says")
+    if opened.name != member.object_name:
+        raise Invalid("it belongs to another member than its name says")
     return member
+
+
+def _read_phases(value: object) -> str:
+    phases = text(value, "phases")
+    if not set(phases) <= _DIGITS:
+        raise Invalid("its phases are not all known")
+    return phases
 
 
 @dataclass
 class _Sight:
     member: Member
-    since: float  # when its counter was last seen to change
+    beat: float  # when its counter was last seen to change
     moved: float  # when it was last seen to make a step, or to join
 
 
 class Members:
-    """Which other members are there, and which of them rounds wait for."""
+    """The other members, and which of them rounds wait for."""
 
-    def __init__(self, me: str, ttl: float) -> None:
-        self.me, self.ttl = me, ttl
+    def __init__(self, name: str, ttl: float) -> None:
+        self.name, self.ttl = name, ttl
         self._seen: dict[str, _Sight] = {}
-        self._alive: tuple[float, float, dict[str, Member]] | None = None  # for which ttl, until when it holds, and who
+        self._alive: tuple[float, float, dict[str, Member]] | None = None  # for a ttl, until a time: the members
         self._expected: set[str] | None = None  # None: no closed round was seen yet
-        self.heard: set[str] = set()  # members that have delivered since the last look
-        self.stranger = False  # a member has delivered that was not seen yet
+        self.active: set[str] = set()  # members that have delivered since the last update
+        self.stranger = False  # an unknown member has delivered
         self.all_seen = False  # every entry was read at least once
 
-    def saw(self, members: Iterable[Member], now: float) -> list[Member]:
-        """All others were read. Returns those that are new, and those that have left since."""
+    def update(self, members: Iterable[Member], now: float) -> list[Member]:
+        """Take in the entries of other members. Returns those that are new or have left."""
         new = []
         for member in members:
             known = self._seen.get(member.name)
             if known and (member.incarnation, member.counter) <= (known.member.incarnation, known.member.counter):
-                continue  # unchanged, or from an older life of it
+                continue  # unchanged, or an older incarnation
             moved = now
             if known and known.member.incarnation == member.incarnation and not known.member.joining:
                 same = known.member.published.get(STEPS) == member.published.get(STEPS)
@@ -133,34 +156,33 @@ class Members:
             if (known is None or known.member.joining) and not member.joining:
                 new.append(member)
                 if not member.left:
-                    self._expect(member.name)  # joined since
+                    self._expect(member.name)
             elif member.left and not (known and known.member.left):
                 new.append(member)
         self.stranger = False
-        self.heard.clear()
+        self.active.clear()
         return new
 
     def alive(self, now: float) -> dict[str, Member]:
-        """All other living members. First sight counts for one ttl; a member that has left is dead at once. It is asked
-        far more often than it changes."""
+        """All other living members. A first sight counts for one ttl; a member that has left is dead at once. Cached,
+        because it is called far more often than it changes."""
         if self._alive is None or self._alive[0] != self.ttl or now > self._alive[1]:
             sights = [
                 sight for name, sight in self._seen.items()
-                if name != self.me and not sight.member.left and now - sight.since <= self.ttl
+                if name != self.name and not sight.member.left and now - sight.beat <= self.ttl
             ]  # fmt: skip
-            until = min((sight.since + self.ttl for sight in sights), default=inf)
+            until = min((sight.beat + self.ttl for sight in sights), default=inf)
             self._alive = self.ttl, until, {sight.member.name: sight.member for sight in sights}
         return self._alive[2]
 
     def away(self, names: Iterable[str], now: float) -> set[str]:
-        """Which of these are known not to live. One that was not looked for yet may live: where members are many, it
-        takes a while to see everybody, and if each counted only on those that it has seen, all would do the work of
-        all."""
+        """Which of these are known to be dead. An unread one may live: among many members it takes a while to see
+        everybody, and if each counted only on those it has seen, all would do the work of all."""
         living = self.alive(now)
         return {name for name in names if name not in living and (self.all_seen or name in self._seen)}
 
     def stuck(self, now: float) -> set[str]:
-        """Members that show signs of life and make no steps."""
+        """Members with a heartbeat that make no steps."""
         living = ((name, self._seen[name]) for name in self.alive(now))
         return {
             name for name, sight in living
@@ -168,88 +190,84 @@ class Members:
         }  # fmt: skip
 
     def closed(self, names: Iterable[str]) -> None:
-        """A round was closed with these members: the others are not waited for until they deliver again."""
+        """A round was closed with these members. Rounds wait for the others only once they deliver again."""
         self._expected = set(names)
 
     def delivered(self, name: str) -> None:
         self._expect(name)
-        self.heard.add(name)
-        self.stranger |= name not in self._seen and name != self.me
+        self.active.add(name)
+        self.stranger |= name not in self._seen and name != self.name
 
     def _expect(self, name: str) -> None:
         if self._expected is not None:
             self._expected.add(name)
 
     def awaited(self, now: float, everyone: bool) -> dict[str, Member]:
-        """The members whose deltas a round waits for: all that live; or, of these, those that were in the last closed
-        round or have delivered or joined since. So a dead or slow member costs the grace once, not in every round."""
+        """The members whose deltas a round waits for."""
         stuck = self.stuck(now)
-        living = {name: m for name, m in self.alive(now).items() if not m.joining and name not in stuck}
-        expected = living if everyone or self._expected is None else self._expected
-        return {name: m for name, m in living.items() if name in expected}
+        training = {name: m for name, m in self.alive(now).items() if not m.joining and name not in stuck}
+        return {name: training[name] for name in expected(training, self._expected, everyone)}
 
     def wanted(self, fragment: int, held: int, now: float) -> int:
-        """The largest index of a snapshot that a living member waits for and that is held already, or -1."""
+        """The highest snapshot index that a living member waits for and that this member has reached, or -1."""
         pairs = (pair for member in self.alive(now).values() for pair in member.wants)
         return max((index for number, index in pairs if number == fragment and index <= held), default=-1)
 
 
 class Roll:
-    """Reads the entries of the members, not all at every time."""
+    """Reads the entries of the members, some at every heartbeat."""
 
     def __init__(self) -> None:
-        self._read_at: dict[str, int] = {}  # entry: when it was read last
-        self._over: set[str] = set()  # entries of members that have left, which do not change any more
-        self._bad: dict[str, tuple[int, int]] = {}  # entry: the look at which it is tried again, and the pause until it
+        self._read_at: dict[str, int] = {}  # entry: the look that read it last
+        self._left: set[str] = set()  # final entries, of members that have left
+        self._invalid: dict[str, tuple[int, int]] = {}  # entry: the look that tries it again, and the pause until then
         self._still: dict[str, tuple[int, int]] = {}  # entry: its counter, and how many reads have shown the same one
         self._looks = 0
-        self.spread = 1  # looks that it takes to see everybody
+        self.spread = 1  # looks needed to see everybody
         self.through = False  # everybody was looked at
-        self.behind = False  # an entry was found to be bad, so that another one behind it is read the next time
+        self.hidden = False  # an entry turned out invalid, so the next look reads an older one of that member
 
-    def read(
-        self, envelope: Envelope, reject: Callable[[str, Invalid], None], heard: Collection[str] = ()
-    ) -> Task[list[Member]]:
-        """The newest lives of some members, all if they are few; each in its turn, and the new ones first. `heard`: who
-        has delivered something, and so lives."""
-        self._looks, self.behind = self._looks + 1, False
-        names = yield List(PREFIX_OF_ALL)
+    def read(self, envelope: Envelope, reject: Reject, active: Collection[str] = ()) -> Task[list[Member]]:
+        """The newest incarnations of some members, or of all if they are few; each in its turn, new ones first.
+        `active`: members that have delivered, and so are alive."""
+        self._looks, self.hidden = self._looks + 1, False
+        names = yield List(MEMBERS)
         for name in names:
             if not _PLACE.fullmatch(name):
-                reject(name, Invalid("no entry of a member has such a name"))
-        paths, seldom = self._due(lives_of(names), heard)
+                reject(name, Invalid("it does not have the name of a member's entry"))
+        paths, seldom = self._due(incarnations(names), active)
         self.spread = max(1, -(-len(paths) // SAMPLE))
-        members, now = [], [*paths[:SAMPLE], *seldom[:SELDOM]]
-        answers = yield All([Read(path, ENTRY) for path in now])
+        members, chosen = [], [*paths[:SAMPLE], *seldom[:SELDOM]]
+        answers = yield All([Read(path, ENTRY) for path in chosen])
         self.through = all(path in self._read_at for path in paths[SAMPLE:])
-        for path, data in zip(now, answers, strict=True):
+        for path, data in zip(chosen, answers, strict=True):
             self._read_at[path] = self._looks
             try:
                 if data is not None:
                     members.append(read_member(envelope.open(path, "member", data, 0)))
-                    self._over |= {path} if members[-1].left else set()
-                    self._bad.pop(path, None)
+                    self._left |= {path} if members[-1].left else set()
+                    self._invalid.pop(path, None)
                     counter, same = self._still.get(path, (-1, 0))
                     self._still[path] = members[-1].counter, same + 1 if members[-1].counter == counter else 0
             except Invalid as reason:
-                self.behind |= path not in self._bad
-                pause = 2 * self._bad[path][1] if path in self._bad else SAMPLE
-                self._bad[path] = self._looks + pause, pause
+                self.hidden |= path not in self._invalid
+                pause = 2 * self._invalid[path][1] if path in self._invalid else SAMPLE
+                self._invalid[path] = self._looks + pause, pause
                 reject(path, reason)
         return members
 
-    def _due(self, lives: Mapping[str, list[str]], heard: Collection[str]) -> tuple[list[str], list[str]]:
-        """What is to be read, what was not read for the longest time first: of each member the newest entry that is not
-        bad. And seldom: those of the dead; and bad ones, because an owner may have written over them."""
+    def _due(self, entries: Mapping[str, list[str]], active: Collection[str]) -> tuple[list[str], list[str]]:
+        """The entries to read, least recently read first: the newest valid one of each member. And those to read
+        seldom: dead members', and invalid ones, because their owner may have overwritten them."""
         often, seldom = list[str](), list[str]()
-        for name, paths in lives.items():
+        for name, paths in entries.items():
             for path in paths:
-                if path in self._bad:
-                    seldom += [path] if self._bad[path][0] <= self._looks else []
+                if path in self._invalid:
+                    seldom += [path] if self._invalid[path][0] <= self._looks else []
                     continue
-                if path not in self._over and (name in heard or self._still.get(path, (0, 0))[1] < STILL):
+                if path not in self._left and (name in active or self._still.get(path, (0, 0))[1] < STILL):
                     often.append(path)
-                elif path not in self._over and self._read_at[path] <= self._looks - SAMPLE:
+                elif path not in self._left and self._read_at[path] <= self._looks - SAMPLE:
                     seldom.append(path)
                 break
         for paths in (often, seldom):
@@ -257,56 +275,149 @@ class Roll:
         return often, seldom
 
 
-def lives_of(names: Iterable[str]) -> dict[str, list[str]]:
-    """The entries of each member, the newest life first."""
-    lives: dict[str, list[str]] = {}
+def incarnations(names: Iterable[str]) -> dict[str, list[str]]:
+    """The entries of each member, the newest incarnation first."""
+    entries: dict[str, list[str]] = {}
     for path in sorted(names, reverse=True):
         if match := _ENTRY.fullmatch(path):
-            lives.setdefault(match[1], []).append(path)
-    return lives
+            entries.setdefault(match[1], []).append(path)
+    return entries
 
 
-def read_members(envelope: Envelope, reject: Callable[[str, Invalid], None]) -> Task[list[Member]]:
-    """The newest life of every member."""
-    found: dict[str, Member] = {}
+def read_members(envelope: Envelope, reject: Reject) -> Task[list[Member]]:
+    """The newest incarnation of every member."""
+    members: dict[str, Member] = {}
     roll = Roll()
     for _ in range(SAMPLE**2):
-        members = yield from roll.read(envelope, reject)
-        if all(m.name in found for m in members) and roll.through and not roll.behind:
+        sample = yield from roll.read(envelope, reject)
+        if all(m.name in members for m in sample) and roll.through and not roll.hidden:
             break
-        found |= {m.name: m for m in members}
-    return [found[name] for name in sorted(found)]
+        members |= {m.name: m for m in sample}
+    return [members[name] for name in sorted(members)]
 
 
 def register(envelope: Envelope, name: str, nonce: float) -> Task[Member]:
-    """Begin a new life of a name: the number after the newest valid one, or the first free one after it. `nonce` tells
-    the own entry from that of another process. Delete the entries of earlier lives but the last."""
-    lives = lives_of((yield List(f"{PREFIX_OF_ALL}{name}/"))).get(name, [])
-    newest = yield from _newest(envelope, lives)
-    incarnation, taken = 0 if newest is None else newest.incarnation + 1, set(lives)
-    old = [path for path in lives if newest is not None and path < newest.object_name]
-    yield All([Delete(path) for path in old])
-    free = (life for life in range(incarnation, LIVES) if Member(name, life).object_name not in taken)
-    for life in islice(free, SAMPLE):
-        mine = Member(name, life, published={"nonce": nonce})
-        body = mine.sealed(envelope)
-        found = yield from create(mine.object_name, body, ENTRY)
-        if found == body:
-            return mine
-    raise DiLoCoError(f"of {SAMPLE} new entries of {name!r} the store has given none back as it was put: others join "
-                      "under this name all the time, or the store alters objects")  # fmt: skip
+    """Begin a new incarnation: the first free number after the newest valid one. `nonce` tells this process's entry
+    from another's. Deletes all earlier entries but the last."""
+    paths = incarnations((yield List(f"{MEMBERS}{name}/"))).get(name, [])
+    newest = yield from _newest(envelope, paths)
+    first, taken = 0 if newest is None else newest.incarnation + 1, set(paths)
+    yield All([Delete(path) for path in paths if newest is not None and path < newest.object_name])
+    candidates = (Member(name, k, published={"nonce": nonce}) for k in range(first, INCARNATIONS))
+    for entry in islice((entry for entry in candidates if entry.object_name not in taken), SAMPLE):
+        body = entry.sealed(envelope)
+        if (yield from create(entry.object_name, body, ENTRY)) == body:
+            return replace(entry, published={})
+    raise DiLoCoError(f"{SAMPLE} new entries of {name!r} read back differently than they were put: other processes "
+                      "keep joining under this name, or the store alters objects")  # fmt: skip
 
 
-def _newest(envelope: Envelope, lives: Sequence[str]) -> Task[Member | None]:
-    """The newest valid one, whatever lies before it."""
-    for at in range(0, len(lives), SAMPLE):
-        some = lives[at : at + SAMPLE]
-        for path, data in zip(some, (yield All([Read(path, ENTRY) for path in some])), strict=True):
+def _newest(envelope: Envelope, paths: Sequence[str]) -> Task[Member | None]:
+    """The newest valid entry, even behind many invalid ones."""
+    for start in range(0, len(paths), SAMPLE):
+        batch = paths[start : start + SAMPLE]
+        for path, data in zip(batch, (yield All([Read(path, ENTRY) for path in batch])), strict=True):
             with suppress(Invalid):
                 if data is not None:
                     return read_member(envelope.open(path, "member", data, 0))
     return None
 
 
-def write_member(envelope: Envelope, mine: Member) -> Task[None]:
-    yield Write(mine.object_name, mine.sealed(envelope))
+def write_member(envelope: Envelope, entry: Member) -> Task[None]:
+    yield Write(entry.object_name, entry.sealed(envelope))
+
+
+@dataclass(frozen=True)
+class MemberOptions:
+    """How this member takes part. Members of one run may differ."""
+
+    quorum: int = 1
+    straggler_timeout: float | None = None
+    heartbeat: float = 5.0
+    poll: float | None = None
+
+    @property
+    def ttl(self) -> float:
+        """Seconds without a heartbeat after which a member is dead."""
+        return max(10.0, 5 * self.heartbeat)
+
+
+def default_poll(step_seconds: float) -> float:
+    return min(max(step_seconds, 0.2), 5.0)
+
+
+class Timing:
+    """How long a member waits, from its own step and upload times and from those that the others publish."""
+
+    def __init__(self, options: MemberOptions, sync_every: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self.options, self.sync_every, self.clock = options, sync_every, clock
+        self._stepped: float | None = None
+        self.steps = 0
+        self._steps: deque[float] = deque(maxlen=32)  # seconds
+        self._uploads: dict[int, deque[float]] = {}  # fragment: seconds of the last uploads
+        self._averages: dict[int, deque[float]] = {}  # fragment: seconds of the last averaged rounds
+
+    def stepped(self) -> None:
+        """The member has made a step."""
+        now = self.clock()
+        self.steps += 1
+        if self._stepped is not None:
+            self._steps.append(now - self._stepped)
+        self._stepped = now
+
+    def uploaded(self, fragment: int, seconds: float) -> None:
+        """A delta took this long, from its first put until the store had all of it."""
+        self._uploads.setdefault(fragment, deque(maxlen=8)).append(seconds)
+
+    def averaged(self, fragment: int, seconds: float) -> None:
+        """All shares of a round existed this long after its record."""
+        self._averages.setdefault(fragment, deque(maxlen=8)).append(seconds)
+
+    def late(self, fragment: int, load: float) -> float:
+        """Seconds after which the next member averages a share too. `load`: how many times the fragment's size an
+        averaging member reads."""
+        recent = self._averages.get(fragment)
+        usual = 3 * statistics.median(recent) if recent else 2 * self.upload_seconds * (1 + load)
+        return LATE + 2 * self.poll + usual
+
+    @property
+    def turn(self) -> float:
+        """Seconds after which the next member in turn may close a round, too."""
+        return max(1.0, 2 * self.poll)
+
+    @property
+    def step_seconds(self) -> float:
+        return statistics.median(self._steps) if self._steps else 0.0
+
+    @property
+    def poll(self) -> float:
+        """Seconds between two looks at an open round."""
+        return self.options.poll or default_poll(self.step_seconds)
+
+    @property
+    def idle(self) -> float:
+        """Seconds between two looks while this member has no delta in flight and can only be called by others."""
+        return max(self.poll, min(self.sync_every * self.step_seconds / LOOKS, IDLE))
+
+    @property
+    def upload_seconds(self) -> float:
+        """The median of the slowest fragment."""
+        return max((statistics.median(seconds) for seconds in self._uploads.values()), default=0.0)
+
+    @property
+    def published(self) -> dict[str, float]:
+        """Figures that the others need to wait long enough for this member's deltas."""
+        return {UPLOAD: self.upload_seconds, POLL: self.idle} if self._uploads else {}
+
+    def straggler_timeout(self, awaited: Collection[Member], everyone: bool) -> float:
+        """Seconds that a round stays open after its first delta: enough for the slowest awaited member to notice the
+        round, finish its step and upload its delta. Unless the round waits for everyone, no longer than this member's
+        steps between two rounds and its upload: one slow link must not slow down all."""
+        if self.options.straggler_timeout is not None:
+            return self.options.straggler_timeout
+        step = max([self.step_seconds, *(m.step_seconds for m in awaited)])
+        poll = max([self.idle, *(m.published.get(POLL, default_poll(m.step_seconds)) for m in awaited)])
+        upload = max([self.upload_seconds, *(m.published.get(UPLOAD, 0.0) for m in awaited)])
+        timeout = min(2 * step + poll + upload, LONGEST_STRAGGLER_TIMEOUT)
+        period = self.sync_every * self.step_seconds + self.idle + self.upload_seconds
+        return timeout if everyone or not self._steps else min(timeout, period)

@@ -1,120 +1,149 @@
-"""The rounds of one fragment as they lie in the store: reads deltas, reads and creates closing records. Timing is the
-caller's decision."""
+"""The rounds of one fragment in the store: reads deltas and records, creates commit records, and lists open rounds.
+When to do so is the caller's decision."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from itertools import takewhile
-from typing import TypeVar
+from math import inf
 
 from torch import Tensor
 
-from diloco.bucket.deltas import Layout, layout_of, places, read_delta, read_head, read_piece, sizes
+from diloco.bucket import rules
+from diloco.bucket.deltas import (
+    Layout,
+    layout_of,
+    places,
+    read_delta,
+    read_head,
+    read_heads,
+    read_piece,
+    seal_heads,
+    sizes,
+)
+from diloco.bucket.members import Timing
 from diloco.bucket.rounds import (
+    ROUNDS,
+    THOUSAND,
+    Attempts,
     Branched,
     Contribution,
     Link,
     Record,
-    count_votes,
     folder,
     heads_name,
+    is_record,
     member_of,
     pieces_name,
     place_of,
     read_record,
     record_name,
+    round_prefix,
 )
-from diloco.bucket.shares import read_heads, seal_heads
-from diloco.bucket.store.ahead import ReadAhead
-from diloco.bucket.store.envelope import HEADER, PART, PREFIX, Answer, Envelope, Invalid, get, put, read_twice
-from diloco.bucket.store.operations import All, List, Read, Size, Task, Work, create, together
-from diloco.codec import Float32
+from diloco.bucket.store.envelope import (
+    HEADER,
+    PART,
+    PREFIX,
+    Answer,
+    Envelope,
+    Invalid,
+    Reject,
+    get,
+    put,
+    read_twice,
+    usable,
+)
+from diloco.bucket.store.operations import (
+    OBJECTS,
+    All,
+    List,
+    Read,
+    ReadAhead,
+    Size,
+    Task,
+    Work,
+    create,
+    in_batches,
+    together,
+)
+from diloco.codecs.codec import Float32
 
-T = TypeVar("T")
 RECORD = PREFIX.size + HEADER + (1 << 20)
 AT_ONCE = 16
-"""Deltas, or slots, that are read together: what is not checked yet must not fill the memory."""
+"""Deltas or records read concurrently: unchecked data must not fill the memory."""
 REMEMBERED = 10_000
-"""Slots that hold garbage."""
+"""Invalid records remembered."""
+REACH = 8
+"""How many rounds before the newest one a shared listing covers. A fragment that is further behind lists its own round
+and, if that round is closed, once all that follow."""
 
 
 class RoundStore:
-    def __init__(
-        self, fragment: int, layout: Layout, envelope: Envelope, reject: Callable[[str, Invalid], None]
-    ) -> None:
+    def __init__(self, fragment: int, layout: Layout, envelope: Envelope, reject: Reject) -> None:
         self.fragment, self.layout, self._envelope, self._reject = fragment, layout, envelope, reject
         self._ahead = ReadAhead()
         self.void: set[str] = set()  # digests of records that do not count, although they are well formed
-        self._bad: dict[str, Invalid] = {}  # by name: slots that hold no record
+        self._invalid: dict[str, Invalid] = {}  # by name: attempts that are not valid records
 
     @classmethod
     def reader(cls, fragment: int, envelope: Envelope) -> "RoundStore":
-        """What reads records only."""
+        """A store that only reads records."""
         return cls(fragment, layout_of(Float32(), 0), envelope, lambda name, reason: None)
 
-    def read_ahead(self, closed: Mapping[str, int]) -> Task[None]:
-        """What lies in rounds that follow each other and are closed, by name with its size: many small objects at once,
-        instead of one round after another."""
-        yield from self._ahead.read(closed)
+    def read_ahead(self, sizes: Mapping[str, int]) -> Task[None]:
+        """Read the small objects of consecutive closed rounds at once, instead of round by round."""
+        yield from self._ahead.read(sizes)
 
     def records_ahead(self, indices: Iterable[int]) -> Task[None]:
-        """The same for the records of rounds alone, as far as they are there."""
+        """The same for records alone, as far as they exist."""
         yield from self.read_ahead({record_name(self.fragment, index, 0): 0 for index in indices})
 
-    def record(
-        self, index: int, previous: Link | None, names: Collection[str] | None = None
-    ) -> Task[tuple[Record | None, int, bool]]:
-        """The record of a round, or None and the first empty slot; and whether some record follows another one than
-        `previous`. A record behind an empty slot does not count: no member that follows the rules writes one there.
-        `names`: what was listed in the round. Without it, the first slot is read, and only if that holds no record of
-        the round, one listing finds those behind it."""
-        slot, branched, counts = 0, False, None
-        while slots := self._slots(index, slot, names):
-            found = yield from self._ahead.serve(together([self._read_slot(index, k, previous) for k in slots]))
-            for each in found:
-                if each is None:
-                    return counts, slot, branched
-                good = isinstance(each, Record) and each.digest not in self.void
-                if isinstance(each, Record) and (counts is not None or good):
-                    branched |= counts is not None
-                    counts = each if counts is None or each.voids == counts.digest else counts
-                branched |= isinstance(each, Branched)
-                slot += 1
-            if names is None and counts is None:
-                names = yield List(folder(self.fragment, index))
-            elif names is None:
+    def record(self, index: int, previous: Link | None, names: Collection[str] | None = None) -> Task[Attempts]:
+        """Look for the record of a round. A record after a gap does not count: a correct member never writes one there.
+        `names`: a listing of the round. Without it, read the first attempt, and list the others only if that one is not
+        the round's record."""
+        results = list[Record | Invalid]()
+        while attempts := self._attempts(index, len(results), names):
+            reading = together([self._read_attempt(index, k, previous) for k in attempts])
+            read = yield from self._ahead.serve(reading)
+            results += filter(None, read[: read.index(None) if None in read else len(read)])
+            record, _ = rules.record_of_round(results, self.void)
+            if None in read or (names is None and record is not None):
                 break
-        return counts, slot, branched
+            if names is None:
+                names = yield List(folder(self.fragment, index))
+        record, branched = rules.record_of_round(results, self.void)
+        return Attempts(record, len(results), branched)
 
     def forget(self) -> None:
-        """Read again what was found to be garbage: a reply may have been wrong."""
-        self._bad.clear()
+        """Read invalid records again: a reply may have been wrong."""
+        self._invalid.clear()
 
-    def _slots(self, index: int, first: int, names: Collection[str] | None) -> list[int]:
-        """The next slots to read, as far as they are listed."""
+    def _attempts(self, index: int, first: int, names: Collection[str] | None) -> list[int]:
+        """The next attempts to read, as far as they are listed."""
         if names is None:
             return [first]
-        slots = range(first, min(first + AT_ONCE, len(names)))
-        return list(takewhile(lambda slot: record_name(self.fragment, index, slot) in names, slots))
+        attempts = range(first, min(first + AT_ONCE, len(names)))
+        return list(takewhile(lambda attempt: record_name(self.fragment, index, attempt) in names, attempts))
 
     def find(self, index: int, digest: str) -> Task[Record | None]:
         """The record with this digest."""
-        slot, names = 0, None
-        while slots := self._slots(index, slot, names):
-            found = yield from self._ahead.serve(together([self._read_slot(index, k, None) for k in slots]))
-            for each in found:
-                if isinstance(each, Record) and each.digest == digest:
-                    return each
-            slot += len(slots)
+        attempt, names = 0, None
+        while attempts := self._attempts(index, attempt, names):
+            reading = together([self._read_attempt(index, k, None) for k in attempts])
+            for result in (yield from self._ahead.serve(reading)):
+                if isinstance(result, Record) and result.digest == digest:
+                    return result
+            attempt += len(attempts)
             names = names if names is not None else (yield List(folder(self.fragment, index)))
         return None
 
-    def close(self, record: Record, slot: int) -> Task[Record | None]:
-        """Create the record in the first slot without a valid one. This is a single put, so no round is half closed.
-        Returns the record of the round, which another member may have written; None if this one would not be valid, or
-        the round has to be looked at again. A record that its own writer would not follow is never written."""
+    def close(self, record: Record, attempt: int) -> Task[Record | None]:
+        """Create the record at the first free attempt. This is a single put, so no round is half closed. Returns the
+        record of the round, which may be another member's; None if this record would be invalid, or if the round has
+        to be looked at again. A member never writes a record that it would not follow itself."""
         fields, payload = record.sealed()
         while True:
-            name = record_name(self.fragment, record.index, slot)
+            name = record_name(self.fragment, record.index, attempt)
             sealed = self._envelope.seal(name, "record", fields, payload)
             try:
                 opened = self._envelope.open(name, "record", sealed.body, None)
@@ -125,136 +154,202 @@ class RoundStore:
             if sealed.digest in self.void:
                 return None
             yield from create(name, sealed.body, RECORD)
-            found = yield from self._read_slot(record.index, slot, record.previous)
-            if isinstance(found, Record) and found.digest not in self.void:
-                if found.voids == record.voids:
-                    return found
+            stored = yield from self._read_attempt(record.index, attempt, record.previous)
+            if isinstance(stored, Record) and stored.digest not in self.void:
+                if stored.voids == record.voids:
+                    return stored
                 if not record.voids:
                     return None
-            if found is not None:  # what lies behind it may be the record of the round
+            if stored is not None:  # a later attempt may be the record of the round
                 names = yield List(folder(self.fragment, record.index))
-                counts, free, _ = yield from self.record(record.index, record.previous, names)
-                if counts is not None and counts.digest != record.voids:
-                    return counts
-                slot = max(slot + 1, free)
+                final, free, _ = yield from self.record(record.index, record.previous, names)
+                if final is not None and final.digest != record.voids:
+                    return final
+                attempt = max(attempt + 1, free)
 
-    def _read_slot(self, index: int, slot: int, previous: Link | None) -> Task[Record | Invalid | None]:
-        """Garbage is read once, as anybody may put any amount of it."""
-        name = record_name(self.fragment, index, slot)
-        if name in self._bad:
-            return self._bad[name]
+    def _read_attempt(self, index: int, attempt: int, previous: Link | None) -> Task[Record | Invalid | None]:
+        """Invalid records are read once, because anybody may put any number of them."""
+        name = record_name(self.fragment, index, attempt)
+        if name in self._invalid:
+            return self._invalid[name]
 
         def opened(data: Answer) -> Task[Record]:
-            found = self._envelope.open(name, "record", data, None)
-            return (yield Work(lambda: read_record(found, self.fragment, index, previous)))
+            body = self._envelope.open(name, "record", data, None)
+            return (yield Work(lambda: read_record(body, self.fragment, index, previous)))
 
-        found = yield from read_twice(Read(name, RECORD, patient=True), opened, self._reject)
-        if isinstance(found, Invalid) and not isinstance(found, Branched):
-            self._bad[name] = found
-            if len(self._bad) > REMEMBERED:
-                self._bad.pop(next(iter(self._bad)))
-        return found
+        result = yield from read_twice(Read(name, RECORD, patient=True), opened, self._reject)
+        if isinstance(result, Invalid) and not isinstance(result, Branched):
+            self._invalid[name] = result
+            if len(self._invalid) > REMEMBERED:
+                self._invalid.pop(next(iter(self._invalid)))
+        return result
 
     def outvoted(self, record: Record) -> Task[bool]:
-        """Whether more members have sent a delta for the round against one other state than against the one that its
-        record says. At a tie the record stands."""
+        """Whether the deltas in the store contradict the record."""
         names = yield List(folder(self.fragment, record.index))
         heads = yield from self.heads(sorted(filter(member_of, names)))
-        mine, others = count_votes((head for head in heads if isinstance(head, Contribution)), record.fingerprint)
-        return others > mine
+        return rules.is_outvoted(record, (head for head in heads if isinstance(head, Contribution)))
 
     def reaches(self, index: int) -> Task[bool]:
-        """Whether the round was closed, judged by its first slot alone."""
+        """Whether the round was closed, judged by the first attempt alone."""
         return (yield Size(record_name(self.fragment, index, 0))) is not None
 
     def deltas(self, names: list[str]) -> Task[list[Contribution | Invalid | None]]:
-        """Deltas, checked and decoded once; None where there is no such object, or a piece of it is missing."""
-        return (yield from self._ahead.serve(_in_turn([self._delta(name) for name in names])))
+        """Deltas, checked; None where the delta or one of its pieces is missing."""
+        reading = [usable(name, self._delta(name), self._reject) for name in names]
+        return (yield from self._ahead.serve(in_batches(reading, AT_ONCE)))
 
     def heads(self, names: list[str]) -> Task[list[Contribution | Invalid | None]]:
         """The same without the values."""
-        return (yield from _in_turn([self._head(name) for name in names]))
+        return (yield from in_batches([usable(name, self._head(name), self._reject) for name in names], AT_ONCE))
 
-    def _head(self, name: str) -> Task[Contribution | Invalid | None]:
-        place = place_of(name)
-        assert place is not None
-        try:
-            cut = self.layout.cut
-            data = yield Read(name, PREFIX.size + HEADER, first=None if cut else PREFIX.size + HEADER)
-            if data is None:
-                return None
+    def _head(self, name: str) -> Task[Contribution | None]:
+        place, cut = _place_of_delta(name), self.layout.cut
+        data = yield Read(name, PREFIX.size + HEADER, first=None if cut else PREFIX.size + HEADER)
+        if data is None:
+            return None
 
-            def read() -> Contribution:
-                opened = self._envelope.open(name, "delta", data, 0 if cut else None, head=not cut)
-                return read_head(opened, data, *place, self.layout)
+        def read() -> Contribution:
+            opened = self._envelope.open(name, "delta", data, 0 if cut else None, head=not cut)
+            return read_head(opened, data, *place, self.layout)
 
-            return (yield Work(read))
-        except Invalid as reason:
-            self._reject(name, reason)
-            return reason
+        return (yield Work(read))
 
-    def _delta(self, name: str) -> Task[Contribution | Invalid | None]:
+    def _delta(self, name: str) -> Task[Contribution | None]:
         if self.layout.cut:
             head = yield from self._head(name)
-            return (yield from self._whole(name, head)) if isinstance(head, Contribution) else head
-        place = place_of(name)
-        assert place is not None
-        try:
-            found = yield from get(self._envelope, name, "delta", self.layout.nbytes)
-            if found is None:
-                return None
-            return (yield Work(lambda: read_delta(found, *place, self.layout)))
-        except Invalid as reason:
-            self._reject(name, reason)
-            return reason
+            return None if head is None else (yield from self._whole(name, head))
+        opened = yield from get(self._envelope, name, "delta", self.layout.nbytes)
+        if opened is None:
+            return None
+        return (yield Work(lambda: read_delta(opened, *_place_of_delta(name), self.layout)))
 
-    def _whole(self, name: str, head: Contribution) -> Task[Contribution | Invalid | None]:
+    def _whole(self, name: str, head: Contribution) -> Task[Contribution | None]:
         """A delta with all its pieces."""
-        place = place_of(name)
-        assert place is not None
+        place = _place_of_delta(name)
         objects = [pieces_name(*place, head.member, head.digest, k) for k in range(len(sizes(head.pieces)))]
-        found = yield All([Read(each, size) for each, size in zip(objects, sizes(head.pieces), strict=True)])
-        if any(data is None for data in found):
+        bodies = yield All([Read(part, size) for part, size in zip(objects, sizes(head.pieces), strict=True)])
+        if any(body is None for body in bodies):
             return None
 
         def payloads() -> tuple[Tensor, ...]:
             out = []
             for k, (part, at) in enumerate(places(head.pieces)):
-                whole = found[part] if isinstance(found[part], bytes) else b""
-                body = whole[at : at + head.pieces[k].size]
-                out.append(read_piece(self._envelope, self.layout, place, head, k, body))
+                body = bodies[part] if isinstance(bodies[part], bytes) else b""
+                piece = body[at : at + head.pieces[k].size]
+                out.append(read_piece(self._envelope, self.layout, place, head, k, piece))
             return tuple(out)
 
-        try:
-            return replace(head, payloads=(yield Work(payloads)))
-        except Invalid as reason:
-            self._reject(name, reason)
-            return reason
+        return replace(head, payloads=(yield Work(payloads)))
 
     def put_heads(self, index: int, deltas: list[Contribution]) -> Task[str]:
-        """Put the heads of the deltas that a record is going to name, together, so that nobody else has to read each of
-        them. Returns the digest."""
+        """Put the heads of a future record's deltas in one object, so that the other members need not read each of
+        them. Returns its digest."""
         sealed = yield Work(lambda: seal_heads(self._envelope, self.fragment, index, deltas))
         yield from put(sealed)
         return sealed.digest
 
-    def listed(self, record: Record) -> Task[Mapping[str, Contribution] | Invalid | None]:
-        """The heads of all deltas of a record, by digest; None if they are gone."""
-        return (yield from self._ahead.serve(self._listed(record)))
-
-    def _listed(self, record: Record) -> Task[Mapping[str, Contribution] | Invalid | None]:
+    def heads_of(self, record: Record) -> Task[Mapping[str, Contribution] | Invalid | None]:
+        """The heads of all deltas of a record, by digest; None if they are missing."""
         name = heads_name(self.fragment, record.index, record.heads)
 
         def opened(data: Answer) -> Task[Mapping[str, Contribution]]:
-            found = self._envelope.open(name, "heads", data, None)
-            return (yield Work(lambda: read_heads(found, self._envelope, record, self.layout)))
+            body = self._envelope.open(name, "heads", data, None)
+            return (yield Work(lambda: read_heads(body, self._envelope, record, self.layout)))
 
         read = Read(name, PREFIX.size + HEADER + PART, patient=True)
-        return (yield from read_twice(read, opened, self._reject))
+        return (yield from self._ahead.serve(read_twice(read, opened, self._reject)))
 
 
-def _in_turn(tasks: list[Task[T]]) -> Task[list[T]]:
-    found = []
-    for at in range(0, len(tasks), AT_ONCE):
-        found += yield from together(tasks[at : at + AT_ONCE])
-    return found
+def _place_of_delta(name: str) -> tuple[int, int]:
+    place = place_of(name)
+    assert place is not None
+    return place
+
+
+class Listing:
+    """One listing of the open rounds for all fragments of a member. Each fragment uses a listing once: if it asks
+    again, it wants to see what is new. A round that is known to be closed needs no new listing."""
+
+    def __init__(self, timing: Timing) -> None:
+        self._timing = timing
+        self._newest = 0  # highest index requested
+        self._requested: dict[int, int] = {}  # fragment: last index
+        self._from = 0  # first index of the listing
+        self._names: dict[tuple[int, int], dict[str, int]] = {}
+        self._used: set[int] = set()  # fragments that have used the listing
+        self._behind: dict[tuple[int, int], dict[str, int]] = {}  # closed rounds of fragments that are further behind
+        self._closed: set[tuple[int, int]] = set()  # returned as closed; a fragment that asks again found it open
+        self._at = -inf  # time of the listing
+
+    def names(self, fragment: int, index: int, age: float | None = None) -> Task[dict[str, int]]:
+        """The objects in a round, with sizes. `age`: accept a listing of up to this many seconds, even if used."""
+        self._newest, self._requested[fragment] = max(self._newest, index), index
+        names = self._known(fragment, index)
+        if (fragment, index) not in self._closed and _is_closed(names):
+            self._closed.add((fragment, index))
+            return names
+        if index < self._newest - REACH:
+            return (yield from self._look_behind(fragment, index))
+        old = self._timing.clock() - self._at > (self._timing.poll if age is None else age)
+        if old or (age is None and fragment in self._used) or index < self._from:
+            yield from self._look()
+        self._used.add(fragment)
+        return self._names.get((fragment, index), {})
+
+    def closed(self, fragment: int, index: int) -> dict[str, int]:
+        """The objects to read when following a fragment's known closed rounds from this index on. Empty if only the
+        first one is known to be closed."""
+        if not _is_closed(self._known(fragment, index + 1)):
+            return {}
+        objects: dict[str, int] = {}
+        while len(objects) < OBJECTS and _is_closed(names := self._known(fragment, index)):
+            heads = [name for name in names if "/heads-" in name]  # with heads, deltas are not read one by one
+            reads = [*filter(is_record, names), *(heads or filter(member_of, names))]
+            objects |= {name: names[name] for name in sorted(reads)}
+            index += 1
+        return objects
+
+    def _known(self, fragment: int, index: int) -> dict[str, int]:
+        return (self._names if index >= self._from else self._behind).get((fragment, index), {})
+
+    def _look_behind(self, fragment: int, index: int) -> Task[dict[str, int]]:
+        """A round far behind may be one that stays open, as those of buffers do. So list all that follow, possibly
+        many, only if it is closed."""
+        names = yield List(folder(fragment, index))
+        if _is_closed(names):
+            rounds = _by_place((yield List(ROUNDS, after=round_prefix(index))))
+            self._behind |= {place: rounds[place] for place in rounds if place[0] == fragment}
+            self._closed.add((fragment, index))
+        return names
+
+    def _look(self) -> Task[None]:
+        first, now = min(i for i in self._requested.values() if i >= self._newest - REACH), self._timing.clock()
+        names = yield List(ROUNDS, after=round_prefix(first))
+        self._from, self._names, self._used, self._at = first, _by_place(names), set(), now
+        self._closed = {place for place in self._closed if self._is_ahead(place)}
+        self._behind = {place: names for place, names in self._behind.items() if self._is_ahead(place)}
+
+    def _is_ahead(self, place: tuple[int, int]) -> bool:
+        """Whether its fragment has not passed it yet."""
+        return place[1] >= self._requested.get(place[0], 0)
+
+
+def _is_closed(names: Iterable[str]) -> bool:
+    return any("/closed." in name for name in names)
+
+
+def _by_place(names: Mapping[str, int]) -> dict[tuple[int, int], dict[str, int]]:
+    rounds: dict[tuple[int, int], dict[str, int]] = {}
+    for name, size in names.items():
+        if (place := _place(name)) is not None:
+            rounds.setdefault(place, {})[name] = size
+    return rounds
+
+
+def _place(name: str) -> tuple[int, int] | None:
+    """The round that any name belongs to, valid or not: invalid names are reported with the round."""
+    parts = name.split("/")
+    if len(parts) < 5 or not all(part.isascii() and part.isdigit() for part in parts[1:4]):
+        return None
+    return place_of(name) or (int(parts[3]), int(parts[1]) * THOUSAND + int(parts[2]))

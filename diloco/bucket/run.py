@@ -1,4 +1,4 @@
-"""The run in a bucket: find it or create it, and the state that a member starts with."""
+"""The run in a bucket: find or create it, and choose the state that a member starts with."""
 
 import contextlib
 import json
@@ -8,25 +8,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from diloco.bucket.members import PREFIX_OF_ALL, lives_of
-from diloco.bucket.protocol import BEHIND, FragmentProtocol
-from diloco.bucket.rounds import Link
-from diloco.bucket.snapshots import index_of, seal_snapshot
+from diloco.bucket import rules
+from diloco.bucket.fragment import Fragment
+from diloco.bucket.members import MEMBERS, incarnations
+from diloco.bucket.rounds import Link, snapshot_index
+from diloco.bucket.snapshots import seal_snapshot
 from diloco.bucket.store.backend import Backend, Below, patiently
 from diloco.bucket.store.cipher import encrypted, open_encrypted
 from diloco.bucket.store.envelope import HEADER, PART, PREFIX, Envelope, Invalid, put
 from diloco.bucket.store.operations import List, Read, Size, Task, Work, create, together
 from diloco.bucket.store.store import Store
 from diloco.errors import ConfigError, DiLoCoError, Mismatch
-from diloco.reduce import Contract, State
-from diloco.reduce.contract import compare
+from diloco.exchange.contract import compare
+from diloco.exchange.reducer import Contract, Shard, State
 
 log = logging.getLogger("diloco")
 NAME = "run.json"
-UNSHARDED = "shard 0 of 1"
 SHARD = "shard-{}"
-"""Where ranks of sharded replicas meet those that hold the same shard. Each shard has rounds of its own, as each
-fragment has, so the ranks of one replica need not agree on anything."""
+"""Where ranks of sharded replicas meet those with the same shard. Each shard has separate rounds, as each fragment has,
+so the ranks of one replica need not agree on anything."""
 
 
 @dataclass(frozen=True)
@@ -39,27 +39,27 @@ class Run:
 
 
 def read_run(key: bytes | None) -> Task[Run | None]:
-    """The run in the bucket. Raises ConfigError if what is there cannot be used."""
+    """The run in the bucket. Raises ConfigError if run.json is unusable."""
     try:
         data = yield Read(NAME, PREFIX.size + HEADER + PART)
         if data is None:
             return None
         signed = Envelope("").open(NAME, "run", data, None).header.get("signed")
         if signed is not (key is not None):
-            raise ConfigError("the run is not signed: leave --key-file out" if key is not None else
-                              "the run is signed: give its secret with --key-file")  # fmt: skip
-        found = Envelope("", key).open(NAME, "run", data, None)
-        value = json.loads(found.payload)
+            raise ConfigError("the run is not signed: omit --key-file" if key is not None else
+                              "the run is signed: pass its secret with --key-file")  # fmt: skip
+        opened = Envelope("", key).open(NAME, "run", data, None)
+        value = json.loads(opened.payload)
         contract, snapshots, note = value["contract"], value["snapshots"], value["note"]
         if not isinstance(note, dict) or not isinstance(contract, dict) or not isinstance(snapshots, list):
-            raise Invalid("its contract, snapshots or note are not what they should be")
-        if not all(isinstance(name, str) and index_of(name) == 0 for name in snapshots):
-            raise Invalid("it names something that is not a first snapshot")
-        if not re.fullmatch("[0-9a-f]{16}", found.text("run")):
-            raise Invalid("its run id is not one")
-        return Run(found.text("run"), contract, tuple(snapshots), note, created=False)
+            raise Invalid("its contract, snapshots or note are malformed")
+        if not all(isinstance(name, str) and snapshot_index(name) == 0 for name in snapshots):
+            raise Invalid("one of its snapshots is not an initial one")
+        if not re.fullmatch("[0-9a-f]{16}", opened.text("run")):
+            raise Invalid("its run id is malformed")
+        return Run(opened.text("run"), contract, tuple(snapshots), note, created=False)
     except (Invalid, ValueError, KeyError, TypeError, RecursionError) as reason:
-        raise ConfigError(f"{NAME} in the bucket cannot be used: {reason}") from None
+        raise ConfigError(f"{NAME} in the bucket is unusable: {reason}") from None
 
 
 def find_or_create(proposal: Run, key: bytes | None, states: Sequence[State], join_only: bool) -> Task[Run]:
@@ -67,13 +67,13 @@ def find_or_create(proposal: Run, key: bytes | None, states: Sequence[State], jo
     run = yield from read_run(key)
     if run is None:
         if join_only:
-            raise ConfigError("there is no run in the bucket: check the address, or leave --join-only out to begin one")
-        members = lives_of((yield List(PREFIX_OF_ALL)))
+            raise ConfigError("there is no run in the bucket: check the address, or omit --join-only to start one")
+        members = incarnations((yield List(MEMBERS)))
         run = yield from _create_run(proposal, key, states)
         if run.created and members:
-            log.warning("the store had no %s, but entries of members (%s), so this member has begun a new run. If they "
-                        "still train, someone deleted the run under them: stop them, or use another address", NAME,
-                        ", ".join(sorted(members)[:8]))  # fmt: skip
+            log.warning("the store had entries of members (%s) but no %s, so this member has started a new run. If "
+                        "they are still training, someone deleted their run: stop them, or use another address",
+                        ", ".join(sorted(members)[:8]), NAME)  # fmt: skip
     compare([run.contract, json.loads(json.dumps(proposal.contract))], ("the run", "this member"))
     if len(run.snapshots) != len(states):
         raise Mismatch(f"the run has {len(run.snapshots)} fragments, this member {len(states)}")
@@ -81,68 +81,69 @@ def find_or_create(proposal: Run, key: bytes | None, states: Sequence[State], jo
 
 
 def _create_run(proposal: Run, key: bytes | None, states: Sequence[State]) -> Task[Run]:
-    """Put the snapshots that everybody starts from, then create run.json, which names them. If several members do so at
-    once, one wins, and all take what its run.json names: equal seeds do not give equal bits on different machines."""
+    """Put the initial snapshots, then create run.json, which names them. If several members do so at once, one wins,
+    and all take the snapshots of its run.json: equal seeds do not give equal bits on different machines."""
     envelope = Envelope(proposal.id, key)
-    sealed = yield Work(lambda: [seal_snapshot(envelope, f, state, "") for f, state in enumerate(states)])
-    yield from together([put(each) for each in sealed])
-    value = {"contract": proposal.contract, "snapshots": [each.name for each in sealed], "note": proposal.note}
+    snapshots = yield Work(lambda: [seal_snapshot(envelope, f, state, "") for f, state in enumerate(states)])
+    yield from together([put(snapshot) for snapshot in snapshots])
+    names = [snapshot.name for snapshot in snapshots]
+    value = {"contract": proposal.contract, "snapshots": names, "note": proposal.note}
     payload = json.dumps(value, sort_keys=True).encode()
     body = envelope.seal(NAME, "run", {"signed": key is not None}, payload).body
     yield from create(NAME, body, PREFIX.size + HEADER + PART)
     run = yield from read_run(key)
     if run is None:
-        raise DiLoCoError(f"{NAME} was created and is gone: somebody deletes objects in the bucket")
+        raise DiLoCoError(f"{NAME} disappeared right after it was created: something deletes objects in the bucket")
     return replace(run, created=run.id == proposal.id)
 
 
-def starting_state(protocol: FragmentProtocol, state: State) -> Task[State | None]:
-    """The state that this member starts with: the one it brings, if that belongs to the run and is recent, then
-    None is returned, otherwise the newest snapshot. The rounds closed since are followed from there."""
-    previous = yield from _previous(protocol, state)
-    if previous is not None:
-        yield from protocol.snapshots.refresh()
-        protocol.start_from(state, previous)
+def starting_state(fragment: Fragment, state: State) -> Task[State | None]:
+    """Choose the state that this member starts with: None for its own, if that belongs to the run and is recent,
+    otherwise the newest snapshot. From there it follows the rounds closed since."""
+    link = yield from _link_after(fragment, state)
+    if link is not None:
+        yield from fragment.snapshots.refresh()
+        fragment.machine.start_from(state, link)
         return None
-    loaded = yield from protocol.snapshots.load()
+    loaded = yield from fragment.snapshots.load()
     if loaded is None:
-        raise DiLoCoError(f"the bucket has no usable snapshot of fragment {protocol.number}: somebody has deleted them")
-    protocol.start_from(*loaded)
+        raise DiLoCoError(f"the bucket has no usable snapshot of fragment {fragment.number}: someone deleted them")
+    fragment.machine.start_from(*loaded)
     return loaded[0]
 
 
-def _previous(protocol: FragmentProtocol, state: State) -> Task[Link | None]:
-    """What the record after a state has to follow; None if the state is not of this run, or too old."""
-    rounds, snapshots, mine = protocol.round_store, protocol.snapshots, state.fingerprint()
-    if (yield from rounds.reaches(state.index + BEHIND + 1)):
+def _link_after(fragment: Fragment, state: State) -> Task[Link | None]:
+    """What the record after a state must refer to; None if the state is too old or not of this run."""
+    rounds, snapshots, fingerprint = fragment.rounds, fragment.snapshots, state.fingerprint()
+    if (yield from rounds.reaches(rules.too_far(state.index))):
         return None
     for name in (yield from snapshots.list()):
-        base: Any = index_of(name)
+        base: Any = snapshot_index(name)
         judged = (yield from snapshots.judge(name)) if base <= state.index else None
         if judged is not None:
             break
     else:
         return None
     head, link = judged
-    if base == state.index and head.header["fingerprint"] != mine:
+    if base == state.index and head.header["fingerprint"] != fingerprint:
         return None
     for index in range(base + 1, state.index + 1):
         yield from rounds.records_ahead(range(index, state.index + 2))
         record, _, _ = yield from rounds.record(index, link)
         if record is None:
-            protocol.session.event("behind", fragment=protocol.number, index=state.index, closed=index - 1)
-            log.warning("fragment %d: this member holds round %d, and the store ends at round %d: the store was rolled "
-                        "back, or the checkpoint is of another run; going on from the store", protocol.number,
+            fragment.session.event("behind", fragment=fragment.number, index=state.index, closed=index - 1)
+            log.warning("fragment %d: this member holds round %d, but the store ends at round %d: the store was rolled "
+                        "back, or the checkpoint is from another run; continuing from the store", fragment.number,
                         state.index, index - 1)  # fmt: skip
             return None
         snapshots.followed(record)
         link = record.link
     following, _, _ = yield from rounds.record(state.index + 1, link)
-    return None if following is not None and following.fingerprint != mine else link
+    return None if following is not None and following.fingerprint != fingerprint else link
 
 
 def contract_of(contract: Contract, rounds: int | None, max_work: float, shares_from: int) -> dict[str, Any]:
-    """What members of a bucket must agree on, beyond what all replicas must."""
+    """The settings that members of a bucket must agree on, beyond those of all replicas."""
     return {
         **contract,
         "rounds": rounds,
@@ -152,7 +153,7 @@ def contract_of(contract: Contract, rounds: int | None, max_work: float, shares_
 
 
 def find_run(url: str, key: bytes | None = None, *, encrypt: bytes | None = None, create: bool = False) -> Run | None:
-    """The run in a bucket, if there is one. `create`: make the folder if it does not exist."""
+    """The run in a bucket, if there is one. `create`: create the folder if it does not exist."""
     backend = open_encrypted(url, encrypt, create=create)
     patiently(lambda: backend.attempt(Size(NAME)), url)
     return Store(backend).run(read_run(key), contextlib.nullcontext())
@@ -163,18 +164,15 @@ def below(url: str, shard: int) -> str:
     return f"{url.rstrip('/')}/{SHARD.format(shard)}"
 
 
-def backend_of_shard(shard: str, bucket: Backend, key: bytes | None, encrypt: bytes | None, strict: bool) -> Backend:
+def backend_of_shard(shard: Shard, bucket: Backend, key: bytes | None, encrypt: bytes | None) -> Backend:
     """Where this rank meets others: the bucket itself, or the part of its shard. All members must have the same number
-    of shards. The contract compares the numbers; this finds sharded and unsharded members in one bucket."""
-    other = encrypted(Below(bucket, SHARD.format(0)) if shard == UNSHARDED else bucket, encrypt)
-    with contextlib.suppress(ConfigError):  # what cannot be used is no run: anyone may have put it there
-        if Store(other).run(read_run(key), contextlib.nullcontext()) is not None:
-            has = "are sharded" if shard == UNSHARDED else "have one rank"
-            raise Mismatch(f"the bucket holds a run whose members {has}, this one is {shard}: give all the same number "
-                           "of ranks")  # fmt: skip
-    if shard == UNSHARDED:
+    of shards. The contract compares the numbers; this detects sharded and unsharded members in one bucket."""
+    elsewhere = encrypted(Below(bucket, SHARD.format(0)) if shard == Shard() else bucket, encrypt)
+    with contextlib.suppress(ConfigError):  # an unusable run.json does not count: anyone may have put it there
+        if Store(elsewhere).run(read_run(key), contextlib.nullcontext()) is not None:
+            ranks = "are sharded" if shard == Shard() else "have one rank"
+            raise Mismatch(f"the bucket holds a run whose members {ranks}, this one is {shard}: use the same number of "
+                           "ranks on all members")  # fmt: skip
+    if shard == Shard():
         return encrypted(bucket, encrypt)
-    if strict:
-        raise ConfigError("pace='strict' with several ranks: two members could wait for each other crosswise, each "
-                          "with another rank; give 'decoupled'")  # fmt: skip
-    return encrypted(Below(bucket, SHARD.format(int(shard.split()[1]))), encrypt)
+    return encrypted(Below(bucket, SHARD.format(shard.index)), encrypt)

@@ -1,83 +1,53 @@
-"""Averaged shares: who averages which share of a round, what the average is, and when one that was read counts.
+"""Averaged shares: which member averages which share of a closed round, and how a member collects all of them.
 
-A share is a pure function of the record and of the deltas that it names. So whoever makes it makes the same, and one
-that is missing, or does not pass its checks, is made again in the next slot.
+A share is a pure function of the record and its deltas. So every member would compute the same one, and a missing or
+invalid share is averaged again as the next attempt.
 """
 
-import struct
-import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
-from itertools import accumulate
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from diloco.bucket.deltas import Layout, norm_of, read_head
-from diloco.bucket.rounds import MOST, Contribution, Record, delta_name, heads_name, share_name
-from diloco.bucket.store.envelope import HEADER, PREFIX, Envelope, Invalid, Opened, Sealed, refuses
-from diloco.codec import pack
-from diloco.reduce.mean import Encoded
+from diloco.bucket.deltas import Layout, norm_of, places, read_piece
+from diloco.bucket.effects import Missing
+from diloco.bucket.round_store import AT_ONCE
+from diloco.bucket.rounds import Contribution, Record, pieces_name, share_name
+from diloco.bucket.rules import turns
+from diloco.bucket.session import Session
+from diloco.bucket.store.envelope import (
+    HEADER,
+    PREFIX,
+    Answer,
+    Envelope,
+    Invalid,
+    Opened,
+    Sealed,
+    read_twice,
+    refuses,
+)
+from diloco.bucket.store.operations import Create, Read, Task, Work, in_batches, together, until_there
+from diloco.codecs.codec import pack
+from diloco.exchange.mean import Encoded
 
 LARGER = 4.0
-"""How much larger a share may be than the deltas allow: encoding a mean again can enlarge it, E3M0 by a third."""
+"""How much a share's norm may exceed its deltas' bound: encoding a mean again can enlarge it, E3M0 by a third."""
 GROUP = 16
-"""Deltas that are added up before the next are read: what is in memory does not grow with the members."""
-_LENGTH = struct.Struct("<I")
+"""Deltas added up before the next ones are read: memory does not grow with the members."""
+BEGINNING = 4096
+"""Bytes of a new share that are read back: the header, with the checksum of the rest."""
 
 
-def turns(order: Sequence[str], me: str, away: Collection[str]) -> Callable[[int], int]:
-    """How many members come before this one, if the order begins at a given place, without those that are away; whoever
-    is not in the order comes last."""
-    before = [0, *accumulate(name not in away for name in order)]
-    place = order.index(me) if me in order else None
-
-    def turn(start: int) -> int:
-        start %= len(order)
-        if place is None:
-            return before[-1]
-        return before[place] - before[start] + (before[-1] if place < start else 0)
-
-    return turn
-
-
-def turns_to_average(record: Record, me: str, away: Collection[str]) -> Callable[[int], int]:
-    """Whose turn it is to average a share. It changes from round to round, so that all do the same work in the end."""
-    turn, start = turns([e.member for e in record.entries], me, away), int(record.digest[:8], 16)
+def turns_to_average(record: Record, member: str, away: Collection[str]) -> Callable[[int], int]:
+    """The member's turn for each share. It changes from round to round, to spread the work."""
+    turn, start = turns([e.member for e in record.entries], member, away), int(record.digest[:8], 16)
     return lambda share: turn(start + share)
 
 
-def seal_heads(envelope: Envelope, fragment: int, index: int, deltas: Sequence[Contribution]) -> Sealed:
-    """Compressed: digests are hexadecimal, and the rest of all heads is alike."""
-    payload = zlib.compress(b"".join(_LENGTH.pack(len(delta.head)) + delta.head for delta in deltas))
-    return envelope.seal(heads_name(fragment, index), "heads", {"fragment": fragment, "index": index}, payload)
-
-
-@refuses
-def read_heads(found: Opened, envelope: Envelope, record: Record, layout: Layout) -> dict[str, Contribution]:
-    """The heads of all deltas of a record, by digest. Raises Invalid."""
-    unpacked = zlib.decompressobj()
-    try:
-        data = unpacked.decompress(found.payload, MOST * (PREFIX.size + HEADER // 8))
-    except zlib.error:
-        raise Invalid("it is not compressed as it should be") from None
-    heads, at = {}, 0
-    for entry in record.entries:
-        if at + _LENGTH.size > len(data):
-            raise Invalid("it ends before the last head")
-        (length,) = _LENGTH.unpack_from(data, at)
-        body = data[at + _LENGTH.size : at + _LENGTH.size + length]
-        at += _LENGTH.size + length
-        name = delta_name(record.fragment, record.index, entry.member, entry.digest)
-        opened = envelope.open(name, "delta", body, 0)
-        heads[entry.digest] = read_head(opened, body, record.fragment, record.index, layout)
-        if heads[entry.digest].fingerprint != record.fingerprint:
-            raise Invalid("one of its deltas is against another state")
-    return heads
-
-
 def mean_in_parts(record: Record, deltas: Mapping[str, Contribution], layout: Layout) -> tuple[Encoded, ...]:
-    """Σ share · clip · decoded delta, in the order of the record and piece by piece: what every member computes where
-    none averages for the others."""
+    """Σ share · clip · decoded delta, in the order of the record, piece by piece: every member computes it when there
+    are too few to share the work."""
     parts = []
     for k, cut in enumerate(layout.cuts):
         payloads = [(deltas[e.digest].payloads or ())[k] for e in record.entries]
@@ -86,8 +56,8 @@ def mean_in_parts(record: Record, deltas: Mapping[str, Contribution], layout: La
 
 
 class Average:
-    """The mean of one share, from pieces that come in groups, in the order of the record. A piece that is not what its
-    head says counts as zeros. The groups are summed one after another, so the bits do not depend on who does it."""
+    """The mean of one share, from pieces that arrive in groups, in the order of the record. Invalid pieces count as
+    zeros. Groups are added one after another, so every member gets the same bits."""
 
     def __init__(self, record: Record, share: int, layout: Layout) -> None:
         self._record, self._layout, self._n = record, layout, layout.count(share)
@@ -95,44 +65,154 @@ class Average:
         self._factors = dict(zip((e.digest for e in record.entries), record.factors, strict=True))
 
     def groups(self) -> list[Sequence[str]]:
-        """The digests of the deltas whose pieces are to be added together."""
+        """The digests of the deltas whose pieces are added together."""
         digests = [e.digest for e in self._record.entries]
         return [digests[at : at + GROUP] for at in range(0, len(digests), GROUP)]
 
     def add(self, pieces: Mapping[str, Tensor | None]) -> None:
-        usable = {digest: piece for digest, piece in pieces.items() if piece is not None}
-        if usable:
-            weights = [self._factors[digest] for digest in usable]
-            self._total += Encoded(0, self._n, self._layout.codec, list(usable.values()), weights).values()
+        valid = {digest: piece for digest, piece in pieces.items() if piece is not None}
+        if valid:
+            weights = [self._factors[digest] for digest in valid]
+            self._total += Encoded(0, self._n, self._layout.codec, list(valid.values()), weights).values()
 
     def payload(self) -> Tensor:
-        """Encoded again."""
+        """The mean, encoded again."""
         return pack(self._layout.mean_codec, self._total)
 
 
 def largest(record: Record, heads: Mapping[str, Contribution], share: int) -> float:
-    """The norm that a share can have: no averager can do more harm than that."""
+    """The maximum norm of a share, which bounds the harm that a wrong one can do."""
     norms = [heads[e.digest].pieces[share].norm for e in record.entries]
     return LARGER * sum(factor * norm for factor, norm in zip(record.factors, norms, strict=True))
 
 
-def seal_share(envelope: Envelope, record: Record, share: int, slot: int, payload: Tensor) -> Sealed:
-    """It names the record that it is made from, and not who made it: all make the same."""
+def seal_share(envelope: Envelope, record: Record, share: int, attempt: int, payload: Tensor) -> Sealed:
+    """A share names its record but not its writer: all members write the same."""
     fields = {"share": share, "record": record.digest}
-    name = share_name(record.fragment, record.index, share, slot)
+    name = share_name(record.fragment, record.index, share, attempt)
     return envelope.seal(name, "share", fields, payload.numpy().tobytes())
 
 
 @refuses
-def read_share(found: Opened, record: Record, share: int, layout: Layout, most: float) -> Encoded:
+def read_share(opened: Opened, record: Record, share: int, layout: Layout, most: float) -> Encoded:
     """Raises Invalid. Depends only on the bytes, the record and the heads, so all members agree."""
-    if (found.header.get("share"), found.header.get("record")) != (share, record.digest):
-        raise Invalid("it is another share, or made from another record")
-    payload = torch.frombuffer(bytearray(found.payload), dtype=torch.uint8)
+    if (opened.header.get("share"), opened.header.get("record")) != (share, record.digest):
+        raise Invalid("it is another share, or averaged for another record")
+    payload = torch.frombuffer(bytearray(opened.payload), dtype=torch.uint8)
     if not norm_of(layout.mean_codec, payload, layout.count(share)) <= most:
-        raise Invalid("it holds inf or nan, or is larger than the deltas allow")
+        raise Invalid("it has non-finite values, or is larger than its deltas allow")
     return encoded_share(payload, share, layout)
 
 
 def encoded_share(payload: Tensor, share: int, layout: Layout) -> Encoded:
     return Encoded(layout.cuts[share].start, layout.count(share), layout.mean_codec, [payload], [1.0])
+
+
+class Averaging:
+    """Collects the shares of one closed round, and averages those that are this member's turn."""
+
+    def __init__(
+        self,
+        record: Record,
+        heads: Mapping[str, Contribution],
+        layout: Layout,
+        session: Session,
+        own: Mapping[str, Contribution],
+    ) -> None:
+        """`own`: this member's deltas that are still in memory, by digest."""
+        self.record, self._heads, self._layout, self._session = record, heads, layout, session
+        self._own, self._envelope = own, session.envelope
+        self._since = session.clock()
+        self._shares: dict[int, Encoded] = {}
+        self._attempts = [0] * len(self._layout.cuts)
+        self.received = 0  # bytes
+
+    def tick(self) -> Task[tuple[Encoded, ...] | None]:
+        """The complete mean, once all shares exist. Raises Missing."""
+        missing = self._missing()
+        due = self._due(missing)
+        first = [share for share in missing if share not in due][:1]  # until it exists, do not ask for the others
+        yield from self._read([*due, *first])
+        for share in due:
+            if share not in self._shares:
+                yield from self._make(share)
+        if not first or first[0] in self._shares:
+            yield from self._read(self._missing())
+        if self._missing():
+            return None
+        self._session.timing.averaged(self.record.fragment, self._session.clock() - self._since)
+        return tuple(self._shares[share] for share in range(len(self._attempts)))
+
+    def _missing(self) -> list[int]:
+        return [share for share in range(len(self._attempts)) if share not in self._shares]
+
+    def _due(self, shares: list[int]) -> list[int]:
+        """The shares that this member should average now. If a share is late, the next living member averages it too,
+        and so on."""
+        session, now = self._session, self._session.clock()
+        away = session.members.away((e.member for e in self.record.entries), now)
+        turn = turns_to_average(self.record, session.name, away)
+        late = session.timing.late(self.record.fragment, len(self.record.entries) / len(self._attempts))
+        return [share for share in shares if now - self._since >= turn(share) * late]
+
+    def _read(self, shares: list[int]) -> Task[None]:
+        results = yield from in_batches([self._share(share) for share in shares], AT_ONCE)
+        self._shares |= {share: result for share, result in zip(shares, results, strict=True) if result is not None}
+
+    def _share(self, share: int) -> Task[Encoded | None]:
+        """The share's first valid attempt, which is the one that counts, or None."""
+        layout, record = self._layout, self.record
+        size = layout.mean_codec.nbytes(layout.count(share))
+
+        def opened(data: Answer) -> Task[Encoded]:
+            most = largest(record, self._heads, share)
+            body = yield Work(partial(self._envelope.open, name, "share", data, size))
+            encoded = yield Work(partial(read_share, body, record, share, layout, most))
+            self.received += body.nbytes
+            return encoded
+
+        while True:
+            name = share_name(record.fragment, record.index, share, self._attempts[share])
+            read = Read(name, PREFIX.size + HEADER + size, patient=True)
+            result = yield from read_twice(read, opened, self._session.reject)
+            if not isinstance(result, Invalid):
+                return result
+            self._attempts[share] += 1
+
+    def _average(self, share: int) -> Task[Tensor]:
+        """The payload of a share, from the deltas. Raises Missing."""
+        average = Average(self.record, share, self._layout)
+        for digests in average.groups():
+            pieces = yield from together([self._piece(self._heads[digest], share) for digest in digests])
+            group = dict(zip(digests, pieces, strict=True))
+            yield Work(lambda group=group: average.add(group))
+        return (yield Work(average.payload))
+
+    def _make(self, share: int) -> Task[None]:
+        """Average a share and put it."""
+        payload = yield from self._average(share)
+        sealed = yield Work(partial(seal_share, self._envelope, self.record, share, self._attempts[share], payload))
+        stored = yield from until_there(Create(sealed.name, sealed.body), Read(sealed.name, 0, first=BEGINNING))
+        if stored == sealed.body[:BEGINNING]:
+            self._shares[share] = encoded_share(payload, share, self._layout)
+            return
+        yield from self._read([share])  # another one was put first
+
+    def _piece(self, delta: Contribution, share: int) -> Task[Tensor | None]:
+        """A piece of a delta; None if it does not match its head. Raises Missing."""
+        part, at = places(delta.pieces)[share]
+        place = self.record.fragment, self.record.index
+        name, size = pieces_name(*place, delta.member, delta.digest, part), delta.pieces[share].size
+        own = self._own.get(delta.digest)
+        if own is not None and own.payloads is not None:
+            return own.payloads[share]
+
+        def opened(data: Answer) -> Task[Tensor]:
+            piece = yield Work(lambda: read_piece(self._envelope, self._layout, place, delta, share, data))
+            self.received += len(data) if isinstance(data, bytes) else 0
+            return piece
+
+        result = yield from read_twice(Read(name, 0, first=size, patient=True, at=at), opened, self._session.reject)
+        if result is None:
+            raise Missing
+        return None if isinstance(result, Invalid) else result

@@ -1,136 +1,146 @@
-"""Snapshots: a fragment's anchor and outer state after a round, and what may be deleted once there are newer ones."""
-
-import re
-from collections.abc import Callable, Iterable
+"""Snapshots: a fragment's anchor and outer state after a round, and deletion of objects that newer ones replace."""
 
 import torch
 
+from diloco.bucket import rules
 from diloco.bucket.round_store import RoundStore
-from diloco.bucket.rounds import FINGERPRINTS, PIECES, ROUNDS, Link, Record, is_record, place_of, round_prefix
-from diloco.bucket.store.envelope import DIGEST, PART, PREFIX, Envelope, Invalid, Opened, Sealed, get, put, refuses
+from diloco.bucket.rounds import (
+    FINGERPRINTS,
+    PIECES,
+    ROUNDS,
+    Link,
+    Record,
+    round_prefix,
+    snapshot_folder,
+    snapshot_index,
+)
+from diloco.bucket.store.envelope import (
+    DIGEST,
+    PART,
+    PREFIX,
+    Envelope,
+    Invalid,
+    Opened,
+    Reject,
+    Sealed,
+    get,
+    put,
+    refuses,
+    usable,
+)
 from diloco.bucket.store.operations import All, Delete, List, Read, Task, Work, together
-from diloco.reduce import State
+from diloco.exchange.reducer import State
 
 EVERY = 100
-"""The most rounds of a fragment between two snapshots."""
+"""Maximum rounds of a fragment between two snapshots."""
 MOVED = 25
-"""A snapshot is put when the members have moved this many times its bytes since the last one, and a member that comes
-would have to read more than its bytes: so snapshots are at most 4 % of the traffic."""
+"""Put a snapshot once the members have moved this many times its bytes since the last one, and a new member would have
+to read more than its bytes: so snapshots are at most 4 % of the traffic."""
 STRIDE = 16
-"""Snapshots are put after rounds whose index is a multiple of this, so that several members that put one put the same.
-If somebody waits for one, it is put at once, but only once in this many rounds: a member that keeps asking must not
-make the others upload without end."""
+"""Put snapshots after rounds whose index is a multiple of this, so that several members that put one put the same. If a
+member waits for one, put it at once, but only once in this many rounds: a member that keeps asking must not make the
+others upload without end."""
 KEEP = 3600.0
-"""Seconds for which a member that is reading something superfluous may go on reading it."""
+"""Seconds before a superfluous object is deleted: a member may still be reading it."""
 FIELDS, CHECKSUM = 1024, 68
-"""Bytes of a header, at most: its fields, and the checksum of each part."""
-
-Reject = Callable[[str, Invalid], None]
-_NAME = re.compile(r"anchors/[0-9]{4}/([0-9]{8})-[0-9a-f]{64}")
-_PART = re.compile(r"\.p[0-9]+$")
-
-
-def snapshot_folder(fragment: int) -> str:
-    return f"anchors/{fragment:04d}/"
+"""Maximum bytes of a header: its fields, and the checksum of each part."""
 
 
 def seal_snapshot(envelope: Envelope, fragment: int, state: State, record: str) -> Sealed:
     """`record`: digest of the record that led to the state. The writer is not named, so equal states have equal names.
-    Outer state that is all zero, as at the start, is left out."""
+    Outer state that is all zero, as at the start, is omitted."""
     zero = not torch.count_nonzero(state.outer)
     fields = {"fragment": fragment, "index": state.index, "record": record, "fingerprint": state.fingerprint(),
               "anchor": len(state.anchor), "outer": len(state.outer), "zero": zero}  # fmt: skip
-    values = [state.anchor] if zero else [state.anchor, state.outer]
-    payload = [each.numpy().data.cast("B") for each in values if len(each)]
+    tensors = [state.anchor] if zero else [state.anchor, state.outer]
+    payload = [tensor.numpy().data.cast("B") for tensor in tensors if len(tensor)]
     name = f"{snapshot_folder(fragment)}{state.index:08d}-{DIGEST}"
     return envelope.seal(name, "snapshot", fields, b"".join(payload))
 
 
 @refuses
-def read_snapshot(found: Opened, fragment: int, anchor: int, outer: int) -> State:
+def read_snapshot(opened: Opened, fragment: int, anchor: int, outer: int) -> State:
     """Raises Invalid."""
-    check_header(found, fragment, anchor, outer)
-    values = torch.frombuffer(bytearray(found.payload) or bytearray(4), dtype=torch.float32)
+    check_header(opened, fragment, anchor, outer)
+    values = torch.frombuffer(bytearray(opened.payload) or bytearray(4), dtype=torch.float32)
     zeros = torch.zeros(outer, dtype=torch.float32, device="cpu")
-    rest = values[anchor : anchor + outer].clone() if not found.header["zero"] else zeros
-    state = State(found.header["index"], values[:anchor].clone(), rest)
-    if state.fingerprint() != found.integer("fingerprint", 0, FINGERPRINTS):
-        raise Invalid("its fingerprint is not that of its values")
+    outer_values = values[anchor : anchor + outer].clone() if not opened.header["zero"] else zeros
+    state = State(opened.header["index"], values[:anchor].clone(), outer_values)
+    if state.fingerprint() != opened.integer("fingerprint", 0, FINGERPRINTS):
+        raise Invalid("its fingerprint does not match its values")
     if not (torch.isfinite(state.anchor).all() and torch.isfinite(state.outer).all()):
-        raise Invalid("it holds inf or nan")
+        raise Invalid("it has non-finite values")
     return state
 
 
 @refuses
-def check_header(found: Opened, fragment: int, anchor: int, outer: int) -> int:
+def check_header(opened: Opened, fragment: int, anchor: int, outer: int) -> int:
     """The index of a snapshot, judged by its header alone. Raises Invalid."""
-    match = _NAME.fullmatch(found.name)
-    index = found.integer("index", 0, 1 << 40)
-    if match is None or int(match[1]) != index or found.header.get("fragment") != fragment:
+    index, header = opened.integer("index", 0, 1 << 40), opened.header
+    if snapshot_index(opened.name) != index or header.get("fragment") != fragment:
         raise Invalid("it belongs to another fragment or round than its name says")
-    if (found.header.get("anchor"), found.header.get("outer")) != (anchor, outer):
-        raise Invalid("its shape differs from that of the fragment")
-    if not isinstance(found.header.get("zero"), bool) or not isinstance(found.header.get("record"), str):
+    if (header.get("anchor"), header.get("outer")) != (anchor, outer):
+        raise Invalid("its shape differs from the fragment's")
+    if not isinstance(header.get("zero"), bool) or not isinstance(header.get("record"), str):
         raise Invalid("its fields are not those of a snapshot")
-    if found.header["size"] != 4 * (anchor + (0 if found.header["zero"] else outer)):
-        raise Invalid(f"its payload has {found.header['size']} bytes, which does not fit its shape")
+    if header["size"] != 4 * (anchor + (0 if header["zero"] else outer)):
+        raise Invalid(f"its payload has {header['size']} bytes, which does not fit its shape")
     return index
-
-
-def index_of(name: str) -> int | None:
-    match = _NAME.fullmatch(name)
-    return int(match[1]) if match else None
 
 
 class Snapshots:
     """The snapshots of one fragment."""
 
-    def __init__(self, rounds: RoundStore, envelope: Envelope, fragment: int, state: State, initial: str,
-                 reject: Reject, delta: int) -> None:  # fmt: skip
+    def __init__(
+        self, rounds: RoundStore, envelope: Envelope, fragment: int, state: State, initial: str, reject: Reject,
+        delta: int,
+    ) -> None:  # fmt: skip
         """`state`: any state of the fragment, for its shape. `initial`: name of the run's first snapshot. `delta`: its
         bytes."""
         self._rounds, self.envelope, self.fragment, self._initial = rounds, envelope, fragment, initial
         self.reject, self._delta = reject, delta
         self.anchor, self.outer = len(state.anchor), len(state.outer)
-        self.newest = -1  # index, as far as known
-        self._since: dict[int, tuple[int, int]] = {}  # index of a round since the newest: what it weighs, in deltas
-        self._demanded = -STRIDE  # the round after which a snapshot was last put, or is to be put, for who waits for it
+        self.newest = -1  # highest known index
+        self._since: dict[int, tuple[int, int]] = {}  # round after the newest snapshot: its cost, in deltas
+        self._demanded = -STRIDE  # the last round whose snapshot is for a waiting member
         self._due_since: float | None = None
-        self._waiting: tuple[State, str] | None = None  # a copy to be put, and its record
-        self._floors: list[tuple[float, int]] = []  # since when what is not after this index is superfluous
+        self._waiting: tuple[State, str] | None = None  # a copy to put, and its record
+        self._floors: list[tuple[float, int]] = []  # (time, index) since when objects up to the index are superfluous
         self._collected = 0
 
     def followed(self, record: Record) -> None:
-        """A member that follows a round later reads all its deltas, or its averaged shares; in it the members moved
-        this."""
+        """Note the cost of a round: how many deltas a member reads that follows it later (all, or the averaged shares),
+        and how many the members moved in it."""
         members = len(record.entries)
         self._since[record.index] = (1, 3 * members) if record.heads else (members, members**2)
 
     @property
-    def _heavy(self) -> bool:
-        """Whether the rounds since the newest snapshot weigh enough for another one. Headers weigh too: those of small
-        deltas, with their records, are more than the values, and what a member that comes has to read."""
-        self._since = {index: weight for index, weight in self._since.items() if index > self.newest}
-        mine, delta = 4 * (self.anchor + self.outer) + FIELDS, self._delta + FIELDS
-        read, moved = (delta * sum(each[i] for each in self._since.values()) for i in (0, 1))
-        return len(self._since) >= EVERY or (moved >= MOVED * mine and read >= mine)
+    def _is_due(self) -> bool:
+        """Whether the rounds since the newest snapshot cost enough for another one. Headers count too: those of small
+        deltas, with their records, are larger than the values."""
+        self._since = {index: cost for index, cost in self._since.items() if index > self.newest}
+        snapshot, delta = 4 * (self.anchor + self.outer) + FIELDS, self._delta + FIELDS
+        read, moved = (delta * sum(cost[i] for cost in self._since.values()) for i in (0, 1))
+        return len(self._since) >= EVERY or (moved >= MOVED * snapshot and read >= snapshot)
 
-    def consider(self, state: State, record: str, wanted: int, first: bool, now: float, grace: float) -> None:
-        """Copy a state that was just reached, if a snapshot is due, or a member waits for one of at least the index
-        `wanted`. `first`: this member closed the round, so it puts the snapshot at once. The others do it after the
-        grace, if there is still none."""
+    def consider(
+        self, state: State, record: str, wanted: int, first: bool, now: float, straggler_timeout: float
+    ) -> None:
+        """Copy a new state if a snapshot is due, or if a member waits for one of at least the index `wanted`. `first`:
+        this member closed the round, so it puts the snapshot at once. The others do so after the straggler timeout, if
+        there is still none."""
         if self.newest >= self._demanded and wanted > self.newest and state.index >= self._demanded + STRIDE:
             self._demanded = state.index
-        if self.newest >= self._demanded and not (self._heavy and state.index % STRIDE == 0):
-            self._due_since = self._due_since if self._heavy else None
+        if self.newest >= self._demanded and not (self._is_due and state.index % STRIDE == 0):
+            self._due_since = self._due_since if self._is_due else None
             return
         if self._due_since is None:
             self._due_since = now
-        if first or now - self._due_since > grace:
+        if first or now - self._due_since > straggler_timeout:
             self._waiting = State(state.index, state.anchor.clone(), state.outer.clone()), record
 
     def tick(self, frontier: int, now: float, busy: bool) -> Task[None]:
-        """`busy`: somebody is joining, and may read what is superfluous."""
+        """`busy`: a member is joining and may be reading superfluous objects."""
         if self._waiting is not None:
             (state, record), self._waiting = self._waiting, None
             if (yield from self.store(state, record)):
@@ -139,18 +149,18 @@ class Snapshots:
             yield from self.refresh(frontier)
 
     def list(self) -> Task[list[str]]:
-        """Names, newest first. Several members may have put an initial one; the one that run.json names counts, also if
-        the listing is late and does not show it."""
-        found = yield List(snapshot_folder(self.fragment))
-        names = sorted((name for name in found if index_of(name) or name == self._initial), reverse=True)
-        if names:  # what is before the oldest was collected together with the snapshots there
-            self._collected = max(self._collected, index_of(names[-1]) or 0)
+        """Names, newest first. Several members may have put an initial snapshot; the one in run.json counts, even if a
+        late listing does not show it."""
+        listing = yield List(snapshot_folder(self.fragment))
+        names = sorted((name for name in listing if snapshot_index(name) or name == self._initial), reverse=True)
+        if names:  # everything before the oldest was collected with the snapshots there
+            self._collected = max(self._collected, snapshot_index(names[-1]) or 0)
         return names if self._initial in names or not self._initial else [*names, self._initial]
 
     def refresh(self, frontier: int | None = None) -> Task[None]:
-        """Find the newest, among those that are not ahead of the frontier if one is given."""
+        """Find the newest snapshot, up to the frontier if given."""
         for name in (yield from self.list()):
-            index = index_of(name) or 0
+            index = snapshot_index(name) or 0
             if index <= self.newest:
                 return
             if (frontier is None or index <= frontier) and (yield from self.judge(name)) is not None:
@@ -158,78 +168,68 @@ class Snapshots:
                 return
 
     def judge(self, name: str) -> Task[tuple[Opened, Link] | None]:
-        """The header, and what the next record has to follow, if a snapshot is one of the run."""
-        index = index_of(name) or 0
+        """The header, and what the next record must refer to, if the snapshot belongs to the run."""
+        index = snapshot_index(name) or 0
         records = self._rounds.records_ahead(range(max(index, 1), index + 2))
         head, _ = yield from together([self.peek(name), records])
-        link = None if head is None else (yield from self.tied(head))
+        link = None if head is None else (yield from self.link_of(head))
         return None if head is None or link is None else (head, link)
 
     def peek(self, name: str) -> Task[Opened | None]:
-        """The header, if this is a valid snapshot of the run."""
+        """The header of a valid snapshot."""
         parts = -(-4 * (self.anchor + self.outer) // PART)
         data = yield Read(name, 0, first=PREFIX.size + FIELDS + CHECKSUM * parts)
         if data is None:
             return None
         try:
-            found = self.envelope.open(name, "snapshot", data, None, head=True)
-            check_header(found, self.fragment, self.anchor, self.outer)
-            return found
+            head = self.envelope.open(name, "snapshot", data, None, head=True)
+            check_header(head, self.fragment, self.anchor, self.outer)
+            return head
         except Invalid as reason:
-            self.reject(name, reason)
-            return None
+            return self.reject(name, reason)
 
-    def tied(self, head: Opened) -> Task[Link | None]:
-        """What the next record has to follow, if a snapshot belongs to the rounds that were closed: its record is
-        there, and the next one goes on from its bits."""
+    def link_of(self, head: Opened) -> Task[Link | None]:
+        """What the next record must refer to, if the snapshot fits the closed rounds: its record exists, and the next
+        record continues from its bits."""
         index, digest = head.header["index"], head.header["record"]
-        link = Link()
-        if index:
-            record = yield from self._rounds.find(index, digest)
-            if record is None:
-                self.reject(head.name, Invalid("the record that it names is not there"))
-                return None
-            link = record.link
+        record = (yield from self._rounds.find(index, digest)) if index else None
+        link = Link() if record is None else record.link
         following, _, branched = yield from self._rounds.record(index + 1, link)
-        if following is None and branched:
-            self.reject(head.name, Invalid("the run went on from another record than it names"))
-            return None
-        other = following is not None and following.fingerprint != head.header["fingerprint"]
-        if following is not None and other and not (yield from self._rounds.outvoted(following)):
-            self.reject(head.name, Invalid("the run went on from other bits"))
-            return None
-        return link
+        fingerprint = head.header["fingerprint"]
+        outvoted = False
+        if following is not None and following.fingerprint != fingerprint:
+            outvoted = yield from self._rounds.outvoted(following)
+        try:
+            return rules.link_after(index, fingerprint, record, following, branched, outvoted)
+        except Invalid as reason:
+            return self.reject(head.name, reason)
 
     def load(self, least: int = 0, before: int | None = None) -> Task[tuple[State, Link] | None]:
-        """The newest valid snapshot from one index on and before another, and what the next record has to follow. If
-        one was deleted meanwhile, there are newer ones: look again."""
+        """The newest valid snapshot from index `least` up to but not including `before`, and what the next record must
+        refer to. If a snapshot was deleted meanwhile there are newer ones, so list them again."""
         names = None
         while (listed := (yield from self.list())) != names:
             names = listed
             for name in names:
-                if (index_of(name) or 0) < least:
-                    continue
-                if before is not None and (index_of(name) or 0) >= before:
+                index = snapshot_index(name) or 0
+                if index < least or (before is not None and index >= before):
                     continue
                 if (judged := (yield from self.judge(name))) is None:
                     continue
-                if (state := (yield from self._read(name, judged[0].header["size"]))) is not None:
+                state = yield from usable(name, self._read(name, judged[0].header["size"]), self.reject)
+                if isinstance(state, State):
                     self.newest = max(self.newest, state.index)
                     return state, judged[1]
         return None
 
     def _read(self, name: str, size: int) -> Task[State | None]:
-        try:
-            found = yield from get(self.envelope, name, "snapshot", size)
-            if found is None:
-                return None
-            return (yield Work(lambda: read_snapshot(found, self.fragment, self.anchor, self.outer)))
-        except Invalid as reason:
-            self.reject(name, reason)
+        opened = yield from get(self.envelope, name, "snapshot", size)
+        if opened is None:
             return None
+        return (yield Work(lambda: read_snapshot(opened, self.fragment, self.anchor, self.outer)))
 
     def store(self, state: State, record: str) -> Task[bool]:
-        """Put a snapshot and check that it is there."""
+        """Put a snapshot and check that it exists."""
         sealed = yield Work(lambda: seal_snapshot(self.envelope, self.fragment, state, record))
         yield from put(sealed)
         if (yield from self.peek(sealed.name)) is None:
@@ -239,10 +239,10 @@ class Snapshots:
 
     def collect(self, now: float, busy: bool) -> Task[None]:
         """Delete deltas and snapshots that only matter before the second newest valid snapshot, once this has been so
-        for a while and nobody is joining. Never records."""
+        for a while and nobody is joining. Never delete records."""
         valid: list[int] = []
         for name in (yield from self.list()):
-            index = index_of(name) or 0
+            index = snapshot_index(name) or 0
             if index <= self.newest and index not in valid and (yield from self.peek(name)) is not None:
                 valid.append(index)
             if len(valid) == 2:
@@ -252,23 +252,8 @@ class Snapshots:
         if busy or not ripe:
             return
         floor = max(ripe)
-        self._floors = [(since, each) for since, each in self._floors if each > floor]
-        found = yield All([List(top, after=round_prefix(self._collected, top)) for top in (ROUNDS, PIECES)])
+        self._floors = [(since, index) for since, index in self._floors if index > floor]
+        deltas, pieces = yield All([List(top, after=round_prefix(self._collected, top)) for top in (ROUNDS, PIECES)])
         older = yield List(snapshot_folder(self.fragment))
-        names = [*found[0], *found[1], *older]
-        yield All([Delete(name) for name in superfluous(names, self.fragment, floor)])
+        yield All([Delete(name) for name in rules.superfluous([*deltas, *pieces, *older], self.fragment, floor)])
         self._collected = floor
-
-
-def superfluous(names: Iterable[str], fragment: int, floor: int) -> list[str]:
-    """Deltas and shares up to the floor and snapshots before it, with their parts. Closing records are never deleted:
-    otherwise a member that sleeps before its own put could close the round a second time, with another mean. A share
-    that is put late is the same one again."""
-    return [name for name in names if _superfluous(_PART.sub("", name), fragment, floor)]
-
-
-def _superfluous(name: str, fragment: int, floor: int) -> bool:
-    if (index := index_of(name)) is not None:
-        return index < floor
-    place = place_of(name)
-    return place is not None and not is_record(name) and place[0] == fragment and place[1] <= floor

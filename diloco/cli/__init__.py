@@ -1,7 +1,7 @@
-"""`diloco COMMAND`: each command is a module of this package, imported when it is used.
+"""`diloco COMMAND`: each command is a module of this package, imported on use.
 
 A command is a row of `COMMANDS` and a file of that name with `CONFIG` (its flags, a dataclass), `EXAMPLES` (for its
-help), `main(config)`, which returns the exit code, and optionally `complete(words)`, which may add words.
+help), `main(config)`, which returns the exit code, and optionally `complete(words)`, which edits the command line.
 
 Results go to stdout, progress to stderr. Exit codes: 0 done, 1 failed, 2 wrong input, 130 interrupted.
 """
@@ -17,17 +17,16 @@ from diloco.errors import ConfigError, DiLoCoError, Mismatch
 
 COMMANDS = {
     "train": "train a language model on several replicas",
+    "run": "run a transformers or Lightning script as a replica, unchanged",
     "compare": "run several methods or settings at equal tokens, side by side",
-    "report": "summarize a run: a table here, curves and timeline in one HTML file",
+    "report": "list runs, or show one: a table here, curves and timeline in one HTML file",
     "dashboard": "serve a live dashboard",
     "stop": "stop a run as Ctrl-C would, with a checkpoint",
-    "ls": "list runs and their state",
     "watch": "watch a run in a bucket, live, from anywhere",
     "sample": "generate text with the model of a run",
     "export": "write the agreed weights as a Hugging Face folder",
     "plan": "predict whether the link is fast enough",
     "fleet": "estimate goodput under failures",
-    "recipes": "list, print or copy the shipped recipes and examples",
     "doctor": "check this machine, and the link between replicas",
 }
 
@@ -54,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ConfigError, Mismatch) as error:
         print(f"diloco: {error}", file=sys.stderr)
         return 2
-    except BrokenPipeError:  # the reader has closed the pipe, as `head` does
+    except BrokenPipeError:  # the reader closed the pipe, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the flush at exit raises again
         return 1
     except DiLoCoError as error:
@@ -69,13 +68,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _perform(command: str, words: list[str]) -> int:
-    from diloco.flags import parse
+    from diloco.runs.flags import parse
 
     module = import_module(f"diloco.cli.{command}")
-    if {"-h", "--help", "--help-all"} & set(words):
+    if {"-h", "--help", "--help-all"} & set(words[:1] if command == "run" else words):  # a script has its own --help
         from diloco.cli.help import render
 
-        print(render(command, module.CONFIG, module.EXAMPLES, every="--help-all" in words))
+        print(render(command, module.CONFIG, module.EXAMPLES, full="--help-all" in words))
         return 0
     words = module.complete(words) if hasattr(module, "complete") else words
     return module.main(parse(module.CONFIG, words))
@@ -85,7 +84,7 @@ def _usage() -> str:
     width = max(map(len, COMMANDS))
     commands = "\n".join(f"  {name:{width}}  {text}" for name, text in COMMANDS.items())
     return (
-        "usage: diloco COMMAND [RECIPE] [flags]\n\n"
+        "usage: diloco COMMAND [flags]\n\n"
         "Train one model on machines that are far apart, without waiting for the slow\nlinks between them.\n\n"
         f"{commands}\n\n"
         "diloco COMMAND --help lists the flags of a command; diloco --version prints the version."

@@ -1,7 +1,6 @@
-"""`diloco compare`: several methods or settings at equal tokens, side by side, with the spread over seeds."""
+"""`diloco compare`: run several methods or settings at equal tokens and compare them, with the spread over seeds."""
 
 import itertools
-import json
 import sys
 import time
 from dataclasses import dataclass, fields, replace
@@ -10,10 +9,11 @@ from typing import Any
 
 from diloco.cli.train import run_here
 from diloco.errors import ConfigError
-from diloco.flags import convert, flag, parse, stored, value_type
 from diloco.runs import folder as folders
+from diloco.runs import units
 from diloco.runs.config import METHODS, TrainConfig, distinguishes, reads
-from diloco.runs.reader import read, read_summary
+from diloco.runs.flags import convert, flag, parse, stored, value_type
+from diloco.runs.reader import read_summary
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,10 +25,12 @@ class CompareConfig(TrainConfig):
 
     methods: str = flag("dp,diloco,streaming", "Methods to compare, separated by commas.", group="comparison")
     vary: tuple[str, ...] = flag(
-        (), "Settings to vary, as in overlap=0,1,5. Every combination is run.", group="comparison", why="none"
+        (), "Settings to vary, such as overlap=0,1,5. Every combination is run.", group="comparison", why="none"
     )
     seeds: int = flag(
-        1, "Seeds of each setting, counted from --seed. Gaps to data-parallel are paired by seed.", group="comparison"
+        1,
+        "Number of seeds per setting, starting at --seed. Gaps to data-parallel are paired by seed.",
+        group="comparison",
     )
 
 
@@ -44,36 +46,26 @@ def main(config: CompareConfig) -> int:
     home = config.out / name
     cells = list(plan(config))
 
-    from rich.console import Console  # not before all was checked: a mistake is answered at once
-
-    from diloco.report import html, terminal, units
+    from diloco.cli import report  # only now, so that errors are reported at once
 
     print(f"{len(cells)} runs in {home}", file=sys.stderr)
-    runs: list[Path] = []
-    began, done = time.monotonic(), 0
+    start, trained = time.monotonic(), 0
     for number, (label, cell) in enumerate(cells, 1):
-        cell = replace(cell, out=home, name=label)
-        begun = (home / label / "config.toml").exists()  # interrupted before: continue where it stopped
-        if begun:
+        resume = (home / label / "config.toml").exists()  # interrupted: continue where it stopped
+        cell = replace(cell, out=home, name=label, resume=resume)
+        if resume:
             _check_same(cell, home / label)
         if _finished(home / label):
-            runs.append(home / label)
             continue
-        left = (time.monotonic() - began) / done * (len(cells) - number + 1) if done else None
-        estimate = f"; about {units.duration(left)} for all that are left" if left else ""
+        left = (time.monotonic() - start) / trained * (len(cells) - number + 1) if trained else None
+        estimate = f"; about {units.duration(left)} left" if left else ""
         print(f"run {number} of {len(cells)}: {label}{estimate}", file=sys.stderr)
-        code, folder = run_here(replace(cell, resume=begun), show=False)
-        done += 1
+        code, _ = run_here(cell, show=False)
+        trained += 1
         if code:
             return code
-        runs.append(folder)
-    html.write(runs, home / "report.html")
-    if config.json:
-        print(json.dumps([{"run": str(r), **json.loads((r / "summary.json").read_text())} for r in runs]))
-    else:
-        Console().print(terminal.comparison([read(run) for run in runs]))
-        Console().print(f"report: {home / 'report.html'}", highlight=False, soft_wrap=True)
-    return 0
+    runs = tuple(home / label for label, _ in cells)
+    return report.main(report.ReportConfig(runs=runs, out=home / "report.html", json=config.json))
 
 
 def _finished(folder: Path) -> bool:
@@ -85,9 +77,9 @@ def _check_same(cell: TrainConfig, folder: Path) -> None:
     """Raise unless the run in the folder was started with the same settings."""
     before = parse(TrainConfig, stored(folder / "config.toml"))
     for field in fields(TrainConfig):
-        given, was = getattr(cell, field.name), getattr(before, field.name)
-        if distinguishes(field.name) and field.name != "tokens" and given is not None and given != was:
-            raise ConfigError(f"{folder} was run with {field.name} {was}, not {given}: give another --name")
+        now, was = getattr(cell, field.name), getattr(before, field.name)
+        if distinguishes(field.name) and now is not None and now != was:
+            raise ConfigError(f"{folder} was run with {field.name} {was}, not {now}: use another --name")
 
 
 def plan(config: CompareConfig) -> list[tuple[str, TrainConfig]]:
@@ -95,19 +87,19 @@ def plan(config: CompareConfig) -> list[tuple[str, TrainConfig]]:
     methods = config.methods.split(",")
     for method in methods:
         if method not in METHODS:
-            raise ConfigError(f"methods={config.methods}: {method!r} is not a method; give {', '.join(METHODS)}")
+            raise ConfigError(f"methods={config.methods}: {method!r} is not a method; use {', '.join(METHODS)}")
     if config.bucket is not None:
         raise ConfigError("compare starts its replicas here: leave --bucket out")
     if config.seeds < 1:
-        raise ConfigError(f"seeds={config.seeds}: give at least 1")
+        raise ConfigError(f"seeds={config.seeds}: use at least 1")
     axes = [[(key, value) for value in values.split(",")] for key, values in map(_axis, config.vary)]
     base = TrainConfig(**{f.name: getattr(config, f.name) for f in fields(TrainConfig)})
     cells: dict[str, TrainConfig] = {}
     for method, choice, seed in itertools.product(methods, itertools.product(*axes), range(config.seeds)):
-        read = [(key, value) for key, value in choice if reads(method, key)]
-        named = (f"{key}={value.replace('/', '-')}" for key, value in read)
-        label = "-".join([method, *named, f"seed{config.seed + seed}"])
-        values = {key: _value(key, value) for key, value in read}
+        settings = {key: value for key, value in choice if reads(method, key)}
+        parts = (f"{key}={value.replace('/', '-')}" for key, value in settings.items())
+        label = "-".join([method, *parts, f"seed{config.seed + seed}"])
+        values = {key: _value(key, value) for key, value in settings.items()}
         cells[label] = replace(base, method=method, seed=config.seed + seed, **values)
     return list(cells.items())
 
@@ -115,14 +107,14 @@ def plan(config: CompareConfig) -> list[tuple[str, TrainConfig]]:
 def _axis(text: str) -> tuple[str, str]:
     key, _, values = text.partition("=")
     key = key.replace("-", "_")
-    known = [f.name for f in fields(TrainConfig) if distinguishes(f.name)]
-    if key not in known or not values:
-        raise ConfigError(f"vary={text!r}: give SETTING=VALUE,VALUE with a setting of {', '.join(known)}")
+    settings = [f.name for f in fields(TrainConfig) if distinguishes(f.name)]
+    if key not in settings or not values:
+        raise ConfigError(f"vary={text!r}: use SETTING=VALUE,VALUE with one of {', '.join(settings)}")
     return key, values
 
 
 def _value(key: str, text: str) -> Any:
-    """The value as the field's type has it."""
+    """Convert the value to the field's type."""
     field = next(f for f in fields(TrainConfig) if f.name == key)
     value = convert(field, text)
     return (value,) if value_type(field)[1] else value

@@ -1,46 +1,30 @@
-"""`diloco dashboard`: runs, or the members of a bucket, as a page that lives."""
+"""`diloco dashboard`: serve runs as a live page."""
 
 from dataclasses import dataclass
 from pathlib import Path
 
-from diloco.dashboard.server import PORT, open_dashboard
-from diloco.dashboard.site import Keys, Site
-from diloco.flags import flag
-
-RUNS = Path("runs")
+from diloco.errors import ConfigError
+from diloco.report.dashboard import PORT, open_dashboard
+from diloco.runs.flags import flag
+from diloco.runs.folder import RUNS
 
 
 @dataclass(frozen=True, kw_only=True)
 class DashboardConfig:
-    """Serve a live page of runs, for browsers on this machine.
+    """Serve a live page of one run or of all runs in a folder, to browsers on this machine."""
 
-    To show it to others, give --host: the address that is printed then holds a secret token. Whoever has it can look,
-    and can change nothing.
-    """
-
-    sources: tuple[str, ...] = flag(
-        (), "Folders of runs, a folder that holds them, or the folder or s3://, gs://, az://… of a bucket.",
-        positional=True, why="runs"
-    )  # fmt: skip
-    host: str = flag("127.0.0.1", "Address to listen on; 0.0.0.0 is every interface of this machine.")
-    port: int | None = flag(None, "Port to listen on; 0 picks a free one.", why=f"{PORT}, or the next free one")
-    key_file: Path | None = flag(None, "The secret that the members of a bucket share.", why="they have none")
-    encrypt: Path | None = flag(None, "The file with which a bucket is encrypted.", why="it is not encrypted")
+    folder: Path = flag(RUNS, "Folder of a run, or a folder that contains runs.", positional=True)
+    port: int | None = flag(None, "Port to listen on; 0 picks a free one.", why=f"{PORT}, or any free one")
 
 
 CONFIG = DashboardConfig
-EXAMPLES = (
-    "diloco dashboard",
-    "diloco dashboard runs/tiny-streaming-1",
-    "diloco dashboard runs/one runs/two",
-    "diloco dashboard s3://bucket/run --host 0.0.0.0",
-)
+EXAMPLES = ("diloco dashboard", "diloco dashboard runs/tiny-streaming-1")
 
 
 def main(config: DashboardConfig) -> int:
-    keys = Keys(config.key_file, config.encrypt)
-    site = Site(config.sources, keys) if config.sources else Site.of_folder(RUNS)
-    with open_dashboard(site, config.host, config.port) as dashboard:
-        print(f"dashboard at {dashboard.address} (Ctrl-C ends it)", flush=True)
+    if config.folder != RUNS and not config.folder.is_dir():
+        raise ConfigError(f"there is no folder {config.folder}: pass the folder of a run, or a folder of runs")
+    with open_dashboard(config.folder, config.port) as dashboard:
+        print(f"dashboard at {dashboard.address} (Ctrl-C to stop)", flush=True)
         dashboard.serve_forever()
     return 0

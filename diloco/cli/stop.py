@@ -1,4 +1,4 @@
-"""`diloco stop RUN`: end a run on this machine as Ctrl-C would; and what to say of a run that was stopped."""
+"""`diloco stop RUN`: stop a run on this machine as Ctrl-C would; and the sentence that describes a stopped run."""
 
 import os
 import shlex
@@ -9,12 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from diloco.errors import ConfigError
-from diloco.flags import REQUIRED, flag
 from diloco.runs import folder as folders
-from diloco.runs.brief import brief
-from diloco.runs.reader import read_config
-
-RUNS = Path("runs")
+from diloco.runs.flags import REQUIRED, flag
+from diloco.runs.reader import read_config, status
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,8 +28,9 @@ EXAMPLES = ("diloco stop runs/tiny-streaming-1",)
 def main(config: StopConfig) -> int:
     pids = folders.holders(config.run)
     if not pids:
-        running = [str(folder) for folder in folders.by_age(RUNS) if folders.in_use(folder)]
-        raise ConfigError(f"no process on this machine runs {config.run}; running: {', '.join(running) or 'none'}")
+        running = [str(folder) for folder in folders.by_age(folders.RUNS) if folders.in_use(folder)]
+        raise ConfigError(f"no process on this machine runs {config.run}; runs in progress: "
+                          f"{', '.join(running) or 'none'}")  # fmt: skip
     for pid in pids:
         os.kill(pid, signal.SIGTERM)
     print(f"stopping {config.run}, process {', '.join(map(str, pids))}", file=sys.stderr)
@@ -43,21 +41,22 @@ def main(config: StopConfig) -> int:
 
 
 def sentence(folder: Path) -> str:
-    run, saved = brief(folder), _saved(folder)
+    """Say at which step the run stopped, what is saved, and how to resume."""
+    run, saved = status(folder), _saved(folder)
+    if not run.step:
+        return "stopped; no step was done, there is nothing to resume"
     of = f" of {run.steps}" if run.steps else ""
-    if saved is not None:
-        where = "" if folder.parent == RUNS else f" --out {shlex.quote(str(folder.parent))}"
-        what = "which is saved" if saved == run.step else f"the newest checkpoint is of step {saved}"
-        command = f"diloco train --resume --name {shlex.quote(folder.name)}{where}"
-        if read_config(folder).get("bucket"):
-            return f"stopped at step {run.step}, {what}; the same command rejoins the run"
-        return f"stopped at step {run.step}{of}, {what}; go on with: {command}"
-    if run.step:
-        return f"stopped at step {run.step}{of}; none was saved, so there is nothing to resume"
-    return "stopped; no step was done, there is nothing to resume"
+    if saved is None:
+        return f"stopped at step {run.step}{of}; no checkpoint was saved, so there is nothing to resume"
+    state = "which is saved" if saved == run.step else f"the newest checkpoint is of step {saved}"
+    if read_config(folder).get("bucket"):
+        return f"stopped at step {run.step}, {state}; the same command rejoins the run"
+    out = "" if folder.parent == folders.RUNS else f" --out {shlex.quote(str(folder.parent))}"
+    command = f"diloco train --resume --name {shlex.quote(folder.name)}{out}"
+    return f"stopped at step {run.step}{of}, {state}; continue with: {command}"
 
 
 def _saved(folder: Path) -> int | None:
-    """The newest step of which every replica here has a checkpoint."""
+    """The newest step for which every replica here has a checkpoint."""
     steps = [set(folders.checkpoints(replica / "checkpoints")) for replica in folder.glob("replica-*")]
     return max(set.intersection(*steps), default=None) if steps else None

@@ -1,4 +1,4 @@
-"""Start the processes of a run on this machine, watch them, stop them, and say why they failed."""
+"""Start the processes of a run on this machine, watch them, stop them, and report why they failed."""
 
 import contextlib
 import json
@@ -11,12 +11,13 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from diloco.world import STARTED, World
+from diloco.exchange.world import STARTED, World
+from diloco.runs.reader import read_errors
 
-ASKS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Ctrl-C, a polite kill, a terminal that is closed."""
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Ctrl-C, a plain kill, a closed terminal."""
 GRACE = 10.0
-"""Seconds that the others get to end by themselves after one has failed."""
+"""Seconds that the other processes get to exit on their own after one has failed."""
 
 
 def start(
@@ -26,10 +27,10 @@ def start(
 
     `watch` is called several times a second. If one process fails, all stop. They inherit the open files `keep`.
     """
-    asked: list[int] = []
-    before = {s: signal.signal(s, lambda number, _: asked.append(number)) for s in ASKS}
+    signals: list[int] = []
+    before = {s: signal.signal(s, lambda number, _: signals.append(number)) for s in STOP_SIGNALS}
     try:
-        return _attend(_spawn(words, size, folder, shards, keep), folder, watch, asked)
+        return _attend(_spawn(words, size, folder, shards, keep), folder, watch, signals)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -67,20 +68,20 @@ def _spawn(
 
 
 def _attend(
-    processes: list[subprocess.Popen[bytes]], folder: Path, watch: Callable[[], None], asked: list[int]
+    processes: list[subprocess.Popen[bytes]], folder: Path, watch: Callable[[], None], signals: list[int]
 ) -> tuple[int, str]:
-    """Watch the processes until all have ended. `asked`: the signals so far, which grows."""
+    """Watch the processes until all have ended. `signals`: those received so far; the list grows."""
     passed_on, failed_at = 0, None
     try:
         while any(p.poll() is None for p in processes):
             if failed_at is None and any(p.poll() for p in processes):
                 failed_at = time.monotonic()
-            if len(asked) > passed_on:  # the first asks for a checkpoint, the second ends at once
-                passed_on = len(asked)
+            if len(signals) > passed_on:  # the first asks for a checkpoint, the second kills
+                passed_on = len(signals)
                 first = passed_on == 1
-                trains = any(folder.glob("replica-*/metrics.jsonl"))
+                training = any(folder.glob("replica-*/metrics.jsonl"))
                 saving = "saving a checkpoint and stopping; press Ctrl-C again to stop now without saving"
-                print((saving if trains else "stopping") if first else "stopping now", file=sys.stderr)
+                print((saving if training else "stopping") if first else "stopping now", file=sys.stderr)
                 _signal_all(processes, signal.SIGTERM if first else signal.SIGKILL)
             if failed_at is not None and time.monotonic() - failed_at > GRACE:
                 _signal_all(processes, signal.SIGKILL)
@@ -90,9 +91,9 @@ def _attend(
         _signal_all(processes, signal.SIGKILL)
     watch()
     if failed_at is None and not any(p.returncode for p in processes):
-        return (130, "") if asked else (0, "")
+        return (130, "") if signals else (0, "")
     if passed_on > 1 or (passed_on and any(p.returncode == -signal.SIGTERM for p in processes)):
-        return 130, ""  # before and after training a signal saves nothing
+        return 130, ""  # a signal before or after training saves nothing
     return _reason(processes, folder)
 
 
@@ -103,29 +104,26 @@ def _signal_all(processes: list[subprocess.Popen[bytes]], number: int) -> None:
 
 
 def _reason(processes: list[subprocess.Popen[bytes]], folder: Path) -> tuple[int, str]:
-    """Exit code and text of the first error. Errors that only report the loss of another replica come last."""
-    errors = [json.loads(path.read_text()) for path in sorted(folder.glob("replica-*/error-*.json"))]
-    errors.sort(key=lambda e: (e["type"] == "PeerLost", e["time"]))
+    """Exit code and text of the first error; the death of a process explains the loss of a peer."""
+    errors = read_errors(folder)
     killed = [f"process {rank} was killed by signal {-p.returncode}" for rank, p in enumerate(processes)
               if p.returncode < 0]  # fmt: skip
-    if errors and errors[0]["type"] != "PeerLost":
-        return errors[0]["code"], errors[0]["message"]
-    if killed:
+    if killed and (not errors or errors[0]["type"] == "PeerLost"):
         return 1, f"{killed[0]}; resume with --resume; the logs are in {folder}/replica-*/log.txt"
     if errors:
         return errors[0]["code"], errors[0]["message"]
-    said = [text for path in sorted(folder.glob("replica-*/log*.txt")) if (text := path.read_text().strip())]
-    last = f": {said[0].splitlines()[-1]}" if said else ""
+    logs = [text for path in sorted(folder.glob("replica-*/log*.txt")) if (text := path.read_text().strip())]
+    last = f": {logs[0].splitlines()[-1]}" if logs else ""
     return 1, f"a process failed{last}; the logs are in {folder}/replica-*/log.txt"
 
 
 def write_error(folder: Path, world: World, error: BaseException, code: int) -> None:
-    """Leave the reason of a failure where the process that started this one finds it."""
+    """Write the reason of a failure where the process that started this one finds it."""
     home = folder / f"replica-{world.replica}"
     message = str(error) if str(error) else type(error).__name__
     if code != 2:
         message = f"replica {world.replica}: {type(error).__name__}: {message}; see {home / 'log.txt'}"
     value = {"type": type(error).__name__, "message": message, "code": code, "time": time.time()}
-    with contextlib.suppress(OSError):  # the folder itself may be what failed
+    with contextlib.suppress(OSError):  # the folder itself may be the problem
         home.mkdir(parents=True, exist_ok=True)
         (home / f"error-{world.shard}.json").write_text(json.dumps(value))

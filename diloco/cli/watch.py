@@ -1,22 +1,24 @@
-"""`diloco watch URL`: a run whose members meet in a bucket, live, from anywhere with read access."""
+"""`diloco watch URL`: watch a run in a bucket live, from anywhere with read access."""
 
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from diloco.errors import ConfigError
-from diloco.flags import REQUIRED, flag
+from diloco.runs.flags import REQUIRED, flag
+
+INTERVAL = 2.0
+"""Seconds between two looks."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WatchConfig:
-    """Show members, rounds and losses of the run in a bucket."""
+    """Show the members, rounds and losses of a run in a bucket."""
 
-    url: str = flag(REQUIRED, "The folder or s3://, gs://, az://… that the members were given.", positional=True)
-    key_file: Path | None = flag(None, "The secret that the members share.", why="they have none")
-    encrypt: Path | None = flag(None, "The file with which the run is encrypted.", why="it is not encrypted")
-    every: float = flag(2.0, "Seconds between two looks.")
-    once: bool = flag(False, "Print the state once and exit. Takes up to 30 s, if members give no sign of life.")
+    url: str = flag(REQUIRED, "The folder or s3://, gs://, az://… of the bucket.", positional=True)
+    key_file: Path | None = flag(None, "File with the secret that the members share.", why="no secret")
+    encrypt: Path | None = flag(None, "File with the encryption key of the bucket.", why="not encrypted")
+    once: bool = flag(False, "Print the state once and exit. Takes up to 30 s if members send no heartbeat.")
 
 
 CONFIG = WatchConfig
@@ -24,21 +26,21 @@ EXAMPLES = ("diloco watch s3://bucket/run", "diloco watch shared/run --once")
 
 
 def main(config: WatchConfig) -> int:
-    place = Path(config.url).expanduser().absolute()
-    if "://" not in config.url and not place.is_dir():  # before torch is imported for it
-        raise ConfigError(f"there is no folder {place}: give what the members were given as --bucket")
+    folder = Path(config.url).expanduser().absolute()
+    if "://" not in config.url and not folder.is_dir():  # fail before the slow import of torch
+        raise ConfigError(f"there is no folder {folder}: pass the --bucket of the members")
     from rich.console import Console
     from rich.live import Live
 
-    from diloco.bucket.store.keys import read_secret
-    from diloco.report.bucket import Watch
+    from diloco.bucket.store.cipher import read_secret
+    from diloco.report.bucket import Watch, table
 
     watch = Watch(config.url, read_secret(config.key_file), read_secret(config.encrypt))
     console = Console()
     if config.once or not console.is_terminal:
-        console.print(watch.table(watch.settle()))
+        console.print(table(watch.settle()))
         return 0
-    with Live(watch.look(), console=console, auto_refresh=False) as live:
+    with Live(table(watch.see()), console=console, auto_refresh=False) as live:
         while True:
-            time.sleep(config.every)
-            live.update(watch.look(), refresh=True)
+            time.sleep(INTERVAL)
+            live.update(table(watch.see()), refresh=True)

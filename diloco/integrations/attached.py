@@ -1,29 +1,25 @@
-"""What the callbacks of all frameworks share: join or resume, show the anchors, log, finish."""
+"""The part that all frameworks share: join or resume, show the anchors, log, finish."""
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from diloco.codec import codec_named
-from diloco.diloco import DiLoCo
+from diloco.codecs.codec import codec_named
+from diloco.core.diloco import DiLoCo
+from diloco.core.fragment import fragmenter
+from diloco.core.hook import Optimizers
+from diloco.core.outer import outer_named
+from diloco.core.tensors import local, shard_id, trainable, trained_buffers
 from diloco.errors import ConfigError
-from diloco.flat import local, shard_id
-from diloco.fragment import fragmenter
-from diloco.hook import Optimizers
-from diloco.launch import replica
-from diloco.mistakes import known_as
-from diloco.module import trainable, trained_buffers
-from diloco.outer import outer_named
-from diloco.reduce import Reduce
+from diloco.exchange.launch import replica
+from diloco.exchange.reducer import Reducer
 
 Model = nn.Module | Sequence[nn.Module]
-F = TypeVar("F", bound=Callable[..., Any])
 NAMED = {"codec": codec_named, "fragments": fragmenter, "outer": outer_named}
-"""Settings that are objects, by their names in `diloco train`."""
+"""Settings that are objects; `diloco train` names them by text."""
 
 
 def by_name(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -34,42 +30,50 @@ def by_name(settings: Mapping[str, Any]) -> dict[str, Any]:
 class Attached:
     """A DiLoCo that is created once the framework has model, optimizer and checkpoint in place.
 
+    Callbacks inherit from it.
+
     Args:
-        reduce: the reducer, or a function that creates it when training begins, for process groups that the framework
+        reducer: the reducer, or a function that creates it when training begins, for process groups that the framework
             opens. None: one replica per process that torchrun or srun started (`diloco.replica()`).
+        shard: divide the training data over the replicas. False: you pass each replica its own.
         settings: arguments of `DiLoCo`.
     """
 
-    def __init__(self, reduce: Reduce | Callable[[], Reduce] | None, settings: Mapping[str, Any]) -> None:
-        self._given = replica() if reduce is None else reduce
-        self._settings = dict(settings)
+    def __init__(
+        self, *, reducer: Reducer | Callable[[], Reducer] | None = None, shard: bool = True, **settings: Any
+    ) -> None:
+        self._reducer = replica() if reducer is None else reducer
+        self._shard, self._settings = shard, settings
         self._inside: contextlib.ExitStack | None = None
         self._training = False
         self.diloco: DiLoCo | None = None
 
     def open(self) -> None:
-        """Create the reducer if a function was given: the framework has its process group now."""
-        if callable(self._given):
-            self._given = self._given()
+        """Call the function that creates the reducer: the framework has its process group now."""
+        if callable(self._reducer):
+            self._reducer = self._reducer()
 
     @property
     def replica(self) -> int:
-        return self._of_reduce("replica")
+        return self.place[0]
 
     @property
-    def replicas(self) -> int:
-        return self._of_reduce("replicas")
+    def place(self) -> tuple[int, int]:
+        """This replica's number, and how many there are."""
+        identity = None if callable(self._reducer) else self._reducer.identity
+        if identity is None or isinstance(identity.name, str) or identity.replicas is None:
+            raise indivisible(f"{type(self._reducer).__name__} does not number its replicas")
+        return identity.name, identity.replicas
 
     @property
     def folder(self) -> str:
-        """The name of this replica's own folder."""
-        name = known_as(self._given)
-        return "" if name is None else f"replica-{name}"
+        """The name of this replica's folder; empty before the reducer exists."""
+        return "" if callable(self._reducer) else f"replica-{self._reducer.identity.name}"
 
     def make(self, model: Model, optimizers: Optimizers) -> DiLoCo:
-        """It joins the others at the first step."""
+        """Create the DiLoCo, which joins at the first step."""
         self.open()
-        self.diloco = DiLoCo(model, optimizers, **self._settings, reduce=cast(Reduce, self._given))
+        self.diloco = DiLoCo(model, optimizers, **self._settings, reducer=cast(Reducer, self._reducer))
         self._training = True
         return self.diloco
 
@@ -86,19 +90,19 @@ class Attached:
         diloco.join()
 
     def state(self) -> dict[str, Any]:
-        """DiLoCo's state and the weights that this replica trains: the framework's own files hold the anchors."""
+        """DiLoCo's state and the weights that this replica trains: the framework's files hold the anchors."""
         assert self.diloco is not None
-        shown = self._inside is not None
+        shows_anchors = self._inside is not None
         self.hide_anchors()
         state = self.diloco.state_dict()
-        (own,) = state.values()
-        own["local"] = {name: local(p).detach().to("cpu", copy=True) for name, p in _trained(self.diloco).items()}
-        if shown:
+        (shard,) = state.values()
+        shard["local"] = {name: local(p).detach().to("cpu", copy=True) for name, p in _trained(self.diloco).items()}
+        if shows_anchors:
             self.show_anchors()
         return state
 
     def show_anchors(self) -> None:
-        """Until `hide_anchors`, the model holds what all replicas agree on."""
+        """Put the anchors, which all replicas agree on, into the model until `hide_anchors`."""
         if self.diloco is not None and self._training and self._inside is None:
             self._inside = contextlib.ExitStack()
             self._inside.enter_context(self.diloco.anchors())
@@ -110,7 +114,7 @@ class Attached:
 
     @contextlib.contextmanager
     def agreed(self) -> Iterator[None]:
-        """The model holds the anchors inside. May be nested."""
+        """Show the anchors inside; may be nested. `agreed()(function)` shows them to a function."""
         if self._inside is not None:
             yield
             return
@@ -120,18 +124,8 @@ class Attached:
         finally:
             self.hide_anchors()
 
-    def on_anchors(self, function: F) -> F:
-        """The same function, called with the anchors in the model."""
-
-        @functools.wraps(function)
-        def wrapped(*args: Any, **given: Any) -> Any:
-            with self.agreed():
-                return function(*args, **given)
-
-        return cast(F, wrapped)
-
     def figures(self) -> dict[str, float]:
-        """For the framework's log."""
+        """Statistics for the framework's log."""
         if self.diloco is None:
             return {}
         stats = self.diloco.stats
@@ -143,7 +137,7 @@ class Attached:
         }
 
     def end(self) -> bool:
-        """Sync a last time, which makes all replicas equal. False if that was done before."""
+        """Sync a last time, which makes all replicas equal. Returns False if training had ended before."""
         ends, self._training = self._training, False
         if self.diloco is not None:
             self.diloco.finish()
@@ -156,42 +150,19 @@ class Attached:
         if self.diloco is not None:
             self.diloco.leave()
 
-    def _of_reduce(self, name: str) -> int:
-        if not hasattr(self._given, name):
-            raise ConfigError(
-                f"{type(self._given).__name__} has no {name} number, so the data cannot be divided by it: give each "
-                "replica its own data and set shard=False"
-            )
-        return getattr(self._given, name)
+
+def indivisible(reason: str) -> ConfigError:
+    return ConfigError(f"{reason}, so its data cannot be divided: pass each replica its own data and set shard=False")
 
 
-class AttachedCallback:
-    """What users read from a framework's callback."""
-
-    _attached: Attached
-
-    @property
-    def diloco(self) -> Any:
-        return self._attached.diloco
-
-    @property
-    def replica(self) -> int:
-        return self._attached.replica
-
-    @property
-    def replicas(self) -> int:
-        return self._attached.replicas
-
-
-def refuse(setting: str) -> None:
-    """Refuse what would put other weights into the model than those that the replicas agree on."""
-    raise ConfigError(
+def overwrites(setting: str) -> ConfigError:
+    """The error for a setting that replaces the weights that all replicas agree on."""
+    return ConfigError(
         f"{setting} puts each replica's own weights into the model, so the replicas would end with different models. "
-        "Turn it off, and use the model that training leaves, or a checkpoint: both hold the weights that all replicas "
-        "agree on"
+        "Turn it off and use the trained model or a checkpoint: both hold the weights that all replicas agree on"
     )
 
 
 def _trained(diloco: DiLoCo) -> dict[str, Tensor]:
-    """What anchors() replaces."""
+    """The tensors that anchors() replaces."""
     return {**trainable(diloco.model), **trained_buffers(diloco.model)}

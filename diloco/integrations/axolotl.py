@@ -1,4 +1,4 @@
-"""DiLoCo in Axolotl, as a plugin that its configuration names:
+"""DiLoCo in Axolotl, as a plugin:
 
 plugins: [diloco.integrations.axolotl.DiLoCoPlugin]
 diloco: {sync_every: 50}
@@ -15,7 +15,7 @@ from diloco.integrations.transformers import DiLoCoCallback
 
 
 class DiLoCoArgs(BaseModel):
-    """What a configuration may say: the settings of `DiLoCo`."""
+    """The key that the plugin adds to a config: the settings of `DiLoCo`."""
 
     diloco: dict[str, Any] | None = None
 
@@ -24,10 +24,10 @@ class DiLoCoPlugin(BasePlugin):
     """Make each process a replica, with its own folder and transformers.Trainer's callback, which divides the data."""
 
     def register(self, cfg: Any) -> None:
-        """The first that Axolotl calls, before it looks at the variables of torchrun."""
+        """Called first, before Axolotl reads the variables of torchrun."""
         self.callback = DiLoCoCallback(**by_name(cfg.get("diloco") or {}))
         out = Path(cfg.get("output_dir") or "./model-out")
-        cfg["output_dir"] = str(out / f"replica-{self.callback.replica}")  # Axolotl saves the model there at the end
+        cfg["output_dir"] = str(out / self.callback.folder)  # Axolotl saves the model there at the end
 
     def get_input_args(self) -> str:
         return f"{__name__}.{DiLoCoArgs.__name__}"
@@ -37,4 +37,4 @@ class DiLoCoPlugin(BasePlugin):
 
     def post_trainer_create(self, cfg: Any, trainer: Any) -> None:
         if not cfg.get("max_steps") and trainer.args.max_steps > 0:  # Axolotl counted the steps for all of the data
-            trainer.args.max_steps = -(-trainer.args.max_steps // self.callback.replicas)
+            trainer.args.max_steps = -(-trainer.args.max_steps // self.callback.place[1])

@@ -1,37 +1,23 @@
-"""DiLoCo in torchtitan: each replica is a torchtitan job of its own, with torchtitan's parallelism inside.
+"""DiLoCo in torchtitan: each replica is a torchtitan job, with torchtitan's parallelism inside."""
 
-`--module diloco.integrations.torchtitan --config llama3.llama3_8b` is torchtitan's `--module llama3 --config llama3_8b`
-with a section `diloco`.
-"""
-
-from collections.abc import Callable
 from dataclasses import dataclass, field, fields, make_dataclass
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from torchtitan.config import ConfigManager  # pyright: ignore[reportMissingImports]
 from torchtitan.tools.logging import logger  # pyright: ignore[reportMissingImports]
 
 from diloco.errors import ConfigError
+from diloco.exchange.collective import Collective
 from diloco.integrations.attached import Attached, by_name
-from diloco.reduce.collective import Collective
-
-
-def __getattr__(name: str) -> Callable[[], Any]:
-    """The configuration that torchtitan has under this name, MODULE.CONFIG, with a section `diloco`."""
-    module, _, config = name.rpartition(".")
-    if not module or name.startswith("__"):
-        raise AttributeError(f"no configuration {name!r}: give --config MODULE.CONFIG, as in llama3.llama3_8b")
-    return lambda: with_diloco(ConfigManager().parse_args(["--module", module, "--config", config]))
 
 
 def with_diloco(config: Any) -> Any:
-    """The same configuration with a section `diloco`. It builds a trainer of the same class that is a replica."""
+    """Add a section `diloco` to a config of torchtitan. The result builds the same trainer, as a replica."""
     section = ("diloco", Settings, field(default_factory=Settings))
-    made: Any = make_dataclass("Config", [section], bases=(type(config),), kw_only=True, slots=True)
-    type("DiLoCoTrainer", (Replica, type(config)._owner), {"Config": made})  # which makes it what the config builds
-    return made(**{each.name: getattr(config, each.name) for each in fields(config)})
+    extended: Any = make_dataclass("Config", [section], bases=(type(config),), kw_only=True, slots=True)
+    type("DiLoCoTrainer", (Replica, type(config)._owner), {"Config": extended})  # registers it as the config's trainer
+    return extended(**{item.name: getattr(config, item.name) for item in fields(config)})
 
 
 @dataclass(kw_only=True)
@@ -39,9 +25,9 @@ class Settings:
     at: str = ""
     """host:port where the replicas meet; the first process of replica 0 listens there."""
     replica: int = 0
-    """The number of this job among the replicas, from 0."""
+    """Number of this job among the replicas, from 0."""
     replicas: int = 2
-    """How many replicas there are."""
+    """Number of replicas."""
     sync_every: int = 100
     """Steps between two syncs of the same fragment (H)."""
     overlap: int = 1
@@ -49,42 +35,41 @@ class Settings:
     keep_local: float = 0.0
     """Weight of the local value when the result is applied (alpha)."""
     fragments: str = "strided:3"
-    """How the model is cut: strided:N, sequential:N, balanced:N or named:PATTERNS."""
+    """Fragments of the model: strided:N, sequential:N, balanced:N or named:PATTERNS."""
     codec: str = "e3m0"
     """Numbers on the wire: e3m0, bfloat16, float32, twobit or topk."""
     outer: str = ""
-    """The outer rule, as in nesterov:0.6,0.9 or sgd:1; empty: Nesterov, with momentum that grows with the rounds."""
+    """Outer optimizer, such as nesterov:0.6,0.9 or sgd:1; empty: Nesterov with momentum that grows with the rounds."""
     streams: int = 1
     """TCP connections to use at once."""
     timeout: float = 600.0
-    """Seconds that an exchange may take; then a peer counts as lost."""
+    """Seconds after which a peer that does not answer counts as lost."""
 
 
 class Replica:
-    """What a trainer of torchtitan does besides, as one of several replicas.
+    """Base class that makes a trainer of torchtitan a replica.
 
-    Its data are this replica's part, its folder is replica-N in dump_folder, its state is in the checkpoints, its
-    validation is of the anchors. The last checkpoint is saved after the last sync: it holds the agreed model.
+    It trains on this replica's part of the data, writes to replica-N in dump_folder, keeps its state in the checkpoints
+    and validates the anchors. The last checkpoint is saved after the last sync: it holds the agreed model.
     """
 
     def __init__(self, config: Any) -> None:
-        given: Settings = config.diloco
-        if not given.at:
-            raise ConfigError("give --diloco.at HOST:PORT, where the replicas meet, and --diloco.replica N of "
-                              "--diloco.replicas M")  # fmt: skip
-        config.dump_folder = str(Path(config.dump_folder, f"replica-{given.replica}"))
-        config.dataloader = _OwnPart(config.dataloader, given.replica, given.replicas)
+        settings: Settings = config.diloco
+        if not settings.at:
+            raise ConfigError("set --diloco.at HOST:PORT, where the replicas meet, and --diloco.replica N")
+        config.dump_folder = str(Path(config.dump_folder, f"replica-{settings.replica}"))
+        config.dataloader = _Part(config.dataloader, settings.replica, settings.replicas)
         super().__init__(config)  # pyright: ignore[reportCallIssue]
         trainer: Any = self
-        self.attached = Attached(lambda: _reduce(given), _settings(given))
+        self.attached = Attached(reducer=lambda: _reducer(settings), **_arguments(settings))
         self.attached.make(trainer.model_parts, list(trainer.optimizers))
-        trainer.checkpointer.states["diloco"] = _OfThisRank(self.attached.diloco)
+        trainer.checkpointer.states["diloco"] = _RankState(self.attached.diloco)
         log = trainer.metrics_processor.log
         trainer.metrics_processor.log = lambda *args, extra_metrics=None, **more: log(
             *args, extra_metrics={**(extra_metrics or {}), **self.attached.figures()}, **more
         )
         if config.validator.enable:
-            trainer.validator.validate = self.attached.on_anchors(trainer.validator.validate)
+            trainer.validator.validate = self.attached.agreed()(trainer.validator.validate)
 
     def train(self) -> None:
         trainer: Any = super()
@@ -106,22 +91,20 @@ class Replica:
             logger.info(", ".join(f"{name} {value:g}" for name, value in self.attached.figures().items()))
 
 
-def _settings(given: Settings) -> dict[str, Any]:
+def _arguments(settings: Settings) -> dict[str, Any]:
     names = ("sync_every", "overlap", "keep_local", "fragments", "codec", "outer")
-    return by_name({name: value for name in names if (value := getattr(given, name)) != ""})
+    return by_name({name: value for name in names if (value := getattr(settings, name)) != ""})
 
 
-def _reduce(given: Settings) -> Collective:
-    """Rank r of this job meets rank r of the others: torchtitan gives equal ranks of equal jobs the same part."""
-    inside = dist.group.WORLD if dist.get_world_size() > 1 else None
-    return Collective(
-        at=given.at, replica=given.replica, replicas=given.replicas, shards=inside, streams=given.streams,
-        timeout=given.timeout,
-    )  # fmt: skip
+def _reducer(settings: Settings) -> Collective:
+    """Rank r of this job meets rank r of the others: torchtitan gives equal ranks of equal jobs the same shard."""
+    names = ("at", "replica", "replicas", "streams", "timeout")
+    shards = dist.group.WORLD if dist.get_world_size() > 1 else None
+    return Collective(shards=shards, **{name: getattr(settings, name) for name in names})
 
 
-class _OwnPart:
-    """The configuration of a data loader, for this replica's part of the data."""
+class _Part:
+    """The config of a data loader for this replica's part of the data."""
 
     def __init__(self, config: Any, replica: int, replicas: int) -> None:
         self._config, self._replica, self._replicas = config, replica, replicas
@@ -129,14 +112,14 @@ class _OwnPart:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._config, name)
 
-    def build(self, *, dp_world_size: int, dp_rank: int, **given: Any) -> Any:
-        whole, mine = dp_world_size * self._replicas, dp_world_size * self._replica + dp_rank
-        return self._config.build(dp_world_size=whole, dp_rank=mine, **given)
+    def build(self, *, dp_world_size: int, dp_rank: int, **kwargs: Any) -> Any:
+        rank = dp_world_size * self._replica + dp_rank
+        return self._config.build(dp_world_size=dp_world_size * self._replicas, dp_rank=rank, **kwargs)
 
 
-class _OfThisRank:
-    """The state under a name of its own: torch.distributed.checkpoint takes equal names on several ranks for equal
-    values, and the stages of a pipeline have other ones."""
+class _RankState:
+    """The state under this rank's name: torch.distributed.checkpoint assumes that equal names on several ranks hold
+    equal values, but the stages of a pipeline differ."""
 
     def __init__(self, diloco: Any) -> None:
         self._diloco, self._name = diloco, f"rank {dist.get_rank()}"

@@ -1,33 +1,33 @@
-"""Choose the settings for a link: the gentlest ones that are within 1 % of the best utilization.
+"""Choose settings for a link: of those within 1 % of the best utilization, the ones that cost the least loss.
 
-The gentlest settings are those that cost least loss in the published runs: first a small `sync_every`, then a small
-`overlap`, then the paper's three layers in a fragment. Only values that were tried there are chosen: overlap up to 5,
-sync_every up to 300.
+In published runs the loss rises with `sync_every` first and then with `overlap`, so small values of both are preferred,
+and then the paper's three layers per fragment. Only published values are chosen: overlap up to 5, sync_every up to 300.
 """
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 
-from diloco import laws
+from diloco.codecs.formats import format_named
+from diloco.core.overlap import SAFE_OVERLAP
+from diloco.core.schedule import Schedule, check_overlap
 from diloco.errors import ConfigError
-from diloco.formats import format_named
-from diloco.plan import methods
-from diloco.plan.model import Model
+from diloco.plan import laws, methods
+from diloco.plan.methods import Model
 from diloco.plan.simulate import Group, Method, utilization
-from diloco.plan.traffic import CODECS, Link, Reduce
-from diloco.report.units import percent
-from diloco.schedule import check_overlap
+from diloco.plan.traffic import CODECS, Reduce
+from diloco.runs.units import percent
 
 SYNC_EVERY = (30, 50, 75, 100, 150, 200, laws.LARGEST_SYNC_EVERY)
-"""Below 30, deltas are small and noisy, and loss does not fall."""
+"""Below 30, deltas are small and noisy, and the loss does not fall."""
 FRAGMENTS = ("strided:3", "strided:2", "strided:1", "strided:4", "strided:6",
              "balanced:10", "balanced:20", "balanced:40")  # fmt: skip
 """The paper's choice first."""
 LEAST_ROUNDS = 50
-"""The fewest rounds of a fragment in a run: the outer momentum needs some to settle."""
+"""Fewest rounds of a fragment in a run: the outer momentum needs some to settle."""
 TOLERANCE = 0.01
-SUFFICES = 0.9
-"""Below this utilization, say what the smallest codec would give. It was not tried with streaming in published runs."""
+ENOUGH = 0.9
+"""Below this utilization a smaller codec is worth its loss."""
+EXPLICIT = "set explicitly"
 
 
 @dataclass(frozen=True)
@@ -40,30 +40,26 @@ class Settings:
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What may be chosen. A setting that is given stays as it is."""
+    """Settings that are fixed, and limits for the others."""
 
     sync_every: int | None = None
     fragments: str | None = None
     overlap: int | None = None
     codec: str | None = None
-    most_overlap: int = laws.SAFE_OVERLAP
-    most_sync_every: int = laws.LARGEST_SYNC_EVERY
     steps: int | None = None
-    """Steps of the run, if they are known."""
+    """Length of the run, if known."""
     target: float | None = None
     """Utilization that is enough."""
 
     def __post_init__(self) -> None:
         if self.codec is not None:
             format_named(self.codec)
-        if self.target is not None and not 0 < self.target <= 1:
-            raise ConfigError(f"target={self.target}: give a utilization above 0 and up to 1, such as 0.95")
-        if self.sync_every is not None and self.sync_every < 1:
-            raise ConfigError(f"sync_every={self.sync_every}: give a whole number of at least 1")
+        if self.sync_every is not None:
+            Schedule(self.sync_every, fragments=1)
         if self.overlap is not None:
-            check_overlap(self.overlap, self.sync_every or self.most_sync_every)
-        if self.most_overlap < 0:
-            raise ConfigError(f"most_overlap={self.most_overlap}: give a whole number of at least 0")
+            check_overlap(self.overlap, self.sync_every or laws.LARGEST_SYNC_EVERY)
+        if self.target is not None and not 0 < self.target <= 1:
+            raise ConfigError(f"target={self.target}: use a utilization above 0 and up to 1, such as 0.95")
 
 
 @dataclass(frozen=True)
@@ -71,7 +67,7 @@ class Choice:
     settings: Settings
     utilization: float
     best: float
-    """The largest utilization of all settings that may be chosen."""
+    """The highest utilization of all settings allowed."""
     reasons: dict[str, str]
 
 
@@ -89,7 +85,7 @@ def method_of(settings: Settings, model: Model, reduce: Reduce = "collective") -
 
 
 def allowed(model: Model, limits: Limits) -> Iterator[Settings]:
-    """All settings that may be chosen, the gentlest first."""
+    """All settings within the limits, those with the least loss first."""
     codec = limits.codec or "e3m0"
     for sync_every in _sync_everys(limits):
         for overlap in _overlaps(limits, sync_every):
@@ -97,17 +93,17 @@ def allowed(model: Model, limits: Limits) -> Iterator[Settings]:
                 yield Settings(sync_every, fragments, overlap, codec)
 
 
-def choose(model: Model, group: Group, link: Link, limits: Limits, *, reduce: Reduce = "collective") -> Choice:
-    """The gentlest settings within 1 % of the best utilization, or, if a target is given, that reach it."""
-    known: dict[Settings, float] = {}
+def choose(model: Model, group: Group, rate: float, limits: Limits, *, reduce: Reduce = "collective") -> Choice:
+    """The settings with the least loss within 1 % of the best utilization, or that reach the target if one is set."""
+    shares: dict[Settings, float] = {}
 
     def share(settings: Settings) -> float:
-        if settings not in known:
-            known[settings] = float(utilization(method_of(settings, model, reduce), group, link)[0])
-        return known[settings]
+        if settings not in shares:
+            shares[settings] = float(utilization(method_of(settings, model, reduce), group, rate)[0])
+        return shares[settings]
 
     grid = list(allowed(model, limits))
-    # More overlap never hurts utilization, so the best is among those with the most.
+    # More overlap never lowers utilization, so the best settings are among those with the most.
     widest = {
         h: [s for s in grid if s.sync_every == h and s.overlap == _overlaps(limits, h)[-1]]
         for h in _sync_everys(limits)
@@ -117,23 +113,23 @@ def choose(model: Model, group: Group, link: Link, limits: Limits, *, reduce: Re
     sync_every = next(h for h, settings in widest.items() if max(map(share, settings)) >= enough)
     chosen = next(s for s in grid if s.sync_every == sync_every and share(s) >= enough)
     reasons = {
-        "sync_every": f"{_why_sync_every(share(chosen))} ({percent(share(chosen), digits=1)} busy; "
-        f"the most within the limits is {percent(best, digits=1)}); loss rises slowly with it",
-        "fragments": f"{len(model.fragments(chosen.fragments))} fragments, {_why_fragments(chosen.fragments)}",
+        "sync_every": f"{_why_sync_every(share(chosen))} ({percent(share(chosen), digits=1)} utilization; the best "
+        f"allowed settings reach {percent(best, digits=1)}); larger values raise the loss slowly",
+        "fragments": f"{len(model.fragments(chosen.fragments))} fragments{_why_fragments(chosen.fragments)}",
         "overlap": _why_overlap(chosen.overlap, share(chosen)),
-        "codec": f"4 bits a value, a quarter of bfloat16, without visible loss in {laws.STREAMING}",
+        "codec": f"4 bits per value, a quarter of bfloat16, with no visible loss in {laws.STREAMING}",
     }
-    if limits.codec is None and share(chosen) < SUFFICES:
-        sparse = share(replace(chosen, codec="topk"))
-        reasons["codec"] += f"; --codec topk (0.23 bits) would be {percent(sparse, digits=1)} busy, {laws.TOPK_LOSS}"
-    given = {name: "given" for name in asdict(chosen) if getattr(limits, name) is not None}
-    return Choice(chosen, share(chosen), best, reasons | given)
+    if limits.codec is None and share(chosen) < ENOUGH:
+        sparse = percent(share(replace(chosen, codec="topk")), digits=1)
+        reasons["codec"] += f"; --codec topk (0.23 bits) would reach {sparse}, {laws.TOPK_LOSS}"
+    explicit = {name: EXPLICIT for name in asdict(chosen) if getattr(limits, name) is not None}
+    return Choice(chosen, share(chosen), best, reasons | explicit)
 
 
 def _sync_everys(limits: Limits) -> list[int]:
     if limits.sync_every is not None:
         return [limits.sync_every]
-    most = limits.most_sync_every if limits.steps is None else min(limits.most_sync_every, limits.steps // LEAST_ROUNDS)
+    most = SYNC_EVERY[-1] if limits.steps is None else min(SYNC_EVERY[-1], limits.steps // LEAST_ROUNDS)
     least = (limits.overlap or 0) + 1
     return [h for h in SYNC_EVERY if least <= h <= most] or [max(most, least)]
 
@@ -141,26 +137,27 @@ def _sync_everys(limits: Limits) -> list[int]:
 def _overlaps(limits: Limits, sync_every: int) -> list[int]:
     if limits.overlap is not None:
         return [limits.overlap]
-    return list(range(min(limits.most_overlap, sync_every - 1) + 1))
+    return list(range(min(SAFE_OVERLAP, sync_every - 1) + 1))
 
 
 def _fragments(model: Model, limits: Limits) -> list[str]:
     if limits.fragments is not None:
         return [limits.fragments]
-    return [text for text in FRAGMENTS if text.startswith("balanced") or int(text[8:]) <= len(model.layers)]
+    most = len(model.layers) if len(model.layers) > 1 else 0
+    return [text for text in FRAGMENTS if text.startswith("balanced") or int(text[8:]) <= most]
 
 
 def _why_sync_every(share: float) -> str:
-    return "the smallest that is enough" if share >= 0.5 else "no value makes this link fast enough; the best"
+    return "the smallest value that is enough" if share >= 0.5 else "the best value, but this link is too slow"
 
 
 def _why_fragments(fragments: str) -> str:
     if fragments == "strided:3":
-        return "the paper's choice"
-    return "of equal size, for the smallest burst" if fragments.startswith("balanced") else "which fit this link better"
+        return ", the paper's choice"
+    return " of equal size, for small bursts" if fragments.startswith("balanced") else ", which suit this link better"
 
 
 def _why_overlap(overlap: int, share: float) -> str:
     if overlap:
-        return f"the fewest steps that hide a round; {laws.STREAMING} saw no loss up to {laws.SAFE_OVERLAP}"
-    return "blocking is enough on this link" if share >= 0.9 else "no overlap hides a round on this link"
+        return f"the fewest steps that hide a round; {laws.STREAMING} saw no loss up to {SAFE_OVERLAP}"
+    return "blocking is fast enough on this link" if share >= ENOUGH else "no overlap hides a round on this link"

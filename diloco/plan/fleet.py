@@ -1,184 +1,198 @@
-"""What `diloco fleet` shows: goodput for each number of members, and which of the inputs matters."""
+"""Goodput and uptime of a fleet whose chips fail, in closed form. `studies/paper/events.py` simulates the same model.
 
-import textwrap
+Chips fail independently and at a constant rate, whether they train or not. A failed chip takes its slice (a host, a
+rack, a pod) down until the slice is repaired. A group of chips in lockstep then stalls:
+
+- A rigid group needs all its chips. A spare slice replaces the failed one, and the group restarts from its last
+  checkpoint. Without a spare it waits for a repair first. Spares do not train.
+- An elastic group continues without the failed slice, and stalls again to resize when the slice returns.
+
+Data-parallel training is one group. DiLoCo has several, its members: while one stalls, the others keep training. A
+failure during a stall does not prolong it.
+"""
+
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
-from diloco.plan.events import DAY, simulate
-from diloco.plan.failures import Fleet, Outcome, group_of, outcome, slices_of, spare_slices
-from diloco.plan.plot import Plot
-from diloco.plan.sheet import Sheet, width
-from diloco.report.units import YEAR, amount, duration, percent
+from diloco.plan.table import Sheet, wrapped
+from diloco.runs.units import amount, duration, percent
 
-INPUTS = ("chips", "mtbf", "slice", "detect", "restart", "rejoin", "resize", "repair", "save_every", "spares", "quorum",
-          "grace")  # fmt: skip
-COUNTS = ("chips", "slice", "spares", "quorum")
-"""Inputs that are not times."""
+DAY = 86_400
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fleet:
+    """The chips and how they fail. Times in seconds."""
+
+    chips: float
+    mtbf: float
+    """Mean time between failures of one chip."""
+    slice: float = 1.0
+    """Chips that go down together."""
+    detect: float = 0.0
+    restart: float = 0.0
+    """Time until a rigid group computes again, from its checkpoint."""
+    resize: float = 0.0
+    """Time until an elastic group computes again with fewer or more chips."""
+    repair: float = 0.0
+    """Mean time until a failed slice returns."""
+    save_every: float = 0.0
+    """Time between checkpoints of a rigid group, which loses the work since the last one."""
+    quorum: int = 1
+    """Fewest members that train; with fewer, all wait."""
+
+    @property
+    def broken(self) -> float:
+        """Share of the time that a slice is under repair."""
+        return self.repair / (self.mtbf / self.slice + self.repair)
+
+    def slices(self, members: int) -> int:
+        """Slices of one member."""
+        return max(round(self.chips / members / self.slice), 1)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    goodput: float
+    """Share of all chip time spent on work that counts."""
+    uptime: float
+    """Share of the time in which at least a quorum trains."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Chips in lockstep."""
+
+    running: float
+    """Share of the time in which it trains."""
+    stalls: float
+    """Stalls per second."""
+    counted: float
+    """While it runs, the share of its chips' work that counts; spares and broken slices do no work."""
+
+
+def outcome(fleet: Fleet, members: int, *, elastic: bool) -> Outcome:
+    """One member is data-parallel training, several are DiLoCo.
+
+    >>> fleet = Fleet(chips=16_384, mtbf=5.8 * 365.25 * 86_400, slice=8, restart=600, resize=60, repair=3600)
+    >>> [round(outcome(fleet, members, elastic=False).goodput, 3) for members in (1, 8)]
+    [0.947, 0.989]
+    """
+    group = group_of(fleet, members, elastic=elastic)
+    up, down = group.running, 1 - group.running
+    quorum = min(fleet.quorum, members)  # data-parallel training has none
+    shares = {k: math.comb(members, k) * up**k * down ** (members - k) for k in range(quorum, members + 1)}
+    return Outcome(group.counted * sum(k * share for k, share in shares.items()) / members, sum(shares.values()))
+
+
+def group_of(fleet: Fleet, members: int, *, elastic: bool) -> Group:
+    """One of the members, by renewal: between two stalls it runs for 1 / rate seconds on average."""
+    return _elastic_group(fleet, members) if elastic else _rigid_group(fleet, members)
+
+
+def _elastic_group(fleet: Fleet, members: int) -> Group:
+    nonempty = 1 - fleet.broken ** fleet.slices(members)  # a group without any slice cannot run
+    rate = fleet.chips / members * (1 - fleet.broken) / fleet.mtbf
+    stall = fleet.detect + fleet.resize
+    # A slice that returns only after the stall it caused makes the group stall again to resize.
+    late = math.exp(-stall / fleet.repair) if fleet.repair else 0.0
+    running = nonempty / (1 + rate * (stall + late * fleet.resize))
+    return Group(running, running * rate * (1 + late), (1 - fleet.broken) / nonempty)
+
+
+def _rigid_group(fleet: Fleet, members: int) -> Group:
+    slices, spares = fleet.slices(members), spare_slices(fleet, members)
+    training = 1 - spares / slices
+    rate = fleet.chips / members * training / fleet.mtbf
+    complete = float(_at_most(slices, fleet.broken, spares)[-1])
+    running = complete / (1 + rate * (fleet.detect + fleet.restart))
+    return Group(running, running * rate, training * kept(rate, fleet.save_every))
+
+
+def spare_slices(fleet: Fleet, members: int) -> int:
+    """Spare slices of a rigid member that give the highest goodput."""
+    slices = fleet.slices(members)
+    mean = slices * fleet.broken
+    most = min(slices - 1, math.ceil(mean + 8 * math.sqrt(mean)))
+    training = 1 - np.arange(most + 1) / slices
+    stalled = fleet.chips / members * training / fleet.mtbf * (fleet.detect + fleet.restart)
+    return int(np.argmax(training * _at_most(slices, fleet.broken, most) / (1 + stalled)))
+
+
+def kept(rate: float, every: float) -> float:
+    """Share of the work that survives when each failure returns to the last checkpoint; exact for a constant rate.
+
+    >>> round(kept(1 / 100_000, 800), 4), kept(1, 0)
+    (0.996, 1.0)
+    """
+    x = rate * every
+    return x / math.expm1(x) if 0 < x < 700 else float(x == 0)
+
+
+def _at_most(slices: int, broken: float, most: int) -> np.ndarray:
+    """Probability that at most n slices are under repair, for n from 0 to `most`: the binomial distribution."""
+    if broken == 0:
+        return np.ones(most + 1)
+    n = np.arange(1, most + 1)
+    steps = np.log(slices - n + 1) - np.log(n) + math.log(broken) - math.log1p(-broken)
+    exactly = np.exp(slices * math.log1p(-broken) + np.concatenate([[0.0], np.cumsum(steps)]))
+    return np.minimum(np.cumsum(exactly), 1.0)
 
 
 @dataclass(frozen=True)
 class Row:
     members: int
     elastic: bool
-    """Whether a group trains on without a slice that failed."""
-    predicted: Outcome
-    simulated: Outcome
+    goodput: float
+    uptime: float
+    stalls_per_day: float
+    """Of one member."""
     spares: float
-    """Share of the slices that stand by."""
-    stalls: float
-    """Stalls of one member in a day."""
+    """Share of the slices."""
 
 
-@dataclass(frozen=True)
-class Effect:
-    """Goodput of each way with half and with twice the value of an input."""
-
-    input: str
-    value: float
-    goodputs: tuple[tuple[float, float], ...]
-
-    @property
-    def span(self) -> float:
-        return max(abs(a - b) for a, b in self.goodputs)
+def rows(fleet: Fleet, members: Sequence[int]) -> list[Row]:
+    """Data-parallel training and DiLoCo with each number of members, rigid and elastic."""
+    return [_row(fleet, number, elastic) for elastic in (False, True) for number in (1, *members)]
 
 
-def rows(fleet: Fleet, members: Sequence[int], days: float, seed: int) -> list[Row]:
-    """Data-parallel training and DiLoCo, rigid and elastic."""
-    return [_row(fleet, each, elastic, days, seed) for elastic in (False, True) for each in (1, *members)]
+def _row(fleet: Fleet, members: int, elastic: bool) -> Row:
+    result = outcome(fleet, members, elastic=elastic)
+    stalls = group_of(fleet, members, elastic=elastic).stalls * DAY
+    spares = 0.0 if elastic else spare_slices(fleet, members) / fleet.slices(members)
+    return Row(members, elastic, result.goodput, result.uptime, stalls, spares)
 
 
-def _row(fleet: Fleet, members: int, elastic: bool, days: float, seed: int) -> Row:
-    fleet = _of(fleet, members)
-    return Row(
-        members,
-        elastic,
-        outcome(fleet, members, elastic=elastic),
-        simulate(fleet, members, elastic=elastic, days=days, seed=seed),
-        0.0 if elastic else spare_slices(fleet, members) / slices_of(fleet, members),
-        group_of(fleet, members, elastic=elastic).stalls * DAY,
-    )
+def text(fleet: Fleet, rows: Sequence[Row]) -> str:
+    """The answer in a paragraph, and a table for each kind of group."""
+    head = ["members", "chips each", "goodput", "uptime", "stalls/day", "spares"]
+    titles = {
+        False: "Rigid groups: a member needs all its chips; spares stand by",
+        True: "Elastic groups: a member continues without the failed slice",
+    }
+    sheets = [
+        Sheet(title, head[: 5 if elastic else 6], [_cells(fleet, row) for row in rows if row.elastic == elastic])
+        for elastic, title in titles.items()
+    ]
+    note = f"One member is data-parallel training. Uptime: share of the time in which at least {fleet.quorum} trains."
+    return f"{wrapped(_verdict(fleet, rows))}\n{''.join(map(str, sheets))}{wrapped(note)}"
 
 
-def _of(fleet: Fleet, members: int) -> Fleet:
-    """Data-parallel training has no quorum."""
-    return replace(fleet, quorum=1) if members == 1 else fleet
-
-
-def ways(members: int) -> list[tuple[int, bool]]:
-    """What the effects of the inputs are shown for: data-parallel and DiLoCo, rigid and elastic."""
-    return [(1, False), (1, True), (members, False), (members, True)]
-
-
-def effects(fleet: Fleet, members: int) -> list[Effect]:
-    """Each input alone halved and doubled, the one with the largest effect first. Inputs that are 0 have none.
-
-    A quorum stays a whole number of at most all members.
-    """
-
-    def goodput(name: str, value: float, members: int, elastic: bool) -> float:
-        return outcome(_of(replace(fleet, **{name: value}), members), members, elastic=elastic).goodput
-
-    out = []
-    for name in INPUTS:
-        if value := getattr(fleet, name):
-            half, twice = (max(value // 2, 1), min(2 * value, members)) if name == "quorum" else (value / 2, 2 * value)
-            out.append(Effect(name, value, tuple((goodput(name, half, *way), goodput(name, twice, *way))
-                                                 for way in ways(members))))  # fmt: skip
-    return sorted(out, key=lambda effect: -effect.span)
-
-
-def verdict(fleet: Fleet, rows: list[Row]) -> str:
-    best = {row.elastic: row for row in rows}  # the last of each: most members
-    whole = {row.elastic: row for row in rows if row.members == 1}
-    between = duration(fleet.mtbf / fleet.chips)
-    shares = {key: percent(row.predicted.goodput, digits=1) for key, row in whole.items()}
-    more = {key: percent(row.predicted.goodput, digits=1) for key, row in best.items()}
+def _verdict(fleet: Fleet, rows: Sequence[Row]) -> str:
+    goodput = {(row.members, row.elastic): percent(row.goodput, digits=1) for row in rows}
+    most = rows[-1].members
     return (
-        f"Somewhere in this fleet a chip fails every {between}. Of all chips' time, {shares[False]} counts with "
-        f"data-parallel training that waits for a replacement (rigid), {shares[True]} if it goes on without the "
-        f"failed chips (elastic). With DiLoCo and {best[True].members} members it is {more[False]} and {more[True]}."
+        f"Somewhere in this fleet a chip fails every {duration(fleet.mtbf / fleet.chips)}. Data-parallel training "
+        f"uses {goodput[1, False]} of all chip time if it waits for a replacement (rigid), {goodput[1, True]} if it "
+        f"continues without the failed chips (elastic). DiLoCo with {most} members uses {goodput[most, False]} and "
+        f"{goodput[most, True]}."
     )
 
 
-def sheets(fleet: Fleet, rows: list[Row], found: list[Effect]) -> list[Sheet]:
-    """Fit 80 columns."""
-    out = []
-    for elastic, title in (
-        (False, "Rigid groups: a member needs all its chips; spares stand by"),
-        (True, "Elastic groups: a member goes on without the slice that failed"),
-    ):
-        mine = [row for row in rows if row.elastic == elastic]
-        out.append(Sheet(title, _HEAD[: None if not elastic else -1], [_line(fleet, row) for row in mine]))
-    last = rows[-1].members
-    head = ["input", "value", "rigid", "elastic", f"{last}, rigid", f"{last}, elastic"]
-    title = "Goodput in percent if one input is halved / doubled, the most important first"
-    return [*out, Sheet(title, head, [effect_cells(each) for each in found], spare=(0, 0, 1, 2, 3, 0))]
-
-
-def note(fleet: Fleet, days: float) -> str:
-    failures = fleet.chips * days * DAY / fleet.mtbf
-    return (
-        f"One member is data-parallel training. Simulated: {days:g} days event by event, with about {failures:,.0f} "
-        f"failures; the fewer they are, the more chance is in it. Uptime: the share of the time in which at least "
-        f"{fleet.quorum} of the members trains. Stalls: of one member in a day."
-    )
-
-
-def tables(fleet: Fleet, rows: list[Row], found: list[Effect], days: float) -> str:
-    shown = "".join(map(str, sheets(fleet, rows, found)))
-    return f"{_filled(verdict(fleet, rows))}\n{shown}{_filled(note(fleet, days))}"
-
-
-def _filled(text: str) -> str:
-    """As wide as the terminal; no line begins with a percent sign."""
-    return textwrap.fill(text.replace(" %", "\N{NO-BREAK SPACE}%"), width()).replace("\N{NO-BREAK SPACE}", " ") + "\n"
-
-
-def _time(seconds: float) -> str:
-    """
-    >>> _time(5.8 * YEAR), _time(YEAR), _time(3600)
-    ('5.8 years', '1 year', '1 h 00 min')
-    """
-    if seconds < YEAR:
-        return duration(seconds)
-    return f"{seconds / YEAR:.3g} year{'s' if seconds > YEAR else ''}"
-
-
-_HEAD = ["members", "chips each", "goodput", "simulated", "uptime", "stalls", "spares"]
-
-
-def _line(fleet: Fleet, row: Row) -> list[str]:
-    shares = (row.predicted.goodput, row.simulated.goodput, row.predicted.uptime)
-    cells = [str(row.members), amount(fleet.chips / row.members), *(percent(share, digits=1) for share in shares)]
-    return [*cells, amount(row.stalls), *([] if row.elastic else [percent(row.spares, digits=1)])]
-
-
-def effect_cells(effect: Effect) -> list[str]:
-    """Name, value, and the goodput of each way in percent with half and with twice the value."""
-    value = amount(effect.value) if effect.input in COUNTS else _time(effect.value)
-    if effect.input == "spares":
-        value = percent(effect.value, digits=1)
-    return [effect.input, value, *(f"{100 * a:.1f} / {100 * b:.1f}" for a, b in effect.goodputs)]
-
-
-def plot(fleet: Fleet, members: Sequence[int]) -> Plot:
-    """Goodput against the number of chips."""
-    chips = np.union1d(np.geomspace(min(1e3, fleet.chips), max(1e7, 2 * fleet.chips), 120), fleet.chips).tolist()
-
-    def curve(each: int, elastic: bool) -> tuple[list[float], list[float]]:
-        sizes = [n for n in chips if n >= each * fleet.slice]
-        return sizes, [outcome(_of(replace(fleet, chips=n), each), each, elastic=elastic).goodput for n in sizes]
-
-    named = {"data-parallel, rigid": (1, False), "data-parallel, elastic": (1, True)}
-    named |= {f"DiLoCo, {each} members, elastic inside": (each, True) for each in members}
-    return Plot(
-        title="Goodput of a fleet whose chips fail",
-        share="goodput",
-        axis=f"chips, each of which fails once in {_time(fleet.mtbf)}",
-        tick=amount,
-        unit="",
-        curves={name: curve(*way) for name, way in named.items()},
-        mark=(fleet.chips, f"your fleet, {amount(fleet.chips)} chips"),
-    )
+def _cells(fleet: Fleet, row: Row) -> list[str]:
+    shares = [percent(share, digits=1) for share in (row.goodput, row.uptime)]
+    cells = [str(row.members), amount(fleet.chips / row.members), *shares, amount(row.stalls_per_day)]
+    return cells if row.elastic else [*cells, percent(row.spares, digits=1)]

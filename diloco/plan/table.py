@@ -1,149 +1,164 @@
-"""What `diloco plan` prints and writes, as text."""
+"""The text of `diloco plan`: an answer, tables that fit the terminal, and notes."""
 
+import io
+import shutil
 import textwrap
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 
-from diloco import laws
-from diloco.formats import FORMATS, Sparse
-from diloco.plan.choose import Choice
+from diloco.codecs.formats import FORMATS, Sparse
+from diloco.plan import laws
+from diloco.plan.choose import Choice, Settings
 from diloco.plan.costs import Conditions, Row
-from diloco.plan.sheet import Sheet, width
-from diloco.plan.traffic import break_even
-from diloco.report.units import duration, percent, rate, size
+from diloco.plan.methods import count_values
+from diloco.plan.traffic import bus_bytes
+from diloco.runs.flags import spelled
+from diloco.runs.units import amount, duration, percent, rate, size
 
-TRAINING_BYTES = 16
-"""Bytes of a parameter in training: weight, gradient and two moments, in fp32."""
-
-
+WIDEST = 110
 ENOUGH = 0.95
-"""Utilization from which on the answer is yes, unless a target is given."""
+"""Utilization at which the answer is yes, unless a target is set."""
 
 
-def verdict(conditions: Conditions, rows: list[Row], target: float | None, memory: float | None) -> str:
-    """Whether the link is fast enough, in one sentence; what would be needed if not."""
-    row, wanted = rows[-1], target or ENOUGH
-    own, busy = rate(conditions.link.rate), percent(row.utilization, digits=1)
-    whole = duration(row.hours * 3600)
-    parallel = f"data-parallel: {percent(rows[0].utilization, digits=1)}"
-    if row.utilization >= wanted:
-        text = f"Yes: {own} is enough. {busy} busy with the settings below ({parallel}); the run takes {whole}."
-    else:
-        near = min(row.needed, key=lambda target: abs(float(target[:-1]) / 100 - wanted))
-        needed = row.needed[near]
-        more = "no rate gives" if needed == float("inf") else f"{rate(needed)} would give"
-        text = (f"No: {own} is too slow. {busy} busy with the settings below ({parallel}); the run takes {whole}, "
-                f"and {more} {near[:-1]} %.")  # fmt: skip
-    asked = TRAINING_BYTES * conditions.model.parameters
-    if memory is not None and asked > memory:
-        text += (f" But it does not fit: weights, gradients and optimizer take {size(asked)}, a replica has "
-                 f"{size(memory)}; spread a replica over more devices (--shards).")  # fmt: skip
-    return text
+@dataclass(frozen=True)
+class Sheet:
+    """A table; `str` renders it for the terminal."""
+
+    title: str
+    head: Sequence[str]
+    lines: Sequence[Sequence[str]]
+    left: int = 1
+    """Number of leading columns that hold words."""
+    spare: tuple[int, ...] = ()
+    """Order in which columns are dropped if the terminal is narrow, see `report.terminal.Column`. Empty: none is."""
+
+    def __str__(self) -> str:
+        from rich.console import Console
+
+        from diloco.report.terminal import Column, Fitted
+
+        spare = self.spare or (0,) * len(self.head)
+        cells = zip(self.head, zip(*self.lines, strict=True), strict=True)
+        columns = [Column(name, column, i < self.left, spare[i]) for i, (name, column) in enumerate(cells)]
+        text = io.StringIO()
+        console = Console(file=text, width=width(), color_system=None)
+        console.print(Fitted(columns))
+        missing = len(columns) - len(Fitted(columns).kept(console.width))
+        hint = f" ({missing} more columns in a wider terminal)" if missing else ""
+        title = textwrap.fill(self.title + hint, console.width)
+        return "\n".join([title, *(line.rstrip() for line in text.getvalue().splitlines())]) + "\n\n"
 
 
-def title(conditions: Conditions) -> str:
-    group, model, link = conditions.group, conditions.model, conditions.link
-    rates = f"{_rate(float(link.up))} up, {_rate(float(link.down))} down"
-    return (
-        f"{model.name}: {model.parameters:,.0f} parameters, {len(model.layers)} layers; "
-        f"{group.step_seconds:g} s a step; {group.replicas} replicas, {rates}, "
-        f"round trip {group.round_trip * 1000:g} ms"
-    )
+def width() -> int:
+    return min(shutil.get_terminal_size((WIDEST, 24)).columns, WIDEST)
+
+
+def wrapped(paragraph: str) -> str:
+    """Wrapped to the terminal, without a percent sign at the start of a line."""
+    lines = textwrap.fill(paragraph.replace(" %", "\N{NO-BREAK SPACE}%"), width())
+    return lines.replace("\N{NO-BREAK SPACE}", " ") + "\n"
+
+
+def verdict(conditions: Conditions, rows: list[Row], target: float | None) -> str:
+    """Whether the link is fast enough; if not, the rate that would be."""
+    row, enough = rows[-1], target or ENOUGH
+    link, parallel = rate(conditions.rate), percent(rows[0].utilization, digits=1)
+    result = (f"The recommended settings reach {percent(row.utilization, digits=1)} utilization (data-parallel: "
+              f"{parallel}); the run takes {duration(row.hours * 3600)}.")  # fmt: skip
+    if row.utilization >= enough:
+        return f"Yes: {link} is enough. {result}"
+    nearest = min(row.needed, key=lambda key: abs(float(key[:-1]) / 100 - enough))
+    needed, share = row.needed[nearest], f"{nearest[:-1]} %"
+    remedy = f"No rate reaches {share}." if needed == float("inf") else f"{share} would take {rate(needed)}."
+    return f"No: {link} is too slow. {result} {remedy}"
 
 
 def sheets(conditions: Conditions, rows: list[Row], choice: Choice) -> list[Sheet]:
-    """Utilization and the rates that are needed; what it costs; what to take."""
-    link = conditions.link
-    ways = "each way" if link.up == link.down else "of the slower direction, the other in proportion"
-    busy = [[row.name, percent(row.utilization, digits=1), *map(_rate, row.needed.values())] for row in rows]
-    head = ["method", "busy", *(f"for {target[:-1]} %" for target in rows[0].needed)]
-    failing = conditions.mtbf != float("inf")
-    priced = any(row.price_per_day is not None for row in rows)
+    """Utilization and required rates; costs; recommended settings."""
+    title = "Utilization on this link, and the rate needed for a given utilization"
+    head = ["method", "this link", *(f"for {target[:-1]} %" for target in rows[0].needed)]
+    shares = [[row.name, percent(row.utilization, digits=1), *map(_rate, row.needed.values())] for row in rows]
     costs = [
         [
             row.name,
             size(row.bytes_per_day),
             size(row.largest_burst),
             duration(row.hours * 3600),
-            *([percent(row.goodput, digits=1)] if failing else []),
-            *(["–" if row.price_per_day is None else f"{row.price_per_day:,.2f}"] if priced else []),
             size(row.device_bytes),
             size(row.host_bytes),
             percent(row.loss_gap, signed=True, digits=1),
         ]
         for row in rows
     ]
-    costs_head = ["method", "sent a day", "burst", "time", *(["goodput"] if failing else []),
-                  *(["price a day"] if priced else []), "more on device", "on host", "loss (estimate)"]  # fmt: skip
-    chosen = [[name, str(value), choice.reasons[name]] for name, value in asdict(choice.settings).items()]
-    rates = f"Utilization on this link, and the rate for a utilization, {ways}"
+    each = f"; memory is that of one of {conditions.shards} ranks" if conditions.shards > 1 else ""
+    costs_head = ["method", "sent/day", "burst", "time", "extra on device", "on host", "loss (estimate)"]
+    settings = [[f"{spelled(name)} {value}", choice.reasons[name]] for name, value in asdict(choice.settings).items()]
     return [
-        Sheet(rates, head, busy, spare=(0, 0, 5, 3, 2, 1, 4)),
-        Sheet("What it costs", costs_head, costs, spare=(0, 1, 2, 0, *[0] * (failing + priced), 5, 4, 3)),
-        Sheet("Recommended", ["setting", "value", "why"], chosen, left=3),
+        Sheet(title, head, shares, spare=(0, 0, 5, 3, 2, 1, 4)),
+        Sheet(f"Costs{each}", costs_head, costs, spare=(0, 1, 2, 0, 5, 4, 3)),
+        Sheet("Recommended settings", ["flag", "why"], settings, left=2),
     ]
 
 
-def plan_tables(conditions: Conditions, sheets: list[Sheet], notes: list[str], answer: str) -> str:
-    columns = width()
-    head = f"{textwrap.fill(answer, columns)}\n\n{textwrap.fill(title(conditions), columns)}\n\n"
-    return head + "".join(map(str, sheets)) + "".join(f"{textwrap.fill(note, columns)}\n" for note in notes)
+def rehearsed(conditions: Conditions, row: Row, settings: Settings, rehearsal: Mapping[str, float]) -> Sheet:
+    """What the real model takes of a rank, beside what the plan says."""
+    fragments = conditions.model.fragments(settings.fragments)
+    largest = max(map(count_values, fragments)) / conditions.shards
+    burst, bus = row.largest_burst / conditions.shards, bus_bytes(settings.codec, conditions.reduce) * largest
+    planned = {
+        "fragments": (f"{len(fragments)}", "fragments", str),
+        "values of the largest": (amount(largest), "largest_fragment", amount),
+        "sent in the largest round": (size(burst), "largest_burst", size),
+        "between host and accelerator in it": (size(bus), "bus_bytes", size),
+        "memory of the accelerator": (size(row.device_bytes), "device_bytes", size),
+        "memory of the host": (size(row.host_bytes), "host_bytes", size),
+        "of it pinned": ("", "pinned_bytes", size),
+        "memory of the host, last sync": ("", "last_bytes", size),
+    }
+    lines = [[name, shown(rehearsal[key]), text] for name, (text, key, shown) in planned.items()]
+    title = f"Rehearsal: one of {conditions.shards} ranks, with the real model but without its values"
+    return Sheet(title, ["of a rank", "rehearsal", "plan"], lines)
 
 
-def notes(conditions: Conditions, choice: Choice, memory: float | None) -> list[str]:
-    """What the reader of the tables should know."""
-    settings, group, parameters = choice.settings, conditions.group, conditions.model.parameters
-    estimate = laws.loss_gap(parameters, group.replicas, settings.sync_every, settings.overlap)
+def notes(conditions: Conditions, choice: Choice) -> list[str]:
+    """The assumptions behind the tables."""
+    settings, group = choice.settings, conditions.group
+    estimate = laws.loss_gap(conditions.model.parameters, group.replicas, settings.sync_every, settings.overlap)
     caution = f" Caution: {estimate.caution}." if estimate.caution else ""
-    out = [
+    notes = [
         f"Times are for {conditions.steps:,} steps. Bytes and bursts are what one replica sends.",
-        f"Loss against data-parallel is an estimate from {estimate.source}.{caution}",
+        f"The loss relative to data-parallel is an estimate from {estimate.source}.{caution}",
         "Real links reach 50 to 90 % of their nominal rate: use the rate you measured.",
     ]
     if group.replicas > 1:
-        source = "as given."
+        source = "as set."
         if conditions.measured_here:
-            source = ("as measured on this machine. Give those of the machines that will train, and --hook-ns 0 for "
-                      "accelerators, where copies overlap with training.")  # fmt: skip
-        out.append(
-            f"A value takes {group.codec_ns:.1f} ns of the communication thread in a round (--codec-ns) and "
-            f"{group.hook_ns:.1f} ns of the training thread (--hook-ns), {source}"
-            f" A round takes {1000 * group.round_seconds:g} ms of the training thread whatever its size."
+            source = ("as measured on this machine. Set them to the figures of the machines that will train; for "
+                      "accelerators, set --bus.")  # fmt: skip
+        notes.append(
+            f"Each value of a round takes {conditions.shards * group.codec_ns:.1f} ns of the communication thread "
+            f"(--codec-ns) and {conditions.shards * group.hook_ns:.1f} ns of the training thread (--hook-ns), {source} "
+            f"Every round also takes {1000 * group.round_seconds:g} ms of the training thread."
         )
+        if conditions.accelerator:
+            notes.append(
+                f"Copies between host and accelerator take {conditions.shards * group.copy_ns:.2f} ns a value of a "
+                "round (--bus). Training does not wait for them, but the round does. The time that the accelerator "
+                "spends on encoding and merging is not counted. No GPU has run this yet."
+            )
     if isinstance(FORMATS[settings.codec], Sparse):
-        out.append(f"The estimate of the loss is for e3m0; {settings.codec} comes {laws.TOPK_LOSS}.")
-    if isinstance(FORMATS[settings.codec], Sparse) and conditions.reduce == "collective":
-        most = break_even(settings.codec)
-        if group.replicas > most:
-            out.append(f"With {group.replicas} replicas e3m0 sends fewer bytes than {settings.codec}: every replica "
-                       f"gathers all sparse deltas, which pays with up to {most}.")  # fmt: skip
-    asked = TRAINING_BYTES * parameters
-    if memory is not None and asked <= memory:  # if they do not fit, the verdict says so
-        out.append(f"Weights, gradients and optimizer ({size(asked)}, activations not counted) fit in {size(memory)}.")
-    return out
+        notes.append(f"The loss estimate is for e3m0; {settings.codec} comes {laws.TOPK_LOSS}.")
+    return notes
 
 
-def recipe(choice: Choice, replicas: int, model: str | None = None, extra: dict[str, int] | None = None) -> str:
-    """The recommendation as a recipe for `diloco train`, each setting with its reason. `extra`: values as given."""
-    settings, reasons = choice.settings, choice.reasons
-    entries: list[tuple[str, object, str]] = [
-        ("replicas", replicas, "given"),
-        ("method", "streaming", f"{percent(choice.utilization, digits=1)} busy on this link, says `diloco plan`"),
-        ("sync_every", settings.sync_every, reasons["sync_every"]),
-        ("fragments", settings.fragments, reasons["fragments"]),
-        ("overlap", settings.overlap, reasons["overlap"]),
-        ("keep_local", 0.0, "the default: the agreed value replaces the local one"),
-        ("codec", settings.codec, reasons["codec"]),
-    ]
-    if isinstance(FORMATS[settings.codec], Sparse):
-        entries.append(("outer", "sgd", "what a sparse codec sends late acts like momentum already"))
-    if model is not None:
-        entries.insert(0, ("model", model, "given"))
-    entries += [(name, value, "given") for name, value in (extra or {}).items()]
-    return "\n".join(f"# {reason}\n{name} = {_toml(value)}" for name, value, reason in entries) + "\n"
-
-
-def _toml(value: object) -> str:
-    return f'"{value}"' if isinstance(value, str) else repr(value)
+def text(conditions: Conditions, answer: str, sheets: list[Sheet], notes: list[str]) -> str:
+    group, model = conditions.group, conditions.model
+    inputs = (
+        f"{model.name}: {model.parameters:,.0f} parameters, {len(model.layers)} layers; {group.step_seconds:g} s per "
+        f"step; {group.replicas} replicas, {rate(conditions.rate)} each way, round trip "
+        f"{group.round_trip * 1000:g} ms"
+    )
+    return f"{wrapped(answer)}\n{wrapped(inputs)}\n{''.join(map(str, sheets))}{''.join(map(wrapped, notes))}"
 
 
 def _rate(needed: float) -> str:

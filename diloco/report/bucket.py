@@ -1,4 +1,4 @@
-"""A run whose members meet in a bucket: its members, how far it is, and the last rounds of every fragment."""
+"""A run in a bucket: its members, its progress, and the last rounds of every fragment."""
 
 import math
 import time
@@ -11,7 +11,8 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from diloco.bucket.deltas import layout_of
-from diloco.bucket.members import Member, read_members
+from diloco.bucket.effects import Phase
+from diloco.bucket.members import Member, MemberOptions, read_members
 from diloco.bucket.round_store import RoundStore
 from diloco.bucket.rounds import PIECES, Record, folder
 from diloco.bucket.run import NAME, SHARD, below, find_run
@@ -20,53 +21,47 @@ from diloco.bucket.store.cipher import open_encrypted
 from diloco.bucket.store.envelope import Envelope
 from diloco.bucket.store.operations import List, Size
 from diloco.bucket.store.store import Store
-from diloco.bucket.timing import MemberOptions
-from diloco.codec import Float32
+from diloco.codecs.codec import Float32
 from diloco.errors import ConfigError
-from diloco.report import units
-from diloco.report.fitted import Column, Fitted
+from diloco.report.terminal import Column, Fitted
+from diloco.runs import units
 
 ROUNDS = 5
-"""Rounds that are shown, of all fragments together; of each fragment at least the last one."""
+"""Rounds shown in total; at least the last one of each fragment."""
 QUIET = 10.0
-"""Seconds without a sign of life after which a member is called quiet."""
+"""Seconds without a heartbeat after which a member is called quiet."""
 LOST = MemberOptions().ttl
-"""Seconds after which the other members take it for dead, if they have the usual heartbeat."""
-COLUMNS = {
-    "member": (0, ""),
-    "state": (0, ""),
-    "round": (0, "of the fragment that is behind, and of the one that is ahead"),
-    "step": (2, "the member's own count, since it joined"),
-    "loss": (1, "in training, of its last step"),
-    "anchors": (3, "loss of the agreed weights on held-out text"),
-    "tokens/s": (4, ""),
-    "step time": (5, ""),
-}
-"""What is shown of a member: in which order columns are left out in a narrow terminal (see `Column`), and its help."""
+"""Seconds after which the other members consider it dead, with the default heartbeat."""
+COLUMNS = {"member": 0, "state": 0, "round": 0, "step": 2, "loss": 1, "anchors": 3, "tokens/s": 4, "step time": 5}
+"""The columns of a member, and the order in which a narrow terminal drops them, see `Column.spare`."""
+
+
+PHASES = ("state", "members: fragments", "waits for")
 
 
 @dataclass(frozen=True)
 class MemberRow:
     kind: str
-    """training, joining, unknown (no sign of life since the first look), quiet, lost or left."""
+    """training, joining, unknown (no heartbeat since the first look), quiet, lost or left."""
     cells: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Sight:
-    """What one look has seen, as text. Nothing in it can be trusted: whoever writes to the store chose it."""
+    """One look at the run, as text. Do not trust it: anyone who can write to the store may have chosen it."""
 
     title: str
-    share: float
-    """Share of the rounds that are done; 0 if the run does not say how many it has."""
     progress: str
     members: tuple[MemberRow, ...]
     rounds: tuple[tuple[str, str, str, str], ...]
+    phases: tuple[tuple[str, str, str], ...]
+    """What the fragments of the living members are doing: the phase, the fragments of each member, and what they wait
+    for."""
 
 
 @dataclass
-class _Seen:
-    """The counter of a member, when it was first seen, and whether it has changed since the first look."""
+class _Heartbeat:
+    """A member's counter, when it was first seen, and whether it has changed since the first look."""
 
     counter: int
     since: float
@@ -74,73 +69,62 @@ class _Seen:
 
 
 class Watch:
-    """What can be seen of a run. Signs of life are counted from the first look on, by the local clock."""
+    """Watches a run from outside. Heartbeats count from the first look on, by the local clock."""
 
     def __init__(
         self, url: str, key: bytes | None, encrypt: bytes | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
         run = find_run(url, key, encrypt=encrypt)
         if run is None and Store(open_store(url, create=False)).perform(Size(f"{SHARD.format(0)}/{NAME}")) is not None:
-            url = below(url, 0)  # where members have several ranks: the ranks that hold the first shard
+            url = below(url, 0)  # members with several ranks: watch the ranks with the first shard
             run = find_run(url, key, encrypt=encrypt)
         if run is None:
             raise ConfigError(
-                f"there is no run in {url}: check the address, or start one with diloco train --bucket {url}"
+                f"there is no run in {url}: check the address, or start a run with diloco train --bucket {url}"
             )
         self.url, self.run = url, run
         self._envelope, self._store = Envelope(run.id, key), Store(open_encrypted(url, encrypt, create=False))
-        self._seen: dict[tuple[str, int], _Seen] = {}
+        self._heartbeats: dict[tuple[str, int], _Heartbeat] = {}
         self._rejected = 0
         self._clock = clock
-        self._pace: list[tuple[float, int, int]] = []  # time, rounds of all fragments, rounds of each: first and last
+        # (time, rounds of all fragments, fewest rounds of a fragment): first and last
+        self._pace: list[tuple[float, int, int]] = []
 
     def settle(self, pause: Callable[[float], None] = time.sleep) -> Sight:
-        """Look until every member has left, has given a sign of life, or is lost."""
+        """Look until every member has left, has sent a heartbeat, or is lost."""
         sight = self.see()
         while any(row.kind in ("unknown", "quiet") for row in sight.members):
             pause(1.0)
             sight = self.see()
         return sight
 
-    def look(self) -> RenderableType:
-        return self.table(self.see())
-
-    def table(self, seen: Sight) -> RenderableType:
-        rows = [member.cells for member in seen.members]
-        columns = [
-            Column(name, [row[k] for row in rows], left=k < 2, spare=spare)
-            for k, (name, (spare, _)) in enumerate(COLUMNS.items())
-        ]
-        names = ("fragment", "round", "members and their shares", "bytes")
-        rounds = [Column(name, [row[k] for row in seen.rounds], left=k == 2) for k, name in enumerate(names)]
-        # As text, not as markup.
-        return Group(Text(seen.title), Text(seen.progress), Fitted(columns), Text(""), Fitted(rounds))
-
     def see(self) -> Sight:
         members = self._store.run(read_members(self._envelope, self._reject), nullcontext())
         rounds = [(f, *round) for f in range(len(self.run.snapshots)) for round in self._last(f, members)]
-        rejected = f"; {self._rejected} objects cannot be used" if self._rejected else ""
+        rejected = f"; {self._rejected} unusable objects" if self._rejected else ""
         title = f"run {self.run.id} in {self.url}, {len(self.run.snapshots)} fragments{rejected}"
-        share, progress = self._progress([max((r[1] for r in rounds if r[0] == f), default=0)
-                                          for f in range(len(self.run.snapshots))])  # fmt: skip
+        closed = [max((r[1] for r in rounds if r[0] == f), default=0) for f in range(len(self.run.snapshots))]
         listed = tuple(
             (str(f), str(index), ", ".join(f"{name} {share:.0%}" for name, share in shares.items()), units.size(nbytes))
             for f, index, shares, nbytes in rounds
         )
-        return Sight(_printable(title), share, progress, tuple(map(self._row, members)), listed)
+        rows = tuple(map(self._row, members))
+        living = [member for member, row in zip(members, rows, strict=True) if row.kind in ("training", "joining")]
+        return Sight(_printable(title), self._progress(closed), rows, listed, tuple(_phases(living)))
 
     def _row(self, member: Member) -> MemberRow:
         values = member.published
         kind, text = self._state(member)
         return MemberRow(kind, (
             member.name, text, f"{min(member.held, default=0)}–{max(member.held, default=0)}",
-            _shown(values, "step", "{:.0f}"), _shown(values, "loss", "{:.3f}"), _shown(values, "anchor_loss", "{:.3f}"),
+            _format(values, "step", "{:.0f}"), _format(values, "loss", "{:.3f}"),
+            _format(values, "anchor_loss", "{:.3f}"),
             units.amount(values.get("tokens_per_second", 0.0)), units.duration(member.step_seconds),
         ))  # fmt: skip
 
-    def _progress(self, closed: Sequence[int]) -> tuple[float, str]:
-        """How far the run is, by the last closed round of each fragment, and how long it will take, by the pace since
-        the first look."""
+    def _progress(self, closed: Sequence[int]) -> str:
+        """The run's progress, by the last closed round of each fragment, and the time left, by the pace since the
+        first look."""
         now, reached = self._clock(), min(closed, default=0)
         if not self._pace or sum(closed) != self._pace[-1][1]:
             self._pace = [*self._pace[:1], (now, sum(closed), reached)]
@@ -151,47 +135,81 @@ class Watch:
             text += f", the last one {units.ago(now - changed)}"
         if total and reached > first:
             text += f", {units.duration((total - reached) * (changed - began) / (reached - first))} left"
-        return min(reached / total, 1.0) if total else 0.0, text
+        return text
 
     def _last(self, fragment: int, members: Sequence[Member]) -> Iterator[tuple[int, dict[str, float], int]]:
-        """(index, share of each member, bytes of all its objects) of the last closed rounds, newest first. A member may
-        claim to hold a round that was never closed: then the next lower claim is tried."""
-        held = sorted({member.held[fragment] for member in members if fragment < len(member.held)}, reverse=True)
+        """(index, share of each member, bytes of all objects) of the last closed rounds, newest first. A member may
+        claim a round that was never closed: then try the next lower claim."""
+        claims = sorted({member.held[fragment] for member in members if fragment < len(member.held)}, reverse=True)
         few = max(1, ROUNDS // len(self.run.snapshots))
         rounds = RoundStore(fragment, layout_of(Float32(), 0), self._envelope, self._reject)
-        newest = next((i for i in held if self._record(rounds, i) is not None), 0)
+        newest = next((i for i in claims if self._record(rounds, i) is not None), 0)
         for index in range(newest, max(newest - few, 0), -1):
             record = self._record(rounds, index)
             if record is not None:
                 yield index, record.members, self._bytes(fragment, index)
 
     def _bytes(self, fragment: int, index: int) -> int:
-        folders = folder(fragment, index), folder(fragment, index, PIECES)
-        return sum(sum(self._store.perform(List(each)).values()) for each in folders)
+        prefixes = folder(fragment, index), folder(fragment, index, PIECES)
+        return sum(sum(self._store.perform(List(prefix)).values()) for prefix in prefixes)
 
     def _record(self, rounds: RoundStore, index: int) -> Record | None:
         return self._store.run(rounds.record(index, None), nullcontext())[0]
 
     def _state(self, member: Member) -> tuple[str, str]:
-        """In a word, and as text."""
+        """The kind of a member's row, and its text."""
         key = (member.name, member.incarnation)
-        if key not in self._seen or self._seen[key].counter != member.counter:
-            self._seen[key] = _Seen(member.counter, self._clock(), alive=key in self._seen)
-        quiet = self._clock() - self._seen[key].since
+        if key not in self._heartbeats or self._heartbeats[key].counter != member.counter:
+            self._heartbeats[key] = _Heartbeat(member.counter, self._clock(), alive=key in self._heartbeats)
+        quiet = self._clock() - self._heartbeats[key].since
         if member.left:
             return "left", "left"
         if quiet > QUIET:
             kind = "lost" if quiet > LOST else "quiet"
             return kind, f"{kind} for {units.duration(round(quiet))}"
-        kind = "unknown" if not self._seen[key].alive else "joining" if member.joining else "training"
+        kind = "unknown" if not self._heartbeats[key].alive else "joining" if member.joining else "training"
         return kind, kind
 
     def _reject(self, name: str, reason: Exception) -> None:
         self._rejected += 1
 
 
+def table(sight: Sight) -> RenderableType:
+    """For the terminal."""
+    rows = [member.cells for member in sight.members]
+    columns = [
+        Column(name, [row[k] for row in rows], left=k < 2, spare=spare)
+        for k, (name, spare) in enumerate(COLUMNS.items())
+    ]
+    names = ("fragment", "round", "members and their shares", "bytes")
+    rounds = [Column(name, [row[k] for row in sight.rounds], left=k == 2) for k, name in enumerate(names)]
+    phases = [Column(name, [row[k] for row in sight.phases], left=True) for k, name in enumerate(PHASES)]
+    # Text, so that rich does not interpret markup.
+    tables = Fitted(columns), Text(""), Fitted(rounds), Text(""), Fitted(phases)
+    return Group(Text(sight.title), Text(sight.progress), *tables)
+
+
+def _phases(members: Sequence[Member]) -> Iterator[tuple[str, str, str]]:
+    for phase in Phase:
+        fragments = {m.name: _ranges([f for f in range(len(m.phases)) if m.phase(f) is phase]) for m in members}
+        where = "; ".join(f"{name}: {numbers}" for name, numbers in fragments.items() if numbers)
+        if where:
+            yield phase.name.lower(), where, phase.value
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """0, 2–4, 7"""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}–{run[-1]}" for run in runs)
+
+
 def _rounds_planned(note: Mapping[str, Any]) -> int:
-    """Rounds of each fragment in all of the run; 0 if its settings do not say."""
+    """Rounds of each fragment in the whole run; 0 if unknown."""
     steps, sync_every = note.get("steps"), note.get("sync_every")
     if not isinstance(steps, int) or not isinstance(sync_every, int) or steps < 1 or sync_every < 1:
         return 0
@@ -202,5 +220,5 @@ def _printable(text: str) -> str:
     return "".join(c if c.isprintable() else "?" for c in text)
 
 
-def _shown(published: dict[str, float], key: str, form: str) -> str:
+def _format(published: dict[str, float], key: str, form: str) -> str:
     return form.format(published[key]) if key in published else "–"

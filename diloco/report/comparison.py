@@ -1,6 +1,6 @@
-"""Several runs side by side: what distinguishes them, and their gap to data-parallel.
+"""Compare several runs: what distinguishes them, and their gap to data-parallel training.
 
-A gap is taken between runs with the same seed: same initial weights, same batches. Its interval is over seeds.
+A gap is taken between runs with the same seed (same initial weights, same batches); its interval is over seeds.
 """
 
 import math
@@ -14,7 +14,7 @@ from diloco.runs.reader import RecordedRun
 
 @dataclass(frozen=True)
 class Gap:
-    """Loss over that of data-parallel, minus 1: mean over seeds, and half the width of its 95 % interval."""
+    """Loss relative to data-parallel, minus 1: mean over seeds and half-width of its 95 % interval."""
 
     mean: float
     half_width: float | None
@@ -23,15 +23,15 @@ class Gap:
 
 @dataclass(frozen=True)
 class Row:
-    """One setting: means over its seeds."""
+    """One setting, averaged over its seeds."""
 
     label: str
-    """What distinguishes it, if that is short; otherwise the name of its (first) run."""
+    """The settings that distinguish it, if that is short; otherwise the name of its first run."""
     runs: tuple[RecordedRun, ...]
     gap: Gap | None
     factor: float | None
     loss: float | None
-    """In nats per token, or in bits per byte if the runs have different tokenizers."""
+    """In nats per token, or in bits per byte if the runs use different tokenizers."""
     bytes_sent: float | None
     largest_burst: float | None
     seconds: float | None
@@ -40,38 +40,38 @@ class Row:
 
 _MEANS = ("bytes_sent", "largest_burst", "seconds", "seconds_exposed")
 SHORT = 32
-"""Characters of the longest label that says what distinguishes a setting."""
+"""Maximum length of a label made of settings."""
+STUDENT = (
+    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,
+    2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
+)  # fmt: skip
 
 
 def compare(runs: Sequence[RecordedRun]) -> list[Row]:
-    """One row per setting, data-parallel first, the others in the order given."""
+    """One row per setting, data-parallel first, the rest in their original order."""
     groups: dict[str, list[RecordedRun]] = {}
-    for run, setting in zip(runs, _distinctions(runs), strict=True):
-        groups.setdefault(setting, []).append(run)
+    for run in runs:
+        varied = _varied([other for other in runs if other.method == run.method])
+        groups.setdefault(_label(run, varied), []).append(run)
     long = max(map(len, groups)) > SHORT
     rows = [_row(_name(group) if long else setting, group, runs) for setting, group in groups.items()]
     return sorted(rows, key=lambda row: row.runs[0].method != "dp")
 
 
 def differences(rows: Sequence[Row]) -> dict[str, list[str]]:
-    """By setting that varies: its value in each row; – where the method does not read it."""
+    """For each setting that varies, its value in each row; – where the method does not read it."""
     runs = [row.runs[0] for row in rows]
     varied = ["method"] * (len({run.method for run in runs}) > 1) + _varied(runs)
     return {key: [_setting(run, key) if reads(run.method, key) else "–" for run in runs] for key in varied}
 
 
 def in_bits(runs: Sequence[RecordedRun]) -> bool:
-    """Whether nats per token cannot be compared, because the runs have different tokens."""
+    """Whether to compare bits per byte, because the runs use different tokenizers."""
     return len({_setting(run, "tokenizer") for run in runs}) > 1 and all(run.figures.bits_per_byte for run in runs)
 
 
-def _distinctions(runs: Sequence[RecordedRun]) -> list[str]:
-    """What distinguishes each run from the others, except the seed: its method, and what varies within the method."""
-    return [_label(run, _varied([other for other in runs if other.method == run.method])) for run in runs]
-
-
 def _name(group: Sequence[RecordedRun]) -> str:
-    """The name of a run, without its seed where there are several."""
+    """The name of the first run, without its seed if there are several."""
     name = group[0].name
     return name.removesuffix(f"-seed{group[0].seed}") if len(group) > 1 else name
 
@@ -81,7 +81,7 @@ def _quality(run: RecordedRun, bits: bool) -> float | None:
 
 
 def interval(values: Sequence[float]) -> tuple[float, float | None]:
-    """Mean, and half the width of its 95 % interval by Student's t; None for a single value.
+    """Mean and half-width of its 95 % interval by Student's t; None for a single value.
 
     >>> mean, half = interval([1.0, 2.0, 3.0])
     >>> round(mean, 3), round(half, 3)
@@ -93,28 +93,9 @@ def interval(values: Sequence[float]) -> tuple[float, float | None]:
 
 
 def student(freedom: int) -> float:
-    """The t such that 95 % of Student's distribution lie between -t and t.
-
-    The probability within ±t is a finite sum in θ = atan(t/√ν) if ν is an integer
-    (Abramowitz and Stegun, 26.7.3 and 26.7.4).
-
-    >>> [round(student(n), 3) for n in (1, 2, 5, 30)]
-    [12.706, 4.303, 2.571, 2.042]
-    """
-    low, high = 0.0, math.pi / 2
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if _within(middle, freedom) < 0.95 else (low, middle)
-    return math.tan(low) * math.sqrt(freedom)
-
-
-def _within(angle: float, freedom: int) -> float:
-    cosine, odd = math.cos(angle), freedom % 2
-    term, total = (cosine if odd else 1.0), 0.0
-    for k in range(odd, freedom - 1, 2):
-        total += term
-        term *= cosine**2 * (k + 1) / (k + 2)
-    return 2 / math.pi * (angle + math.sin(angle) * total) if odd else math.sin(angle) * total
+    """The t such that 95 % of Student's distribution is between -t and t. Above 30 degrees of freedom its expansion is
+    right to 3e-4."""
+    return STUDENT[freedom - 1] if freedom <= len(STUDENT) else 1.95996 + 2.37227 / freedom + 2.8225 / freedom**2
 
 
 def _row(label: str, group: Sequence[RecordedRun], runs: Sequence[RecordedRun]) -> Row:
@@ -129,7 +110,7 @@ def _row(label: str, group: Sequence[RecordedRun], runs: Sequence[RecordedRun]) 
 
 
 def _figure(run: RecordedRun, name: str) -> float | None:
-    """Data-parallel waits inside the backward pass, where nothing measures it."""
+    """Exposed seconds of data-parallel are inside the backward pass, where they are not measured."""
     return None if run.method == "dp" and name == "seconds_exposed" else getattr(run.figures, name)
 
 
@@ -140,11 +121,11 @@ def _gap(group: Sequence[RecordedRun], runs: Sequence[RecordedRun]) -> Gap | Non
     gaps: dict[int, float] = {}
     for run in group:
         paired = [other for other in data_parallel if other.seed == run.seed]
-        mine = _quality(run, bits)
-        if paired and mine is not None:
-            # If several have that seed (with different lr, say), take the one that shares most settings with this run.
-            like = max(paired, key=lambda other: sum(_setting(other, key) == _setting(run, key) for key in varied))
-            gaps[run.seed] = mine / (_quality(like, bits) or math.nan) - 1
+        loss = _quality(run, bits)
+        if paired and loss is not None:
+            # If several have that seed (with different lr, say), take the one that shares the most settings.
+            closest = max(paired, key=lambda other: sum(_setting(other, key) == _setting(run, key) for key in varied))
+            gaps[run.seed] = loss / (_quality(closest, bits) or math.nan) - 1
     if not gaps:
         return None
     mean, half_width = interval(list(gaps.values()))
@@ -152,12 +133,12 @@ def _gap(group: Sequence[RecordedRun], runs: Sequence[RecordedRun]) -> Gap | Non
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return fmean(known) if known else None
+    present = [value for value in values if value is not None]
+    return fmean(present) if present else None
 
 
 def _varied(runs: Sequence[RecordedRun]) -> list[str]:
-    """The settings that differ between runs which read them."""
+    """The settings that differ between the runs that read them."""
     keys = dict.fromkeys(key for run in runs for key in run.config if distinguishes(key))
     return [key for key in keys if len({_setting(run, key) for run in runs if reads(run.method, key)}) > 1]
 

@@ -1,107 +1,90 @@
-"""What the HTML report draws, ready for JSON: named columns, without nan, of a run that was thinned for the screen.
+"""The data that the HTML report draws, ready for JSON: named columns without nan, of a run thinned for the screen.
 
-Records keep the names of their fields (`runs/schema.py`) on the way into the page's scripts. A page that lives is sent
-the same for `since` and later: it forgets what it has from that step on, and takes this in its place.
+Steps and rounds keep the names of their fields (`Step`, `RoundStats`) on their way into the page's scripts.
 """
 
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any
 
-from diloco.report import units
+from diloco.core.stats import RoundStats
+from diloco.runs import units
 from diloco.runs.config import TUNED
-from diloco.runs.reader import RecordedRun, Replica
-from diloco.runs.replica import block
-from diloco.runs.schema import Event, Round, Step
+from diloco.runs.reader import RecordedRun, Replica, block
+from diloco.runs.schema import Event, Step
 
+ROUNDS = 6000
+"""Maximum rounds drawn per replica."""
 SLOWEST = 3
-BARS = 250
-"""Bars of a chart, at most: more of them are a solid block."""
 
 PER_STEP = {
     "lr": "Learning rate",
-    "grad_norm": "Norm of the gradient, before clipping",
-    "tokens_per_second": "Tokens a second, of each replica",
+    "grad_norm": "Gradient norm before clipping",
+    "tokens_per_second": "Tokens per second of each replica",
 }
-"""Fields of a step that have a chart of their own, with a curve for each replica, and the titles of these charts."""
+"""Fields of a step that get a chart with one curve per replica, and the titles of these charts."""
 
 MARKED = ("save", "resume", "stop", "autopilot")
-"""Events that the timeline shows."""
+"""Events marked on the timeline."""
 
 Curve = tuple[str, str, Callable[[int], float | None]]
-"""Label, kind (each has its own style on the page), and value at a step."""
+"""Label, kind (which selects a style on the page), and value at a step."""
 
 
-def charts(run: RecordedRun, since: int = 0) -> dict[str, Any]:
-    """The charts of one run over steps, by the id of the element that each is drawn in."""
-    new = _after(run, since)
-    per_step = {name: _per_replica(new, name, "number") for name in PER_STEP}
-    drawn = {"loss": _loss(new), **per_step, "bytes-total": _in_sum(new)}
-    complete = {"bytes-each": _per_period(run), "overlap": _overlap(run)}
-    return {**{name: chart | {"since": since} for name, chart in drawn.items()}, **complete}
-
-
-def timeline(run: RecordedRun, since: int = 0) -> dict[str, Any]:
-    """Steps and rounds of every replica in seconds, and the windows to look at first."""
+def charts(run: RecordedRun) -> dict[str, Any]:
+    """The charts of one run over steps, by the id of the element they are drawn in."""
     return {
-        "since": since,
-        "replicas": [_lanes(replica, run.width, since) for replica in run.replicas],
-        "fragments": 1 + max((round.fragment for round in run.rounds), default=-1),
-        "windows": _slowest(run, _period(run)),
-        "seconds": _number(run.figures.seconds),
-        "left_out": sum(replica.left_out for replica in run.replicas),
+        "loss": _loss(run),
+        **{name: _per_replica(run, name, "number") for name in PER_STEP},
+        "bytes": _total_bytes(run),
     }
 
 
-def compared(run: RecordedRun, setting: int, bits: bool = False, since: int = 0) -> dict[str, Any]:
-    """A run's loss for the comparison, over steps, tokens, seconds and bytes sent. `bits`: held-out, per byte."""
-    run = _after(run, since)
-    at = {step.step: step for step in (run.replicas[0].steps if run.replicas else ())}
+def timeline(run: RecordedRun) -> dict[str, Any]:
+    """Steps and rounds of every replica in seconds, and the windows to look at first."""
+    stride = max((_stride(replica) for replica in run.replicas), default=1)
+    lanes = [_lanes(replica, run.width, stride) for replica in run.replicas]
+    return {
+        "replicas": lanes,
+        "fragments": 1 + max((round.fragment for round in run.rounds), default=-1),
+        "windows": _slowest(run, _period(run)),
+        "seconds": _number(run.figures.seconds),
+        "left_out": sum(bool(round.index % stride) for round in run.rounds),
+    }
+
+
+def compared(run: RecordedRun, setting: int, bits: bool = False) -> dict[str, Any]:
+    """A run's loss for the comparison, over steps, tokens, seconds and bytes sent. `bits`: held-out loss per byte."""
+    first = {step.step: step for step in (run.replicas[0].steps if run.replicas else ())}
     curves = [{step.step: step.loss for step in replica.steps} for replica in run.replicas]
     training = []
-    for step in sorted(curves[0]) if curves else []:
-        values = [curve[step] for curve in curves if step in curve]
-        training.append(_point(at.get(step), step, sum(values) / len(values)))
-    held_out = [_point(at.get(e.step), e.step, e.bits_per_byte if bits else e.loss) for e in run.evaluations]
-    drawn = {"training": _columns(training), "held-out": _columns(held_out)}
-    return {"name": run.name, "setting": setting, "seed": run.seed, "since": since, **drawn}
+    for step in sorted(first):
+        losses = [curve[step] for curve in curves if step in curve]
+        training.append(_point(first[step], step, sum(losses) / len(losses)))
+    held_out = [_point(first.get(e.step), e.step, e.bits_per_byte if bits else e.loss) for e in run.evaluations]
+    return {
+        "name": run.name,
+        "setting": setting,
+        "seed": run.seed,
+        "training": _columns(training),
+        "held-out": _columns(held_out),
+    }
 
 
-def first_new(run: RecordedRun) -> int:
-    """The `since` of what will come after this: the first step of the last block that all replicas have begun."""
-    last = [replica.steps[-1].step for replica in run.replicas if replica.steps]
-    return block(min(last), run.width) - run.width + 1 if last else 0
-
-
-def _after(run: RecordedRun, since: int) -> RecordedRun:
-    """The run from this step on."""
-    if not since:
-        return run
-    return replace(run, replicas=tuple(
-        replace(
-            replica,
-            steps=_from(replica.steps, since), evaluations=_from(replica.evaluations, since),
-            rounds=_from(replica.rounds, since),
-        )
-        for replica in run.replicas
-    ))  # fmt: skip
-
-
-def _from(entries: Sequence[Any], since: int) -> Any:
-    """Those from this step on; they are in order, and few."""
-    first = len(entries)
-    while first and entries[first - 1].step >= since:
-        first -= 1
-    return entries[first:]
+def tuned(event: Event) -> str:
+    """The autopilot's choices and the link speed they are for."""
+    choices = [f"{name} {event.details[name]}" for name in TUNED if event.details.get(name)]
+    rate = event.details.get("rate")
+    return ", ".join(choices) + (f"; link speed {units.rate(rate)}" if isinstance(rate, (int, float)) else "")
 
 
 def _loss(run: RecordedRun) -> dict[str, Any]:
-    """Loss of every replica in training, of the anchors and of one replica on held-out text."""
-    one, anchors = ({e.step: getattr(e, name) for e in run.evaluations} for name in ("replica_loss", "loss"))
+    """Training loss of every replica, held-out loss of the anchors and of one replica."""
+    replica_loss, anchors = ({e.step: getattr(e, name) for e in run.evaluations} for name in ("replica_loss", "loss"))
     more: list[Curve] = [
-        ("one replica, held-out", "one replica", one.get),
+        ("one replica, held-out", "one replica", replica_loss.get),
         ("anchors, held-out", "anchors", anchors.get),
     ]
     if (unigram := run.figures.unigram_loss) is not None:
@@ -110,11 +93,11 @@ def _loss(run: RecordedRun) -> dict[str, Any]:
 
 
 def _per_replica(
-    run: RecordedRun, name: str, unit: str, what: str = "", steps: Sequence[int] = (), more: Sequence[Curve] = ()
+    run: RecordedRun, name: str, unit: str, kind: str = "", steps: Sequence[int] = (), more: Sequence[Curve] = ()
 ) -> dict[str, Any]:
-    """A field of the steps, with a curve for each replica; `more` curves have values at further `steps`."""
+    """A field of the steps, one curve per replica; `more` curves have values at further `steps`."""
     values = {
-        ", ".join(filter(None, (f"replica {r.number}", what))): {step.step: getattr(step, name) for step in r.steps}
+        ", ".join(filter(None, (f"replica {r.number}", kind))): {step.step: getattr(step, name) for step in r.steps}
         for r in run.replicas
     }
     axis = sorted({step for curve in values.values() for step in curve} | set(steps))
@@ -123,56 +106,18 @@ def _per_replica(
     return _chart(axis, unit, [*curves, *more], note)
 
 
-def _in_sum(run: RecordedRun) -> dict[str, Any]:
-    """Bytes that one replica has sent, beside those of data-parallel."""
-    total = _total(run)
+def _total_bytes(run: RecordedRun) -> dict[str, Any]:
+    """Bytes sent by one replica so far, compared with data-parallel training."""
+    total = _bytes_by_step(run)
     # A logarithmic axis cannot show zero.
     curves: list[Curve] = [("sent", "line", lambda step: total.get(step) or None)]
-    if by_step := _data_parallel(run):
-        curves.append(("data-parallel", "data-parallel", lambda step: by_step * step))
+    if per_step := _data_parallel(run):
+        curves.append(("data-parallel", "data-parallel", lambda step: per_step * step))
     return _chart(sorted(total), "bytes", curves)
 
 
-def _per_period(run: RecordedRun) -> dict[str, Any]:
-    """Bytes that one replica sent in each sync period, in which every fragment is sent once."""
-    total, period = _total(run), _period(run)
-    last = max(total, default=0)
-    several = max(1, -(-last // (period * BARS)), -(-4 * run.width // period) if run.width > 1 else 1)
-    bar, sent = several * period, {}
-    before = reached = 0.0
-    for step in sorted(total):
-        reached = total[step]
-        if block(step, bar) == step or step == last:
-            sent[step], before = reached - before, reached
-        elif block(step, bar) < step + run.width:  # the next block ends beyond the bar
-            sent[block(step, bar)], before = reached - before, reached
-    curves: list[Curve] = [("sent", "bars", lambda step: sent.get(step) or None)]
-    if by_step := _data_parallel(run):
-        curves.append(("data-parallel", "data-parallel", lambda step: by_step * bar))
-    name = f"{several} sync periods" if several > 1 else "sync period"
-    note = f"Each bar is one {name} of {bar} steps." if several == 1 else f"Each bar is {name}, {bar} steps."
-    end = " The last one has the sync of all fragments at the end." if run.state == "finished" and run.rounds else ""
-    return _chart(sorted(sent), "bytes", curves, note + end) | {"since": 0}
-
-
-def _overlap(run: RecordedRun) -> dict[str, Any]:
-    """The overlap of each replica's rounds, where it changes and at the end. Empty if it was always the same one."""
-    known = {r.number: [round for round in r.rounds if round.overlap is not None] for r in run.replicas}
-    if len({round.overlap for rounds in known.values() for round in rounds}) < 2:
-        return _chart([], "steps", []) | {"since": 0}
-    curves: list[Curve] = []
-    axis: set[int] = set()
-    for number, rounds in ((number, rounds) for number, rounds in known.items() if rounds):
-        before = (None, *(round.overlap for round in rounds[:-1]))
-        changes = [round for round, was in zip(rounds, before, strict=True) if round.overlap != was]
-        held = {round.step: round.overlap for round in (*changes, rounds[-1])}
-        curves.append((f"replica {number}", "held", held.get))
-        axis |= held.keys()
-    return _chart(sorted(axis), "steps", curves) | {"since": 0}
-
-
-def _total(run: RecordedRun) -> dict[int, float]:
-    """Bytes that the first replica with steps has sent until the end of each of them."""
+def _bytes_by_step(run: RecordedRun) -> dict[int, float]:
+    """Total bytes that the first replica with steps had sent by the end of each step."""
     replica = next((r for r in run.replicas if r.steps), None)
     total: dict[int, float] = {step.step: step.bytes_sent for step in replica.steps} if replica else {}
     if total and run.figures.bytes_sent:
@@ -182,7 +127,7 @@ def _total(run: RecordedRun) -> dict[int, float]:
 
 
 def _data_parallel(run: RecordedRun) -> float:
-    """Bytes of data-parallel in a step; 0 if they are not known."""
+    """Bytes per step of data-parallel training; 0 if unknown."""
     return (run.figures.bytes_data_parallel or 0) / max(run.figures.steps, 1)
 
 
@@ -205,64 +150,70 @@ def _point(step: Step | None, number: int, loss: float) -> dict[str, Any]:
 
 
 def _slowest(run: RecordedRun, period: int) -> list[dict[str, Any]]:
-    """The sync periods in which training waited longest; if it never waited, those with the most time in flight."""
-    costs: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    """The sync periods with the most exposed seconds; if none has any, those with the most seconds in flight."""
+    groups: dict[int, list[RoundStats]] = defaultdict(list)
     for round in run.rounds:
-        cost = costs[_first_step(round) // period]
-        cost[0] += round.exposed_seconds
-        cost[1] += round.flight_seconds
-    order = sorted(costs, key=lambda number: costs[number], reverse=True)[:SLOWEST]
-    groups: dict[int, list[Round]] = {number: [] for number in order}
-    for round in run.rounds:
-        if (number := _first_step(round) // period) in groups:
-            groups[number].append(round)
-    return [_window(groups[number], costs[number][0]) for number in order]
+        groups[_first_step(round) // period].append(round)
+
+    def cost(rounds: Sequence[RoundStats]) -> tuple[float, float]:
+        return sum(round.seconds_exposed for round in rounds), sum(round.seconds for round in rounds)
+
+    return [_window(rounds, cost(rounds)[0]) for rounds in sorted(groups.values(), key=cost, reverse=True)[:SLOWEST]]
 
 
-def _window(rounds: Sequence[Round], exposed: float) -> dict[str, Any]:
-    start = min(round.sent_seconds for round in rounds)
-    end = max(max(round.seconds, round.sent_seconds + round.flight_seconds) for round in rounds)
+def _window(rounds: Sequence[RoundStats], exposed: float) -> dict[str, Any]:
+    start, end = min(round.sent_at for round in rounds), max(map(_arrived_at, rounds))
     margin = 0.04 * (end - start)
     return {
         "start": _number(start - margin),
         "end": _number(end + margin),
         "first_step": min(map(_first_step, rounds)),
-        "last_step": max(round.step for round in rounds),
-        "exposed_seconds": _number(exposed),
+        "last_step": max(round.applied_step for round in rounds),
+        "seconds_exposed": _number(exposed),
     }
 
 
-def _first_step(round: Round) -> int:
-    """The step after which it was sent; if this replica did not send, the step after which it was applied."""
-    return round.step if round.sent_step is None else round.sent_step
+def _first_step(round: RoundStats) -> int:
+    """The step after which the round was sent or, if this replica did not send, applied."""
+    return round.applied_step if round.sent_step is None else round.sent_step
 
 
-def _lanes(replica: Replica, width: int, since: int) -> dict[str, Any]:
-    events = [event for event in _from(replica.events, since) if event.event in MARKED]
-    rounds = _from(replica.rounds, since)
+def _arrived_at(round: RoundStats) -> float:
+    return round.sent_at + round.seconds
+
+
+def _stride(replica: Replica) -> int:
+    """Draw every n-th round of each fragment, so that at most `ROUNDS` are drawn."""
+    stride = 1
+    while sum(not round.index % stride for round in replica.rounds) > ROUNDS:
+        stride *= 2
+    return stride
+
+
+def _lanes(replica: Replica, width: int, stride: int) -> dict[str, Any]:
+    rounds = [round for round in replica.rounds if not round.index % stride]
+    columns = {name: [_short(getattr(round, name)) for round in rounds] for name in _ROUND}
+    # A result is applied at the end of a step; after the last step, as soon as it arrives.
+    step_ends = {step.step: step.seconds for step in replica.steps} if width == 1 else {}
+    applied = [max(_arrived_at(round), step_ends.get(round.applied_step, 0.0)) for round in rounds]
     return {
         "number": replica.number,
-        "steps": _columns(_blocks(replica.steps, width, since)),
-        "rounds": {name: [_short(getattr(round, name)) for round in rounds] for name in _ROUND} if rounds else {},
-        "events": [{"event": e.event, "seconds": _number(e.seconds), "step": e.step, "settings": tuned(e)}
-                   for e in events],
-    }  # fmt: skip
+        "steps": _columns(_blocks(replica.steps, width)),
+        "rounds": columns | {"applied_at": list(map(_short, applied))} if rounds else {},
+        "events": [
+            {"event": e.event, "seconds": _number(e.seconds), "step": e.step, "settings": tuned(e)}
+            for e in replica.events
+            if e.event in MARKED
+        ],
+    }
 
 
-def tuned(event: Event) -> str:
-    """What the autopilot has chosen, and for which link."""
-    chosen = [f"{name} {event.details[name]}" for name in TUNED if event.details.get(name)]
-    rate = event.details.get("rate")
-    return ", ".join(chosen) + (f"; the link gives {units.rate(rate)}" if isinstance(rate, (int, float)) else "")
-
-
-def _blocks(steps: Sequence[Step], width: int, since: int) -> list[dict[str, Any]]:
+def _blocks(steps: Sequence[Step], width: int) -> list[dict[str, Any]]:
     """Steps as they are drawn: `count` of them in a block that ends with `step`."""
     blocks: list[dict[str, Any]] = []
-    first = len(steps) - len(_from(steps, since))
-    waited = steps[first - 1].seconds_exposed if first else 0.0
-    for step in steps[first:]:
-        exposed, waited = max(0.0, step.seconds_exposed - waited), step.seconds_exposed
+    total = 0.0
+    for step in steps:
+        exposed, total = max(0.0, step.seconds_exposed - total), step.seconds_exposed
         count = step.step - (block(step.step, width) - width)
         start = step.seconds - step.step_seconds
         blocks.append({"start": start, "end": step.seconds, "exposed": exposed, "step": step.step, "count": count})
@@ -270,7 +221,7 @@ def _blocks(steps: Sequence[Step], width: int, since: int) -> list[dict[str, Any
 
 
 def _columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Rows with the same keys, as one list for each key: a third of the size."""
+    """Turn rows with the same keys into one list per key: a third of the size."""
     return {key: [_short(row[key]) for row in rows] for key in (rows or [{}])[0]}
 
 
@@ -279,8 +230,8 @@ def _short(value: Any) -> Any:
 
 
 def _number(value: float | None) -> float | None:
-    """Seven digits, which halve the file. None for inf and nan."""
+    """Round to seven digits, which halves the file. None for inf and nan."""
     return None if value is None or not math.isfinite(value) else float(f"{value:.7g}")
 
 
-_ROUND = tuple(field.name for field in fields(Round))
+_ROUND = tuple(field.name for field in fields(RoundStats))

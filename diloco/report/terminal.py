@@ -1,25 +1,74 @@
-"""A run, or several, as tables in the terminal. Every number comes from the run directory."""
+"""Tables for the terminal: one run, a comparison of several, or a list of all."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 from rich import box
-from rich.console import Group, RenderableType
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from diloco.report import units
 from diloco.report.comparison import Gap, compare, differences, in_bits
-from diloco.report.fitted import Column, Fitted
-from diloco.runs.reader import RecordedRun
+from diloco.runs import units
+from diloco.runs.reader import RecordedRun, Status
 
-LESS = "less: how many times fewer bytes than data-parallel in bf16 would send (dp itself sends fp32)"
-BITS = "bits/byte: the runs have different tokenizers, so nats per token cannot be compared"
+GAP = 2
+"""Spaces between two columns."""
+LESS = "less: how many times fewer bytes than bf16 data-parallel training would send (dp itself sends fp32)"
+BITS = "bits/byte: the runs use different tokenizers, so nats per token cannot be compared"
+
+
+@dataclass(frozen=True)
+class Column:
+    name: str
+    cells: Sequence[str]
+    left: bool = False
+    """Align text left, numbers right."""
+    spare: int = 0
+    """In a narrow terminal, the column with the largest value is dropped first; 0 always stays."""
+    style: str = ""
+
+    @property
+    def width(self) -> int:
+        return max(map(cell_len, (self.name, *self.cells)))
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """A table that drops whole columns to fit the terminal and never truncates a number."""
+
+    columns: Sequence[Column]
+
+    def kept(self, width: int) -> list[Column]:
+        kept = list(self.columns)
+        while sum(column.width + GAP for column in kept) - GAP > width:
+            spare = max(kept, key=lambda column: column.spare)
+            if not spare.spare:
+                break
+            kept.remove(spare)
+        return kept
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, GAP - 1, 0, 0))
+        kept = self.kept(options.max_width)
+        for column in kept:  # text that still does not fit wraps
+            table.add_column(
+                column.name,
+                justify="left" if column.left else "right",
+                no_wrap=not column.left,
+                overflow="fold",
+                style=column.style,
+            )
+        for cells in zip(*(column.cells for column in kept), strict=True):
+            table.add_row(*map(Text, cells))
+        yield table
 
 
 class Figure(NamedTuple):
-    """A line of the table of one run."""
+    """A line in the table of one run."""
 
     name: str
     value: str
@@ -27,7 +76,7 @@ class Figure(NamedTuple):
 
 
 def table(run: RecordedRun, report: Path | None = None) -> RenderableType:
-    """The figures of one run, a line each, and the path of its report."""
+    """The figures of one run, one per line, and the path of its report."""
     lines = Table(box=box.SIMPLE_HEAD, show_header=False, pad_edge=False)
     lines.add_column(no_wrap=True)
     lines.add_column(justify="right", style="bold", no_wrap=True)
@@ -41,27 +90,27 @@ def table(run: RecordedRun, report: Path | None = None) -> RenderableType:
 
 
 def rows(run: RecordedRun) -> list[Figure]:
-    """What `table` shows, as text."""
-    f = run.figures
+    """The lines of `table`, as text."""
+    f, lowest = run.figures, "of the lowest replica" if len(run.replicas) > 1 else "of the time"
     figures = [
+        _traffic(run),
+        Figure("utilization", units.percent(run.utilization), lowest),
         Figure("loss of the anchors", units.loss(f.loss), _bits(run)),
         Figure("loss of one replica", units.loss(f.replica_loss), _than_anchors(f.replica_loss, f.loss)),
         Figure("loss of the unigram model", units.loss(f.unigram_loss), _than_anchors(f.unigram_loss, f.loss)),
-        Figure("sent per replica", units.size(f.bytes_sent), data_parallel(run)),
         Figure("largest burst", units.size(f.largest_burst), "sent at once, in one round" if f.largest_burst else ""),
         Figure("communication hidden", units.duration(f.seconds_hidden), "while training continued"),
-        Figure("communication exposed", units.duration(f.seconds_exposed), _waited(run)),
-        Figure("utilization", units.percent(run.utilization), _lowest(run)),
+        Figure("communication exposed", units.duration(f.seconds_exposed), _exposed(run)),
         Figure("time", units.duration(f.seconds), f"{f.steps} steps, {units.amount(f.tokens)} tokens"),
     ]
-    if run.carried[0]:
-        much = "{} of {}".format(*run.carried)
-        figures.insert(-1, Figure("rounds carried", much, "without this delta; a later one has its work"))
+    if carried := sum(not round.counted for round in run.rounds):
+        note = "without this delta; a later one has its work"
+        figures.insert(-1, Figure("rounds carried", f"{carried} of {len(run.rounds)}", note))
     return figures
 
 
 def comparison(runs: Sequence[RecordedRun]) -> RenderableType:
-    """One line per setting: loss, gap to data-parallel, bytes, seconds; below it the settings that differ."""
+    """One line per setting: loss, gap to data-parallel, bytes, seconds; then the settings that differ."""
     rows = compare(runs)
     bits = in_bits(runs)
     columns = [
@@ -85,6 +134,19 @@ def comparison(runs: Sequence[RecordedRun]) -> RenderableType:
     return Group(*parts)
 
 
+def listing(runs: Sequence[Status]) -> RenderableType:
+    """One line per run: state, progress, loss."""
+    return Fitted([
+        Column("run", [str(run.folder) for run in runs], left=True),
+        Column("state", [run.state for run in runs], left=True),
+        Column("method", [run.method for run in runs], left=True, spare=2),
+        Column("model", [run.model for run in runs], left=True, spare=3),
+        Column("progress", [run.progress for run in runs]),
+        Column("loss", [units.loss(run.loss) for run in runs]),
+        Column("last write", [units.ago(run.age) for run in runs], spare=1),
+    ])  # fmt: skip
+
+
 def gap(value: Gap | None) -> str:
     """Mean and half-width of the 95 % interval, in percent.
 
@@ -98,8 +160,8 @@ def gap(value: Gap | None) -> str:
 
 
 def about(run: RecordedRun, *, running: bool = False) -> str:
-    """Method, replicas, parameters, and how far it came if it did not finish, unless it is known to go on."""
-    parts = [run.method, _taking_part(run)]
+    """Method, replicas, parameters, and the last step if the run neither finished nor is `running`."""
+    parts = [run.method, _participants(run)]
     if run.figures.parameters:
         parts.append(f"{units.amount(run.figures.parameters)} parameters")
     if run.state != "finished" and not running:
@@ -108,19 +170,18 @@ def about(run: RecordedRun, *, running: bool = False) -> str:
     return ", ".join(parts)
 
 
-def _taking_part(run: RecordedRun) -> str:
+def _participants(run: RecordedRun) -> str:
     if not run.config.get("bucket"):
         return f"{len(run.replicas)} replica" + "s" * (len(run.replicas) != 1)
     members = max((round.members for round in run.rounds), default=0)
     return f"one member of up to {members} in a bucket" if members > 1 else "one member of a bucket"
 
 
-def data_parallel(run: RecordedRun) -> str:
-    """The bytes of data-parallel in as many steps, and how many times fewer were sent."""
-    if run.figures.bytes_data_parallel is None:
-        return ""
-    text = f"data-parallel: {units.size(run.figures.bytes_data_parallel)}"
-    return text if run.factor is None or run.method == "dp" else f"{text}, {units.factor(run.factor)} as much"
+def _traffic(run: RecordedRun) -> Figure:
+    sent, data_parallel = units.size(run.figures.bytes_sent), units.size(run.figures.bytes_data_parallel)
+    if run.factor is None or run.method == "dp":
+        return Figure("sent per replica", sent, f"data-parallel: {data_parallel}" if run.factor else "")
+    return Figure("less traffic", units.factor(run.factor), f"{sent} sent; data-parallel: {data_parallel}")
 
 
 def _bits(run: RecordedRun) -> str:
@@ -133,23 +194,14 @@ def _bits(run: RecordedRun) -> str:
 
 
 def _than_anchors(value: float | None, anchors: float | None) -> str:
-    return (
-        f"{units.percent(value / anchors - 1, signed=True)} relative to the anchors"
-        if value is not None and anchors
-        else ""
-    )
+    if value is None or not anchors:
+        return ""
+    return f"{units.percent(value / anchors - 1, signed=True)} relative to the anchors"
 
 
-def _waited(run: RecordedRun) -> str:
-    """Names the replica that waited longest, if it waited much longer than the first, which the figure is of."""
-    if run.waited_most and run.waited_most[1] > 1.2 * (run.figures.seconds_exposed or 0.0) + 0.1:
-        replica, seconds = run.waited_most
-        return f"lost to training; replica {replica.number}: {units.duration(seconds)}"
-    return "lost to training"
-
-
-def _lowest(run: RecordedRun) -> str:
-    """Utilization is training / (training + exposed); beside it the planner's for the same steps and rounds."""
-    planned = run.summary.predicted_utilization if run.summary else None
-    lowest = "of the lowest replica" if len(run.replicas) > 1 else "of the time"
-    return lowest + (f"; planned {units.percent(planned, digits=1)}" if planned is not None else "")
+def _exposed(run: RecordedRun) -> str:
+    """Explain the figure, which is the first replica's; name another replica if it lost much more."""
+    worst = run.most_exposed
+    if worst and worst.seconds_exposed > 1.2 * (run.figures.seconds_exposed or 0.0) + 0.1:
+        return f"in replica {run.replicas[0].number}; replica {worst.number}: {units.duration(worst.seconds_exposed)}"
+    return "waiting, taking deltas, applying"

@@ -10,6 +10,8 @@ from pathlib import Path
 
 from diloco.errors import ConfigError
 
+RUNS = Path("runs")
+"""The default folder of all runs."""
 PAUSES = (0.01, 0.05, 0.1, 0.0)
 """Seconds between tries to lock: `in_use` holds a lock for a moment to see whether it can."""
 
@@ -58,8 +60,8 @@ def store(folder: Path, settings: str, rank: int) -> None:
 
 
 def checkpoints(folder: Path) -> dict[int, Path]:
-    """The complete checkpoints of a replica by step. While one is saved again, .new has the newer one."""
-    names = {path: re.fullmatch(r"step-([0-9]{8,15})(\.new)?", path.name) for path in sorted(folder.glob("step-*"))}
+    """The complete checkpoints of a replica by step."""
+    names = {path: re.fullmatch(r"step-([0-9]{8,15})", path.name) for path in folder.glob("step-*")}
     return {int(name[1]): path for path, name in names.items() if name and (path / ".metadata").exists()}
 
 

@@ -1,8 +1,7 @@
-"""Checkpoints of one replica: complete or absent, the last few kept, found again by step.
+"""Checkpoints of one replica: complete or absent, found by step, the newest two kept.
 
-Each replica has its own folder, on its own machine or not. A checkpoint is written under another name by
-torch.distributed.checkpoint and renamed when it is complete: a kill at any moment leaves only complete ones. One that
-exists is deleted only after its successor has a name that `diloco.runs.folder.checkpoints` finds.
+Each replica has its own folder, possibly on its own machine. torch.distributed.checkpoint writes a checkpoint under a
+temporary name, and it is renamed once complete: a kill at any moment leaves only complete ones.
 """
 
 import errno
@@ -20,17 +19,21 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from diloco.errors import ConfigError
-from diloco.reduce.groups import gather_json
+from diloco.exchange.transport import gather_json
 from diloco.runs import folder as folders
 
 log = logging.getLogger("diloco")
 
 
+KEEP = 2
+"""A crash while saving may leave the newest checkpoint on some replicas only, so each keeps the one before it."""
+
+
 class Checkpoints:
     """Checkpoints of a replica. `group`: its ranks, if there are several; `leader`: this rank renames and deletes."""
 
-    def __init__(self, folder: Path, keep: int, group: dist.ProcessGroup | None = None, leader: bool = True) -> None:
-        self._folder, self._keep, self._group, self._leader = folder, keep, group, leader
+    def __init__(self, folder: Path, group: dist.ProcessGroup | None = None, leader: bool = True) -> None:
+        self._folder, self._group, self._leader = folder, group, leader
         self._store: dist.Store = dist.distributed_c10d._get_default_store()
         self._publish(0)
 
@@ -39,7 +42,7 @@ class Checkpoints:
         return sorted(folders.checkpoints(self._folder))
 
     def newest_common(self) -> int | None:
-        """The newest step of which all replicas have a complete checkpoint."""
+        """The newest step for which all replicas have a complete checkpoint."""
         complete = folders.checkpoints(self._folder)
         for path in sorted({*self._folder.glob("step-*")} - {*complete.values()}) if self._leader else ():
             log.warning("ignored %s: not a complete checkpoint", path)
@@ -49,9 +52,6 @@ class Checkpoints:
         final, temporary = self._folder / f"step-{step:08d}", self._folder / f"writing-{step:08d}"
         try:
             if self._leader:
-                for path in folders.checkpoints(self._folder).values():
-                    if path.suffix == ".new":  # of a process that was killed
-                        _replace(path.with_suffix(""), path)
                 shutil.rmtree(temporary, ignore_errors=True)
                 temporary.mkdir(parents=True)
             self._barrier()
@@ -59,12 +59,8 @@ class Checkpoints:
                 dcp.save(state, checkpoint_id=temporary, process_group=self._group, no_dist=self._group is None)
             if self._leader:
                 _sync(temporary)
-                if final.exists():
-                    newer = temporary.rename(final.with_suffix(".new"))
-                    _sync(self._folder)
-                    _replace(final, newer)
-                else:
-                    temporary.rename(final)
+                _delete(final)  # of a run that resumed from an earlier step, which is still there
+                temporary.rename(final)
                 _sync(self._folder)
         except (OSError, CheckpointException, RuntimeError) as error:
             if self._leader:
@@ -84,8 +80,8 @@ class Checkpoints:
         except (CheckpointException, RuntimeError, ValueError) as error:
             reason = str(error).strip().splitlines()[-1][:200]
             raise ConfigError(
-                f"{path} does not fit this run ({reason}): it has another model, method or number of "
-                "shards; resume with the settings in the run's config.toml, or start under another --name"
+                f"{path} does not fit this run ({reason}): its model, method or number of shards is different; "
+                "resume with the settings in the run's config.toml, or start under another --name"
             ) from error
 
     def _barrier(self) -> None:
@@ -96,20 +92,15 @@ class Checkpoints:
         self._store.set(f"saved/{dist.get_rank()}", str(step))
 
     def _prune(self) -> None:
-        """Delete all but the last few, but none that is newer than what every replica is known to have."""
+        """Delete old checkpoints, but none as new as the newest that every replica has saved."""
         common = min(int(self._store.get(f"saved/{rank}")) for rank in range(dist.get_world_size()))
-        for step, path in sorted(folders.checkpoints(self._folder).items())[: -self._keep]:
+        for step, path in sorted(folders.checkpoints(self._folder).items())[:-KEEP]:
             if step < common:
                 _delete(path)
 
 
-def _replace(path: Path, newer: Path) -> None:
-    _delete(path)
-    newer.rename(path)
-
-
 def _delete(path: Path) -> None:
-    (path / ".metadata").unlink(missing_ok=True)  # first: without it, what is left does not look complete
+    (path / ".metadata").unlink(missing_ok=True)  # first, so that a half-deleted checkpoint does not look complete
     shutil.rmtree(path, ignore_errors=True)
 
 
@@ -124,18 +115,17 @@ def _sync(folder: Path) -> None:
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """Silence torch, which warns each time that a replica saves alone: that is intended."""
+    """Silence torch, which warns whenever a replica saves alone: that is intended."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield
 
 
 def _explain(error: BaseException, folder: Path, steps: list[int]) -> Exception:
-    """Checkpoint errors come as a table of all ranks; the system's reason is somewhere inside."""
-    numbers = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
-    full = isinstance(error, OSError) and error.errno in numbers
+    """Recognize a full disk. torch reports errors as a table of all ranks, with the system's reason inside."""
+    full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
     texts = ("No space left", "File too large", "Disk quota", "PytorchStreamWriter", "unexpected pos")
     if full or any(text in f"{error!r} {error}" for text in texts):
-        kept = f"the checkpoint of step {steps[-1]} is complete" if steps else "there is no earlier checkpoint"
-        return ConfigError(f"no space left to save in {folder}: {kept}; make room and start again with --resume")
+        newest = f"the checkpoint of step {steps[-1]} is complete" if steps else "there is no earlier checkpoint"
+        return ConfigError(f"no space left to save in {folder}: {newest}; free some space and use --resume")
     return error if isinstance(error, Exception) else RuntimeError(str(error))

@@ -1,40 +1,43 @@
-"""The model that is trained, and its loss: a decoder with the names of Qwen3ForCausalLM, or a Hugging Face causal LM.
+"""The model, its loss, samples and export: a decoder with the names of Qwen3ForCausalLM, or a Hugging Face causal LM.
 
 RMSNorm before every block and at the end, QK-norm per head, rotary positions, a gated MLP, no biases; z-loss as in the
 paper (section 5). The names make the export a plain save.
 """
 
+import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from inspect import signature
 from itertools import islice
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from diloco.errors import ConfigError, install_command
-from diloco.presets import Shape, shape_named
+from diloco.runs.presets import Shape, shape_named
 from diloco.train.data.tokenizer import Tokenizer
 
 EPSILON = 1e-6
 ROPE_THETA = 10_000.0
 Z_LOSS = 1e-4
 IGNORE = -100
-"""Targets of this value do not count."""
+"""Targets with this value are ignored."""
 Cache = list[list[Tensor]]
-"""Keys and values of each layer, of (batch, heads, tokens, head width); empty before the first token."""
+"""Keys and values of each layer, shaped (batch, heads, tokens, head width); empty before the first token."""
 Windows = Sequence[tuple[Tensor, Tensor]]
 """Batches of inputs and targets."""
 
 
 class Loss(NamedTuple):
     loss: Tensor
-    """Cross-entropy plus z-loss: what backward() is called on."""
+    """Cross-entropy plus z-loss, for backward()."""
     cross_entropy: Tensor
-    """Nats per token, detached: what is logged."""
+    """Nats per token, detached, for the log."""
 
 
 def build(spec: str, vocabulary: int, context: int, seed: int) -> nn.Module:
@@ -42,16 +45,16 @@ def build(spec: str, vocabulary: int, context: int, seed: int) -> nn.Module:
 
     Args:
         spec: a preset, or hf:PATH_OR_ID, which comes with its weights.
-        vocabulary: size of the tokenizer's; replaces that of a preset.
+        vocabulary: that of the tokenizer; overrides a preset's.
         context: tokens in a sequence.
-        seed: for the weights of a preset.
+        seed: for the initial weights of a preset.
     """
     if spec.startswith("hf:"):
         with torch.random.fork_rng(devices=()):  # for weights that the checkpoint lacks, such as a new head
             torch.manual_seed(seed)
             return Pretrained(pretrained(spec.removeprefix("hf:"), vocabulary, context).train())
     shape = shape_named(spec)
-    with torch.device("meta"):  # skips the default initialisation, which draws global random numbers
+    with torch.device("meta"):  # skips the default initialization, which draws global random numbers
         model = Decoder(replace(shape, vocabulary=vocabulary), context)
     model.to_empty(device="cpu")
     model.initialize(torch.Generator().manual_seed(seed))
@@ -59,7 +62,7 @@ def build(spec: str, vocabulary: int, context: int, seed: int) -> nn.Module:
 
 
 def loss_of(logits: Tensor, targets: Tensor) -> Loss:
-    """Mean of −log p(target) and Z_LOSS · mean of (log Z)², both over the targets that count.
+    """Mean of −log p(target) and Z_LOSS · mean of (log Z)², both over the targets that are not ignored.
 
     One logsumexp serves both terms: a fifth faster than `cross_entropy` and a logsumexp, and one large tensor less.
     """
@@ -75,7 +78,7 @@ def loss_of(logits: Tensor, targets: Tensor) -> Loss:
 
 @torch.no_grad()
 def held_out_loss(model: nn.Module, windows: Windows, device: torch.device) -> float:
-    """Mean cross-entropy in nats a token. Every window holds the same number of tokens."""
+    """Mean cross-entropy in nats per token. All windows hold the same number of tokens."""
     training = model.training
     model.eval()
     total = sum(model(x.to(device), y.to(device)).cross_entropy.double() for x, y in windows)
@@ -98,19 +101,19 @@ def sample(model: nn.Module, tokenizer: Tokenizer, prompt: str, count: int, cont
 def continuation(
     model: Any, ids: Sequence[int], context: int, device: torch.device, temperature: float = 0.8, seed: int = 0
 ) -> Iterator[int]:
-    """One token after another, without end. Temperature 0 takes the likeliest.
+    """Generate tokens without end. Temperature 0 takes the likeliest.
 
-    Keys and values are kept until the context is full. Then the window moves, and with it all of them.
+    Keys and values are cached until the context is full. Then the window slides, which changes all of them.
     """
     generator = torch.Generator().manual_seed(seed)
     new = window = list(ids)[-context:]
     cache = model.new_cache()
     while True:
         logits = model(torch.tensor([new], device=device), cache=cache)[0, -1].float().cpu()
-        shares = (logits / temperature).softmax(0) if temperature else None
-        chosen = logits.argmax() if shares is None else torch.multinomial(shares, 1, generator=generator)
-        yield int(chosen)
-        window = [*window, int(chosen)]
+        probabilities = (logits / temperature).softmax(0) if temperature else None
+        token = logits.argmax() if probabilities is None else torch.multinomial(probabilities, 1, generator=generator)
+        yield int(token)
+        window = [*window, int(token)]
         cache = cache if len(window) <= context else None
         window = window[-context:]
         new = window if cache is None else window[-1:]
@@ -122,7 +125,7 @@ class Decoder(nn.Module):
     def __init__(self, shape: Shape, context: int, theta: float = ROPE_THETA) -> None:
         super().__init__()
         if shape.width != shape.heads * shape.head_width or shape.head_width % 2:
-            raise ConfigError(f"width {shape.width} with {shape.heads} heads: give heads of equal and even width")
+            raise ConfigError(f"width {shape.width} with {shape.heads} heads: use heads of equal and even width")
         self.shape, self.context, self.theta = shape, context, theta
         self.model = _Body(shape)
         self.lm_head = None if shape.tied else nn.Linear(shape.width, shape.vocabulary, bias=False)
@@ -142,7 +145,7 @@ class Decoder(nn.Module):
         return [[] for _ in range(self.shape.layers)]
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None, cache: Cache | None = None) -> Tensor | Loss:
-        """With a `cache`, `tokens` follow those that it has seen; all of the first call, then one at a time."""
+        """With a `cache`, `tokens` continue those it holds: the whole prompt first, then one token per call."""
         start = cache[0][0].shape[2] if cache and cache[0] else 0
         rotary = _rotary(start, start + tokens.shape[1], self.shape.head_width, self.theta, tokens.device)
         hidden = self.model(tokens, *rotary, cache or [None] * self.shape.layers)
@@ -159,11 +162,11 @@ class Pretrained(nn.Module):
         self.network = network
 
     def new_cache(self) -> Any:
-        """None if the model keeps its past in another form than keys and values."""
+        """None if the model stores its past in a form other than keys and values."""
         from transformers import DynamicCache
 
-        known = "past_key_values" in signature(self.network.forward).parameters
-        return DynamicCache(config=self.network.config) if known else None
+        supported = "past_key_values" in signature(self.network.forward).parameters
+        return DynamicCache(config=self.network.config) if supported else None
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None, cache: Any = None) -> Tensor | Loss:
         past = {"use_cache": False} if cache is None else {"use_cache": True, "past_key_values": cache}
@@ -217,7 +220,7 @@ class _Attention(nn.Module):
         k = self.k_norm(self.k_proj(x).view(heads).type_as(self.k_norm.weight))
         q, k = _rotate(q, cos, sin).type_as(v), _rotate(k, cos, sin).type_as(v)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        causal = not past  # the one token that follows a past may see all of it
+        causal = not past  # a single token that follows a past attends to all of it
         if past:
             k, v = torch.cat((past[0], k), 2), torch.cat((past[1], v), 2)
         if past is not None:
@@ -238,9 +241,9 @@ class _MLP(nn.Module):
 
 
 def _rotary(start: int, end: int, head_width: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Tables of (end − start, 1, head_width), the sine with the sign of each half.
+    """Tables of shape (end − start, 1, head_width), the sine with the sign of each half.
 
-    Computed for every batch: it takes 0.1 % of a step, and a buffer would have to grow, be cast and be averaged.
+    Computed for every batch: that takes 0.1 % of a step, and a buffer would have to grow, be cast and be averaged.
     """
     frequencies = theta ** -(torch.arange(0, head_width, 2, device=device, dtype=torch.float32) / head_width)
     angles = torch.arange(start, end, device=device, dtype=torch.float32)[:, None, None] * frequencies
@@ -254,13 +257,13 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def pretrained(source: str, vocabulary: int, context: int, *, weights: bool = True) -> Any:
-    """A Hugging Face causal LM that fits the tokenizer and the context. Without `weights`, on the meta device."""
+    """Load a Hugging Face causal LM that fits the tokenizer and the context. Without `weights`: on the meta device."""
     try:
         from transformers import AutoConfig, AutoModelForCausalLM
         from transformers.utils.logging import disable_progress_bar
     except ImportError as error:
         raise ConfigError(f"model='hf:{source}' needs transformers: {install_command('hf')}") from error
-    disable_progress_bar()  # the commands say themselves what they do
+    disable_progress_bar()  # the commands report progress themselves
     try:
         if weights:
             network: Any = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
@@ -269,14 +272,66 @@ def pretrained(source: str, vocabulary: int, context: int, *, weights: bool = Tr
                 network = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source))
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise ConfigError(f"model='hf:{source}': {reason}; give the folder or the hub's name of a causal LM") from error
+        raise ConfigError(f"model='hf:{source}': {reason}; use the folder or the hub name of a causal LM") from error
     rows = network.get_input_embeddings().weight.shape[0]
     if rows < vocabulary:
         raise ConfigError(
-            f"model='hf:{source}' has {rows} embeddings, the tokenizer {vocabulary} tokens: "
-            "give the model's own tokenizer.json with --tokenizer"
+            f"model='hf:{source}' has {rows} embeddings, but the tokenizer has {vocabulary} tokens: pass the model's "
+            "own tokenizer.json with --tokenizer"
         )
-    most = getattr(network.config, "max_position_embeddings", None)
-    if most is not None and most < context:
-        raise ConfigError(f"model='hf:{source}' takes {most} tokens at most: lower --context {context}")
+    limit = getattr(network.config, "max_position_embeddings", None)
+    if limit is not None and limit < context:
+        raise ConfigError(f"model='hf:{source}' takes at most {limit} tokens: lower --context {context}")
     return network
+
+
+def export(model: nn.Module, tokenizer: Tokenizer, folder: Path) -> None:
+    """Write a model made by `build` so that `AutoModelForCausalLM.from_pretrained(folder)` gives the same logits."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if isinstance(model, Pretrained):
+        model.network.save_pretrained(folder)
+    elif isinstance(model, Decoder):
+        (folder / "config.json").write_text(json.dumps(_qwen3(model, tokenizer), indent=2) + "\n", encoding="utf-8")
+        _save(model.state_dict(), folder / "model.safetensors")
+    else:
+        raise ConfigError(f"cannot export a {type(model).__name__}: pass a model made by diloco.train.model.build")
+    tokenizer.save(folder)
+
+
+def _qwen3(model: Decoder, tokenizer: Tokenizer) -> dict[str, Any]:
+    """config.json. Transformers before version 5 reads `rope_theta` and `torch_dtype`, later ones their successors."""
+    shape = model.shape
+    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+    return {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "vocab_size": shape.vocabulary,
+        "hidden_size": shape.width,
+        "intermediate_size": shape.mlp,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.heads,
+        "head_dim": shape.head_width,
+        "hidden_act": "silu",
+        "rms_norm_eps": EPSILON,
+        "rope_theta": model.theta,
+        "rope_parameters": {"rope_type": "default", "rope_theta": model.theta},
+        "max_position_embeddings": model.context,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "use_sliding_window": False,
+        "tie_word_embeddings": shape.tied,
+        "initializer_range": 0.02,
+        "eos_token_id": tokenizer.end,
+        "use_cache": True,
+        "dtype": dtype,
+        "torch_dtype": dtype,
+    }
+
+
+def _save(state: dict[str, Tensor], path: Path) -> None:
+    """Write under a temporary name: an earlier export remains until the new weights are complete."""
+    temporary = path.with_suffix(".tmp")
+    save_file({n: t.detach().cpu().contiguous() for n, t in state.items()}, temporary, metadata={"format": "pt"})
+    temporary.chmod(path.parent.stat().st_mode & 0o666)  # as readable as its folder; safetensors makes it private
+    temporary.replace(path)

@@ -4,7 +4,6 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,57 +14,59 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from diloco.exchange.world import World
 from diloco.runs.config import TrainConfig
 from diloco.runs.schema import Evaluation, Event, Step, Summary, bytes_data_parallel
 from diloco.train.model import bits_per_byte, held_out_loss, sample
 from diloco.train.setup import Prepared, prepare, set_lr
 from diloco.train.stop import Stop
-from diloco.world import World
 
 DELAY = 2
 """Steps that the host may be ahead of the device."""
+LARGEST_NORM = 1.0
+"""Gradients are clipped to this norm."""
 
 
-@dataclass(frozen=True)
-class Reading:
-    """Values on their way to the host."""
-
-    values: Tensor
-    wait: Callable[[], object]
+Reading = Callable[[], list[float]]
+"""Waits until the values have arrived on the host, and returns them."""
 
 
 def start_reading(*scalars: Tensor) -> Reading:
-    """Begin to copy scalars to the host. Returns at once."""
+    """Start copying scalars to the host, without waiting."""
     whole = [x.full_tensor() if isinstance(x, DTensor) else x for x in scalars]
     values = torch.stack([x.detach().float() for x in whole])
     if values.device.type == "cpu":
-        return Reading(values, lambda: None)
+        return values.tolist
     event = torch.Event(values.device, blocking=True)
     host = values.to("cpu", non_blocking=True)  # torch pins it
     event.record(torch.accelerator.current_stream(values.device))
-    return Reading(host, event.synchronize)
+
+    def read() -> list[float]:
+        event.synchronize()
+        return host.tolist()
+
+    return read
 
 
 class Readings:
-    """The steps whose loss and norm are not read yet. Reading them at once would make the host wait for the device
+    """Steps whose loss and norm have not been read yet. Reading them at once would make the host wait for the device
     after every step, and then the device for the host."""
 
     def __init__(self, write: Callable[[Step], None]) -> None:
         self._write = write
         self._pending: deque[tuple[Reading, Callable[..., Step]]] = deque()
         self.last: Step | None = None
-        """The newest step that is known."""
+        """The newest step that has been read."""
 
-    def add(self, reading: Reading, step: Callable[..., Step]) -> None:
-        """`step` makes the record from its loss and grad_norm."""
-        self._pending.append((reading, step))
+    def add(self, read: Reading, step: Callable[..., Step]) -> None:
+        """`step` makes the record, from loss and grad_norm."""
+        self._pending.append((read, step))
 
-    def write(self, but: int = 0) -> None:
-        """Write all steps in their order, but not the newest `but`."""
-        while len(self._pending) > but:
-            reading, step = self._pending.popleft()
-            reading.wait()
-            loss, grad_norm = reading.values.tolist()
+    def write(self, pending: int = 0) -> None:
+        """Write the steps in order, and leave the newest ones `pending`."""
+        while len(self._pending) > pending:
+            read, step = self._pending.popleft()
+            loss, grad_norm = read()
             self.last = step(loss=loss, grad_norm=grad_norm)
             self._write(self.last)
 
@@ -80,7 +81,7 @@ def train(config: TrainConfig, world: World, folder: Path) -> Summary:
 
 @contextlib.contextmanager
 def _left_on_error(run: Prepared) -> Iterator[None]:
-    """The others need not find out by themselves that this replica is gone."""
+    """After an error, leave the others, so that they need not wait for a timeout."""
     try:
         yield
     except BaseException:
@@ -90,7 +91,7 @@ def _left_on_error(run: Prepared) -> Iterator[None]:
 
 
 def fit(run: Prepared) -> tuple[int, bool]:
-    """Train until the run is over or somebody asks to stop; return the last step, and whether it was a stop."""
+    """Train until the run is over or is asked to stop; return the last step, and whether it was stopped."""
     config, members, stats = run.config, run.members, run.stats
     step, stopped, rounds, readings = run.start, False, stats.rounds, Readings(run.writer.write)
     assert config.eval_every is not None
@@ -101,15 +102,15 @@ def fit(run: Prepared) -> tuple[int, bool]:
             while not (members.over or stopped):
                 step, began = step + 1, time.perf_counter()
                 lr = members.lr(step)
-                reading = train_step(run, lr)
+                read = train_step(run, lr)
                 catch_up = step % config.eval_every == 0 or step % config.save_every == 0
                 if catch_up:
-                    reading.wait()
-                readings.write(but=0 if catch_up else DELAY - 1)
+                    read()
+                readings.write(pending=0 if catch_up else DELAY - 1)
                 seconds = time.perf_counter() - began
                 speed = run.tokens_per_step / seconds
 
-                readings.add(reading, partial(
+                readings.add(read, partial(
                     Step, step, run.writer.seconds(), step * run.tokens_per_step, lr=lr, step_seconds=seconds,
                     tokens_per_second=speed, **_traffic(run, step),
                 ))  # fmt: skip
@@ -120,7 +121,7 @@ def fit(run: Prepared) -> tuple[int, bool]:
                 if members.over:
                     break
                 if step % config.eval_every == 0:
-                    evaluate(run, step)  # on all replicas: one alone would keep the others waiting
+                    evaluate(run, step)  # on all replicas at once, or the others would wait for one
                 stopped = stop.after(step, seconds)
                 if step % config.save_every == 0 and not stopped:
                     save(run, step)
@@ -130,7 +131,7 @@ def fit(run: Prepared) -> tuple[int, bool]:
 
 
 def train_step(run: Prepared, lr: float) -> Reading:
-    """One step of the optimizer on the next batch. Returns the loss and the norm of the gradient, to be read later."""
+    """Do one optimizer step on the next batch. Returns loss and gradient norm, to be read later."""
     config, device = run.config, run.device
     no_sync = run.model.no_sync if isinstance(run.model, DistributedDataParallel) else contextlib.nullcontext
     set_lr(run.optimizers, lr)
@@ -142,7 +143,7 @@ def train_step(run: Prepared, lr: float) -> Reading:
                 output = run.forward(x, y)
             (output.loss / config.accumulate).backward()
         loss += output.cross_entropy.detach() / config.accumulate
-    norm = nn.utils.clip_grad_norm_(run.model.parameters(), config.clip)
+    norm = nn.utils.clip_grad_norm_(run.model.parameters(), LARGEST_NORM)
     if run.diloco:
         run.diloco.count(run.tokens_per_step)
     for optimizer in run.optimizers:
@@ -152,7 +153,7 @@ def train_step(run: Prepared, lr: float) -> Reading:
 
 
 def evaluate(run: Prepared, step: int, replica_loss: float | None = None) -> Evaluation:
-    """Evaluate the anchors and, for comparison, this replica's own weights, unless their loss is given."""
+    """Evaluate the anchors and, for comparison, this replica's weights, unless `replica_loss` is known."""
     run.phase.say("evaluating")
     replica_loss = _held_out_loss(run) if replica_loss is None else replica_loss
     with _anchors(run):
@@ -167,13 +168,13 @@ def evaluate(run: Prepared, step: int, replica_loss: float | None = None) -> Eva
 
 def save(run: Prepared, step: int) -> None:
     run.phase.say("saving")
-    run.checkpoints.save(step, run.state_dict(moments=step > 0) | ({"diloco": run.diloco} if run.diloco else {}))
+    run.checkpoints.save(step, run.state_dict(moments=step > 0))
     run.writer.write(Event("save", run.writer.seconds(), step))
     run.phase.say("training")
 
 
 def finish(run: Prepared, step: int, stopped: bool) -> Summary:
-    """Agree a last time, unless the run was stopped; save, evaluate, and sum up."""
+    """Sync a last time, unless the run was stopped; save, evaluate, and summarize."""
     run.phase.say("evaluating")
     replica_loss = _held_out_loss(run)
     if run.diloco and not stopped:
@@ -187,7 +188,7 @@ def finish(run: Prepared, step: int, stopped: bool) -> Summary:
     run.writer.write(Event("stop" if stopped else "finish", run.writer.seconds(), step))
     evaluation = evaluate(run, step, replica_loss)
     samples = []
-    if run.world.replica == 0:  # the summary of the others is not written
+    if run.world.replica == 0:  # only its summary is written
         run.phase.say("writing a sample")
         with _anchors(run):
             samples.append(sample(run.bare, run.corpus.tokenizer, "def ", 200, run.config.context, run.device))
@@ -231,20 +232,20 @@ def _held_out_loss(run: Prepared) -> float:
 
 
 def _anchors(run: Prepared) -> contextlib.AbstractContextManager[None]:
-    """The model has the anchors inside, if there are any."""
+    """Put the anchors into the model for a while, if there are any."""
     return run.diloco.anchors() if run.diloco else contextlib.nullcontext()
 
 
-def _write_rounds(run: Prepared, known: int) -> int:
-    """Write the rounds after the first `known`, and return how many there are now."""
-    for finished in run.stats.since(known):
+def _write_rounds(run: Prepared, written: int) -> int:
+    """Write the rounds after the first `written`, and return the number of rounds so far."""
+    for finished in run.stats.since(written):
         run.writer.round(finished, ranks=run.world.shards)
     return run.stats.rounds
 
 
 def _traffic(run: Prepared, step: int) -> dict[str, Any]:
-    """Sums so far of all ranks of this replica, each of which sends its shard. Data-parallel training is computed, not
-    counted: fp32 gradients, hidden or exposed in backward."""
+    """Traffic so far of all ranks of this replica, each of which sends its shard. For data-parallel training it is
+    computed, not counted: fp32 gradients, sent during backward."""
     stats, in_flight, ranks = run.stats, run.diloco.in_flight if run.diloco else 0, run.world.shards
     sent, received = ranks * stats.bytes_sent, ranks * stats.bytes_received
     if run.config.method == "dp":

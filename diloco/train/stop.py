@@ -1,5 +1,7 @@
-"""Ctrl-C or SIGTERM on any replica, or the end of the process that started them, stops all after the same step, so that
-their checkpoints fit together."""
+"""Stop all replicas after the same step, so that their checkpoints fit together.
+
+Triggered by Ctrl-C or SIGTERM on any of them, or when the process that started them is gone.
+"""
 
 import math
 import os
@@ -11,14 +13,14 @@ from typing import Self
 
 import torch.distributed as dist
 
-from diloco.world import orphaned
+from diloco.exchange.world import orphaned
 
 
 class Stop:
-    """Four times a second every process says in the store where it is, and looks whether to stop. The one that is asked
-    to stop proposes a step that the furthest one cannot have passed before it learns of it.
+    """Four times a second every process publishes its step in the store, and checks whether to stop. The process that
+    is asked to stop proposes a step that even the fastest one cannot pass before it learns of it.
 
-    Use it as a context: inside, signals ask and a thread looks.
+    Use it as a context: inside, signals ask to stop and a thread polls the store.
     """
 
     POLL = 0.25
@@ -39,7 +41,7 @@ class Stop:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._done.set()
-        if kind is None:  # after an error the store may be one that never answers
+        if kind is None:  # after an error the store may never answer
             self._thread.join()
         for number, handler in self._before.items():
             signal.signal(number, handler)
@@ -57,21 +59,21 @@ class Stop:
         return self._at is not None and step >= self._at
 
     def look(self) -> None:
-        """Say where this process is, and see whether another one has proposed a step."""
+        """Publish this process's step, and check whether another process has proposed one."""
         step, seconds = self._now
         self._store.set(f"at/{self._rank}", f"{step} {seconds}")
         if self._at is None and self._store.check(["stop"]):
             self._at = int(self._store.get("stop"))
 
     def _ahead(self) -> int:
-        """One poll until the furthest replica says where it is, one until it learns; as much again for the store."""
+        """The step to propose: one poll for the fastest replica to publish, one for it to learn, doubled as margin."""
         if self._size == 1:
             return self._now[0]
         others = [f"at/{rank}" for rank in range(self._size) if rank != self._rank]
-        said = [self._store.get(name).decode().split() for name in others if self._store.check([name])]
-        places = [self._now, *((int(step), float(seconds)) for step, seconds in said)]
-        fastest = max(min(seconds for _, seconds in places), 1e-3)
-        return max(step for step, _ in places) + math.ceil(4 * self.POLL / fastest) + 1
+        texts = [self._store.get(name).decode().split() for name in others if self._store.check([name])]
+        progress = [self._now, *((int(step), float(seconds)) for step, seconds in texts)]
+        fastest = max(min(seconds for _, seconds in progress), 1e-3)
+        return max(step for step, _ in progress) + math.ceil(4 * self.POLL / fastest) + 1
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
         if number in self._asked:
@@ -85,10 +87,10 @@ class Stop:
     def _watch(self) -> None:
         while not self._done.wait(self.POLL):
             if orphaned() and not self._asked:
-                text = "the process that started this run is gone: stopping after a few steps, with a checkpoint"
+                text = "the process that started this run is gone: saving a checkpoint and stopping"
                 print(text, file=sys.stderr, flush=True)  # noqa: T201
                 self.ask()
             try:
                 self.look()
-            except RuntimeError:  # the store is gone, and with it the replica that holds it
+            except RuntimeError:  # the store is gone, with the replica that hosts it
                 return

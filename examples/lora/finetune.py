@@ -62,7 +62,7 @@ def main(words: list[str] | None = None) -> None:
     optimizer = torch.optim.AdamW(trained, lr=given.lr)
     bucket = Bucket(given.bucket, given.member, rounds=given.rounds, quorum=given.quorum)
     # One fragment: adapters are a few megabytes. The base weights are equal everywhere and are not sent.
-    with DiLoCo(model, optimizer, sync_every=given.sync_every, fragments=Balanced(1), reduce=bucket) as diloco:
+    with DiLoCo(model, optimizer, sync_every=given.sync_every, fragments=Balanced(1), reducer=bucket) as diloco:
         while not bucket.ended:  # the run ends after --rounds rounds, however much each laptop has contributed
             batch = mine[torch.randint(len(mine), (given.batch,))]
             diloco.count(batch.numel())  # whoever trains on more counts for more

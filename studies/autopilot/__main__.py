@@ -16,7 +16,7 @@ from typing import Any
 
 from benchmarks import processes
 from benchmarks.record import Record, Target, write
-from diloco.laws import SAFE_OVERLAP
+from diloco.core.overlap import SAFE_OVERLAP
 from diloco.plan.choose import SYNC_EVERY, Settings
 from studies.autopilot.worker import LAYERS, STEP_SECONDS, WIDTH, Cell
 from tests.support.netns import DEVICE, impossible, network

@@ -20,11 +20,11 @@ from torch import nn
 from benchmarks import processes
 from benchmarks.record import Record
 from diloco import DiLoCo
-from diloco.codec import codec_named
-from diloco.fragment import fragmenter
-from diloco.pilot import autopilot
+from diloco.autopilot.pilot import autopilot
+from diloco.codecs.codec import codec_named
+from diloco.core.fragment import fragmenter
+from diloco.exchange.collective import Collective
 from diloco.plan.choose import Settings
-from diloco.reduce.collective import Collective
 from tests.support.netns import Rate, shaping
 
 LAYERS, WIDTH, STEP_SECONDS = 12, 576, 0.05
@@ -69,7 +69,7 @@ class Loop:
     def __init__(self, **settings: Any) -> None:
         torch.manual_seed(0)
         model = nn.ModuleDict({"layers": nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))})
-        self.diloco = DiLoCo(model, reduce=Collective(), **settings)
+        self.diloco = DiLoCo(model, reducer=Collective(), **settings)
         self.diloco.join()
         self.ended = [time.perf_counter()]
 
@@ -84,10 +84,10 @@ class Loop:
 
     def close(self) -> None:
         """Nothing of this cell is on the link when the next one begins."""
-        for future in list(self.diloco.reduce._rounds.values()):  # pyright: ignore[reportAttributeAccessIssue]
+        for future in list(self.diloco.reducer._rounds.values()):  # pyright: ignore[reportAttributeAccessIssue]
             future.result()
         dist.barrier()
-        self.diloco.reduce.leave()
+        self.diloco.reducer.leave()
 
 
 def fixed(cell: Cell) -> Record:

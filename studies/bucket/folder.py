@@ -17,7 +17,7 @@ def traffic(folder: str) -> Record:
 
 def _moved(folder: str, rounds: int) -> Record:
     n = 2_000_000
-    workers = crowd(folder, "ab", parameters=n, fragments=2, sync_every=3, step=0.01, pace="strict", rounds=rounds)
+    workers = crowd(folder, "ab", parameters=n, fragments=2, sync_every=3, step=0.01, quorum=2, rounds=rounds)
     results = [worker.result() for worker in workers]
     moved = sum(r["traffic"]["sent"] + r["traffic"]["received"] for r in results)
     full = [members == 2 for r in results for _, _, members, _ in r["rounds"]]

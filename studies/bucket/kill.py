@@ -93,7 +93,7 @@ def main() -> None:
 
 def _bucket(training: Training, url: str, rank: int) -> Callable[[], None]:
     diloco = DiLoCo(training.model, sync_every=SYNC_EVERY, overlap=OVERLAP, fragments=Balanced(FRAGMENTS),
-                    reduce=Bucket(url, f"m{rank}"))  # fmt: skip
+                    reducer=Bucket(url, f"m{rank}"))  # fmt: skip
     diloco.join()
     return diloco.step
 

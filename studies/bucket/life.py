@@ -85,7 +85,7 @@ def _train(life: Life, say: Callable[..., None]) -> None:
     optimizer.register_step_post_hook(lambda *_: begun.append(_now()))  # before DiLoCo's own: the optimizer has ended
     reduce = Bucket(life.url, life.name, key=life.secret, encrypt=life.secret, join_only=life.join_only)
     reduce._clock = lambda: time.monotonic() + sum(jumps)
-    diloco = DiLoCo(model, optimizer, sync_every=SYNC_EVERY, overlap=2, fragments=Balanced(FRAGMENTS), reduce=reduce)
+    diloco = DiLoCo(model, optimizer, sync_every=SYNC_EVERY, overlap=2, fragments=Balanced(FRAGMENTS), reducer=reduce)
     saved = Path(life.folder, f"{life.name}.pt")
     if life.returns and saved.exists():
         known = torch.load(saved, weights_only=False)  # written here

@@ -10,12 +10,12 @@ import torch
 
 from benchmarks.record import Record
 from diloco import Nesterov
-from diloco.inner import adamw
-from diloco.presets import Shape
+from diloco.core.muon import adamw
 from diloco.runs.config import TrainConfig
+from diloco.runs.presets import Shape
 from diloco.train.data.corpus import Corpus, prepare
-from diloco.train.defaults import lr_at
 from diloco.train.model import Decoder, held_out_loss
+from diloco.train.settings import lr_at
 from tests.support.players import Player, World
 
 SEEDS = 4
@@ -59,7 +59,7 @@ def _loss(processes: list[subprocess.Popen[bytes]], run: Path) -> float:
     return json.loads((run / "summary.json").read_text())["eval/loss"]
 
 
-TICKS, SLOWER, GRACE, BATCH, CONTEXT = 300, 10, 3.0, 8, 64
+TICKS, SLOWER, STRAGGLER_TIMEOUT, BATCH, CONTEXT = 300, 10, 3.0, 8, 64
 """Steps of the fast; how much slower the third is; steps of the fast that a round waits, so that it is late for most;
 sequences of a member's step; tokens of each."""
 SETTINGS = {"sync_every": 20, "overlap": 2, "outer": Nesterov(0.7)}
@@ -96,7 +96,7 @@ class _Member:
         (self.optimizer,) = adamw(self.model, config.lr, config.weight_decay)
         self.config = config
         self.data = corpus.batches(number, 3, BATCH, CONTEXT, config.seed)
-        self.player = Player(world, name, model=self.model, settings=SETTINGS, grace=GRACE)
+        self.player = Player(world, name, model=self.model, settings=SETTINGS, straggler_timeout=STRAGGLER_TIMEOUT)
         self.player.turn()
 
     def step(self, tick: int) -> None:
@@ -113,7 +113,7 @@ class _Member:
         for part in diloco._fragments:
             late = [r for r in diloco.stats.last if r.fragment == part.number and r.applied_step == diloco.step_count]
             if late and not late[-1].counted:
-                part.jump(part.state, diloco._progress)
+                part.jump(part.state, diloco._replica.work)
 
 
 def _train(corpus: Corpus, arm: str, seed: int) -> Record:

@@ -1,5 +1,5 @@
 """An S3 server in memory that fails on purpose. It speaks as much of the protocol as the bucket uses: put (also
-create-only), get, ranges, head, list, delete. It counts closing records that were overwritten or deleted."""
+create-only), get, ranges, head, list, delete. It counts commit records that were overwritten or deleted."""
 
 import hashlib
 import http.server

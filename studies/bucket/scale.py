@@ -19,7 +19,7 @@ from diloco.bucket import members as members_
 from diloco.bucket.deltas import layout_of
 from diloco.bucket.snapshots import EVERY, MOVED, STRIDE
 from diloco.bucket.store.envelope import Envelope, Opened
-from diloco.codec import E3M0
+from diloco.codecs.codec import E3M0
 from studies.bucket.virtual import Plan, World, crowd
 
 RESULTS, PAGE = Path(__file__).parent / "scale.json", Path(__file__).parents[2] / "docs" / "bucket.md"
@@ -33,7 +33,7 @@ PRICES = {"S3": (5e-6, 0.4e-6, 0.09e-9), "R2": (4.5e-6, 0.36e-6, 0.0)}
 
 
 def measure(members: int, fragments: int, sync_every: int, rounds: int) -> dict[str, Any]:
-    """Requests, bytes and milliseconds of CPU of a member, for each round of a fragment; signs of life by the minute.
+    """Requests, bytes and milliseconds of CPU of a member, for each round of a fragment; heartbeats by the minute.
     The CPU is that of the whole simulation."""
     plan = Plan(members, fragments, VALUES, LARGE, sync_every)
     seen: list[tuple[Any, ...]] = []
@@ -74,7 +74,7 @@ def snapshots(n: int, outer: int, members: int) -> float:
 
 
 def moved(row: dict[str, Any], n: int, outer: int) -> tuple[float, float]:
-    """Bytes up and down of a round of n values and their outer state, with everything but signs of life."""
+    """Bytes up and down of a round of n values and their outer state, with everything but heartbeats."""
     members = row["members"]
     (up, down), large = values_moved(row["values"], members), values_moved(n, members)
     up = large[0] + snapshots(n, outer, members) + row["up values"] - up + row["up beside"]
@@ -117,7 +117,7 @@ def page(values: dict[str, Any]) -> str:
         for m in MEMBERS if (r := values.get(f"{m} members"))
     ]  # fmt: skip
     head = ("members", "bytes a value: up, down", "÷ an all-reduce", "GET, HEAD", "PUT", "LIST",
-            "GET for signs of life, a minute", "CPU")  # fmt: skip
+            "GET for heartbeats, a minute", "CPU")  # fmt: skip
     paid = []
     for m in MODELS:
         if (row := values.get(f"{m} members")) and (listed := _listed(values, m)) is not None:
@@ -209,7 +209,7 @@ def remember_heads() -> None:
 
 
 def remember_lives() -> None:
-    """Signs of life are the same for all, too. Their time is not counted."""
+    """Heartbeats are the same for all, too. Their time is not counted."""
     real_open, real_read = Envelope.open, members_.read_member
     opened, lives = dict[bytes, Opened](), dict[str, members_.Member]()
 

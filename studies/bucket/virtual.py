@@ -17,9 +17,12 @@ from diloco.bucket import Bucket
 from diloco.bucket.rounds import PIECES, place_of
 from diloco.bucket.store.operations import All, Create, Delete, List, Operation, Pause, Read, Size, Work, Write, advance
 from diloco.bucket.store.store import CONNECTIONS
-from diloco.codec import E3M0
-from diloco.reduce import Delta, Jump, Round, State
-from diloco.schedule import Schedule
+from diloco.codecs.codec import E3M0
+from diloco.core.memory import Memory
+from diloco.core.next_state import NextState
+from diloco.core.outer import SGD
+from diloco.core.schedule import Schedule
+from diloco.exchange.reducer import Delta, Join, Jump, Round, State
 from tests.support.players import joining
 
 LATENCY = 0.05
@@ -74,17 +77,14 @@ class Member(Bucket):
         self.in_flight: list[bool] = [False] * plan.fragments
         self.rounds: list[tuple[int, Round]] = []
 
-    def contract(self) -> dict[str, object]:
-        return {"sync_every": self.world.plan.sync_every, "fragments": self.world.plan.fragments}
-
     def train(self) -> None:
         """One step, as the core makes it: take what has arrived, send what is due."""
         self.steps += 1
         for f in range(len(self.states)):
-            while (outcome := self.take(f, self.states[f].index + 1)) is not None:
+            while (outcome := self.poll(f, self.states[f].index + 1)) is not None:
                 self._apply(f, outcome)
-            slot = self.world.schedule.sends_at(f, self.steps)
-            if self.due(f, self.steps - self.sent_at[f], slot):
+            scheduled = self.world.schedule.sends_at(f, self.steps)
+            if self.should_send(f, self.steps - self.sent_at[f], scheduled):
                 self._send_delta(f)
 
     def _apply(self, f: int, outcome: object) -> None:
@@ -92,10 +92,8 @@ class Member(Bucket):
         if isinstance(outcome, Jump):
             self.states[f] = outcome.state
         if isinstance(outcome, Round):
-            state = State(outcome.index, self.states[f].anchor - outcome.mean, self.states[f].outer)
-            self.states[f] = self.world.same(f, state)
+            self.states[f] = self.world.same(f, outcome.state)
             self.rounds.append((f, outcome))
-            self.applied(f, self.states[f])
 
     def _send_delta(self, f: int) -> None:
         work, self.sent_at[f], self.in_flight[f] = self.steps - self.sent_at[f], self.steps, True
@@ -117,7 +115,7 @@ class World:
     def __init__(self, plan: Plan) -> None:
         self.plan, self.now, self.shelf = plan, 0.0, Shelf()
         self.schedule = Schedule(plan.sync_every, plan.fragments)
-        self.generator = torch.Generator().manual_seed(0)
+        self.generator, self.memory = torch.Generator().manual_seed(0), Memory()
         self.members: list[Member] = []
         self._known: dict[tuple[int, int], State] = {}
         self._events: list[tuple[float, int, Any]] = []
@@ -145,7 +143,13 @@ class World:
     def join(self, name: str) -> None:
         member = Member(self, name, len(self.members))
         self.members.append(member)
-        codecs = [E3M0() for _ in member.states]
+        job = Join(
+            contract={"sync_every": self.plan.sync_every, "fragments": self.plan.fragments},
+            states=list(member.states),
+            codecs=[E3M0()] * self.plan.fragments,
+            advance=lambda fragment, state, *, lr, last: NextState(state, SGD(1.0), self.memory, lr),
+            sync_every=self.plan.sync_every,
+        )
 
         def joined(states: list[State | None]) -> None:
             member._entering = False
@@ -154,7 +158,7 @@ class World:
             for job in range(1 + self.plan.fragments):
                 self._tick(member, job)
 
-        self._drive(member, joining(member, member.contract(), member.states, codecs), joined)
+        self._drive(member, joining(member, job), joined)
 
     def trains(self, member: Member, when: float) -> None:
         def step() -> None:
@@ -165,7 +169,7 @@ class World:
 
     def _tick(self, member: Member, job: int) -> None:
         def ended(_: object) -> None:
-            pause = member._options.heartbeat if job == 0 else member._protocols[job - 1].pause
+            pause = member._options.heartbeat if job == 0 else member._fragments[job - 1].pause
             if member.session is not None and member.session.members.stranger:
                 self.wake(member, 0)
             again = [lambda: self._tick(member, job)]

@@ -74,7 +74,7 @@ def work(settings: Record) -> Record:
     noise = torch.randn(1000, n // 1000, generator=torch.Generator().manual_seed(settings["seed"])) * 1e-3
     reduce = _reduce(settings, kind)
     diloco = DiLoCo(model, sync_every=settings["sync_every"], overlap=settings.get("overlap", 2),
-                    fragments=Balanced(settings["fragments"]), reduce=reduce)  # fmt: skip
+                    fragments=Balanced(settings["fragments"]), reducer=reduce)  # fmt: skip
     _wait_for(settings.get("before"))
     if kind != "none":
         diloco.join()
@@ -104,8 +104,10 @@ def _reduce(settings: Record, kind: str) -> Any:
     if kind == "collective":
         dist.init_process_group("gloo")
         return Collective()
-    url, pace = settings["url"] if kind == "bucket" else "memory://", settings.get("pace", "decoupled")
-    return Bucket(url, settings["name"], pace=pace, heartbeat=HEARTBEAT, rounds=settings.get("rounds"))
+    url = settings["url"] if kind == "bucket" else "memory://"
+    return Bucket(
+        url, settings["name"], quorum=settings.get("quorum", 1), heartbeat=HEARTBEAT, rounds=settings.get("rounds")
+    )
 
 
 def _wait_for(path: str | None) -> None:

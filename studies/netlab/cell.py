@@ -9,7 +9,7 @@ from itertools import pairwise
 
 from benchmarks.record import Record
 from diloco.plan.simulate import Group, Method, utilization
-from diloco.plan.traffic import WIRE, Link
+from diloco.plan.traffic import WIRE
 from studies.netlab.lab import Lab, link
 from studies.netlab.methods import METHODS, SYNC_EVERY
 
@@ -106,7 +106,7 @@ def thread_shares(parts: list[Record], total: float) -> Record:
 def predict(method: str, mbit: float | None, step_seconds: float, busy_ns: float) -> float:
     group = Group(step_seconds, busy_ns=busy_ns, wire=WIRE)
     rate = UNLIMITED if mbit is None else 1e6 * mbit
-    return float(utilization(METHODS[method].predicted(), group, Link.same(rate))[0])
+    return float(utilization(METHODS[method].predicted(), group, rate)[0])
 
 
 def busy_ns(cell: Record) -> float:

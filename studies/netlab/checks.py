@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from benchmarks.record import Record
 from diloco.plan.simulate import Group, utilization
-from diloco.plan.traffic import WIRE, Link
+from diloco.plan.traffic import WIRE
 from studies.netlab import swap
 from studies.netlab.cell import BASELINE
 from studies.netlab.lab import Lab, lab, link
@@ -81,7 +81,7 @@ def wan(settings: Record) -> Record:
         out[name] = {
             "bound_mbit": bound,
             "utilisation": alone / sum(part["seconds"] for part in parts),
-            "predicted": float(utilization(SETUPS[name].predicted(), group, Link.same(1e6 * min(LINKS) * bound))[0]),
+            "predicted": float(utilization(SETUPS[name].predicted(), group, 1e6 * min(LINKS) * bound)[0]),
             "baselines_ms": [1000 * seconds for seconds in baselines],
             "bytes_step": statistics.mean(part["bytes_step"] for part in parts),
             "waited": sum(r["waited"] for part in parts for r in part["replicas"])

@@ -13,12 +13,12 @@ from torch import nn
 
 from benchmarks.record import Record
 from diloco import Balanced, DiLoCo
-from diloco.codec import E3M0, Codec, Float32
+from diloco.codecs.codec import E3M0, Codec, Float32
+from diloco.exchange.collective import Collective
 from diloco.plan import methods as plan
-from diloco.plan.model import model_of_shape
+from diloco.plan.methods import model_of_shape
 from diloco.plan.simulate import Method
 from diloco.plan.traffic import CODECS
-from diloco.reduce.collective import Collective
 from studies.netlab.training import SHAPE, Training
 
 SYNC_EVERY = 30
@@ -76,7 +76,7 @@ class DataParallel:
     def predicted(self) -> Method:
         if self.hook == "powersgd":
             return Method(1, lambda step: [(0, powersgd_values())], CODECS["float32"], 1, reduce="ring")
-        pieces = plan.bucketed(MODEL.pieces(), *(nbytes / 4 for nbytes in BUCKETS))  # filled with fp32, then cast
+        pieces = bucketed(MODEL.pieces(), *(nbytes / 4 for nbytes in BUCKETS))  # filled with fp32, then cast
         return plan.data_parallel(pieces, CODECS["bfloat16" if self.hook == "fp16" else "float32"])
 
 
@@ -144,7 +144,7 @@ class _Ours:
             fragments=Balanced(setup.fragments),
             overlap=setup.overlap,
             codec=codec,
-            reduce=reduce,
+            reducer=reduce,
         )
         self.diloco.join()
         self.hook = 0.0
@@ -159,7 +159,7 @@ class _Ours:
         return {"hook": self.hook, "waited": stats.seconds_exposed, "payload": stats.bytes_sent, "rounds": stats.rounds}
 
     def close(self) -> None:
-        self.diloco.reduce.leave()
+        self.diloco.reducer.leave()
 
 
 @dataclass(frozen=True)
@@ -273,3 +273,17 @@ METHODS: dict[str, Setup] = {
 }
 """What the sweep compares."""
 SETUPS = {**METHODS, WAN: Ours("streaming, overlap, E3M0, 4 streams", FRAGMENTS, OVERLAP, "e3m0", streams=4)}
+
+
+def bucketed(pieces: Sequence[float], first: float, others: float) -> list[float]:
+    """Layers as DDP sends them: from the last one on, in buckets that are sent once they hold this many values.
+
+    >>> bucketed([3, 3, 3, 3], first=1, others=100)
+    [9.0, 0.0, 0.0, 3.0]
+    """
+    buckets, size, limit = [0.0] * len(pieces), 0.0, first
+    for layer in reversed(range(len(pieces))):
+        size += pieces[layer]
+        if size >= limit or layer == 0:
+            buckets[layer], size, limit = float(size), 0.0, others
+    return buckets

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from benchmarks import processes
 from benchmarks.record import Record
+from diloco.exchange.transport import Groups, Place, Transfer, place_in
 from diloco.plan.traffic import TCP
-from diloco.reduce.groups import Groups, Place, Transfer, place_in
 from studies.netlab.relay import far_apart
 from tests.support.netns import DEVICE, Network, Rate, network
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from diloco.presets import Shape
+from diloco.runs.presets import Shape
 from diloco.train.model import Decoder, Loss
 
 SHAPE = Shape(layers=6, width=256, heads=4, mlp=344, vocabulary=257)

@@ -4,8 +4,8 @@ import json
 import sys
 from dataclasses import asdict
 
-from diloco.plan.sheet import Sheet
-from diloco.report.units import percent
+from diloco.plan.table import Sheet
+from diloco.runs.units import percent
 from studies.paper import tables
 
 

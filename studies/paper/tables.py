@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from diloco.plan import methods
-from diloco.plan.model import model_of_layers
+from diloco.plan.methods import model_of_layers
 from diloco.plan.simulate import Group, Message, Method, required_rates, simulate
-from diloco.plan.traffic import Bytes, Link
+from diloco.plan.traffic import Bytes
 
 TARGETS = (0.5, 0.8, 0.9, 0.95, 0.99)
 GRID = tuple(round(float(x), 2) for x in np.logspace(-1, 3, 50))
@@ -167,7 +167,7 @@ def checks() -> list[Check]:
     """Published numbers that stand alone, outside the tables."""
     parameters, layers, seconds = SIZES["1B"]
     named = rows(parameters * SCALE, layers)
-    group, gigabit = Group(seconds), Link.same(1e9)
+    group, gigabit = Group(seconds), 1e9
     slow = {name: 1 / float(simulate(named[name], group, gigabit, STEPS)[0]) for name in named}
     deepseek = model_of_layers(671e9, 61)
     fp4 = _streaming(deepseek.fragments("strided:3"), 61, 100, 1, bits4)
@@ -194,7 +194,7 @@ def checks() -> list[Check]:
 def printed(method: Method, seconds: float) -> list[int]:
     """A row of the table by the paper's rule: the last grid point that falls short of each target."""
     steps = max(STEPS, 2 * method.period)
-    shares = simulate(method, Group(seconds), Link.same(np.array(GRID) * 1e9), steps)
+    shares = simulate(method, Group(seconds), np.array(GRID) * 1e9, steps)
     out = []
     for target in TARGETS:
         reached = np.flatnonzero(shares >= target)

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, fields
 from functools import cache
 from typing import Literal
 
-from diloco.presets import Shape
+from diloco.runs.presets import Shape
 
 SHAPES = {
     width: Shape(layers=6, width=width, heads=heads, mlp=3 * width, vocabulary=257, tied=True)

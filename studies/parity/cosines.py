@@ -7,7 +7,8 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from diloco.reduce import Delta, local
+from diloco.exchange import local
+from diloco.exchange.reducer import Delta
 
 BINS = 10
 """Parts of a run over which cosines are averaged."""
@@ -27,7 +28,7 @@ class Cosines:
         def watched(fragment: int, index: int, delta: Any) -> None:
             offered: Delta = delta()
             deltas = self.deltas[fragment, index]
-            deltas[reduce.replica] = offered.values.clone()
+            deltas[reduce.replica] = offered.unpacked().clone()
             if len(deltas) == self.replicas > 1:
                 del self.deltas[fragment, index]
                 pairs = [float(F.cosine_similarity(a, b, 0)) for a, b in combinations(deltas.values(), 2)]

@@ -4,9 +4,9 @@ from math import inf
 from pathlib import Path
 from statistics import fmean
 
-from benchmarks.record import insert, read, table
-from diloco import laws
-from studies.parity import endings, plots, today, wire
+from benchmarks.record import insert, table
+from diloco.plan import laws
+from studies.parity import plots, today
 from studies.parity.__main__ import PATH
 from studies.parity.paired import compared, judged
 from studies.parity.results import Results, load
@@ -43,22 +43,15 @@ def main() -> None:
 
 def tables(results: Results, newer: Results) -> dict[str, str]:
     """By the name of its marker in docs/parity.md."""
-    short = load(endings.PATH)
-    every = {
+    return {
         "today-bars": today.bars(newer),
         "today-rows": today.rows(newer),
         "today-curve": today.early(newer),
-        "schedules": endings.schedules_table(short),
-        "finishes": endings.finishes_table(short),
-        "few-rounds": endings.codecs_table(short),
         "bars": table(("what", "measured", "seeds", "bar", ""), [bar.cells() for bar in bars(results)]),
         "rows": rows(results),
         "evaluated": evaluated(results),
         "laws": scaling(results),
     }
-    if (record := read(wire.PATH)) is not None:
-        every["wire"] = wire.summary(record)
-    return every
 
 
 def bars(results: Results) -> list[Bar]:

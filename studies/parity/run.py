@@ -1,5 +1,5 @@
 """One run of the study: the trainer's model, data, optimizer and schedule, the production DiLoCo, replicas in turn in
-one process (`diloco.reduce.local`, the bits of the collective reducer)."""
+one process (`diloco.exchange.local`, the bits of the collective reducer)."""
 
 import platform
 import sys
@@ -15,18 +15,18 @@ import torch
 from torch import Tensor
 
 from benchmarks.record import machine
-from diloco.codec import Codec, codec_named
-from diloco.diloco import DiLoCo
-from diloco.formats import FORMATS
-from diloco.fragment import fragmenter
-from diloco.module import find_layers, trainable
-from diloco.outer import SGD, Nesterov, Outer
-from diloco.reduce import local
+from diloco.codecs.codec import Codec, codec_named
+from diloco.codecs.formats import FORMATS
+from diloco.core.diloco import DiLoCo
+from diloco.core.fragment import fragmenter
+from diloco.core.outer import SGD, Nesterov, Outer
+from diloco.core.schedule import Schedule
+from diloco.core.tensors import find_layers, trainable
+from diloco.exchange import local
 from diloco.runs.config import TrainConfig
-from diloco.schedule import Schedule
 from diloco.train.data.corpus import Corpus, prepare
-from diloco.train.defaults import lr_at
 from diloco.train.model import Decoder, held_out_loss
+from diloco.train.settings import lr_at
 from diloco.train.setup import optimizers, set_lr
 from studies.parity.cell import BATCH, CONTEXT, SHAPES, Cell
 from studies.parity.controls import Zeroing
@@ -87,7 +87,7 @@ class _Loop:
     def step(self, t: int) -> None:
         set_lr(self.optimizers, lr_at(self.config, t))
         self.compiled(*self.data.next()).loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip)
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         if self.fragments:
             trained = self.fragments[self._next_to_send(t)]
             for name, parameter in self.model.named_parameters():
@@ -142,7 +142,7 @@ def _replica(loop: _Loop, reduce: local.Local, codec: Codec, cosines: Cosines) -
     diloco = DiLoCo(
         loop.model, loop.optimizers, sync_every=cell.sync_every, fragments=fragmenter(cell.fragments),
         overlap=overlap, keep_local=cell.keep_local, codec=codec,
-        outer=_outer(cell), feedback=cell.feedback, reduce=reduce,
+        outer=_outer(cell), reducer=reduce,
     )  # fmt: skip
     curve: list[float] = []
     with diloco:

@@ -1,7 +1,6 @@
 """Members come, go, are slow, die and return: on real threads over real folders, or on a virtual clock where it is a
 matter of time."""
 
-import random
 import threading
 from itertools import pairwise
 
@@ -10,13 +9,14 @@ import torch
 
 from diloco import ConfigError, Float32, Mismatch, NotFinite
 from diloco.bucket import Bucket
-from diloco.bucket.members import Superseded
-from diloco.bucket.protocol import AHEAD
-from diloco.bucket.store.backend import Failure, open_store, probe
+from diloco.bucket.machine import AHEAD
+from diloco.bucket.members import MemberOptions, Superseded
+from diloco.bucket.store.backend import Failure, open_store
+from diloco.bucket.store.cipher import open_encrypted
+from diloco.bucket.store.contract import probe
 from diloco.bucket.store.operations import Create, Delete, List, Oversized, Read, Size, Write
-from diloco.bucket.store.store import Store
-from diloco.bucket.timing import MemberOptions
-from diloco.reduce import Round, State
+from diloco.exchange.reducer import Round, State
+from tests.support.fake_reducer import job
 from tests.support.members import PATIENT, Member, agree, until
 from tests.support.models import anchors, flat
 from tests.support.players import Paced, World, live
@@ -26,7 +26,9 @@ pytestmark = pytest.mark.slow  # members train for many rounds
 
 def rounds_of(member):
     """(fragment, index, who was in it, whether the own delta counted) of each round that it took."""
-    return [(f, o.index, set(o.members), o.counted) for f, o in member.player.reduce.outcomes if isinstance(o, Round)]
+    return [
+        (f, o.state.index, set(o.members), o.counted) for f, o in member.player.reduce.outcomes if isinstance(o, Round)
+    ]
 
 
 def test_equal_members_are_in_all_rounds_and_hold_the_same_bits():
@@ -40,24 +42,14 @@ def test_equal_members_are_in_all_rounds_and_hold_the_same_bits():
         assert len(taken) > 20 and all(names == {"a", "b", "c"} and counted for _, _, names, counted in taken)
 
 
-def test_strict_pace_has_all_members_in_every_round(tmp_path):
-    gate = threading.Barrier(2)
-    members = [Member(tmp_path, name, 30, pace="strict", pause=0.003 * k, gate=gate) for k, name in enumerate("ab")]
-    for member in members:
-        member.end()
-    agree(*members)
-    rounds = [round for member in members for round in member.rounds]
-    assert len(rounds) >= 12 and all(round.members == 2 and round.counted for round in rounds)
-
-
 def test_a_slow_member_is_in_some_rounds_carries_the_rest_and_costs_the_others_nothing():
-    """A step of the slow one is longer than the grace. Beside it the others make as many steps and rounds as without
-    it."""
+    """A step of the slow one is longer than the straggler timeout, yet the others make as many steps and rounds as
+    without it."""
     made = {}
     for slow in (False, True):
         world = World(1)
-        fast = [Paced(world, name, 0.1, grace=1.0) for name in "ab"]
-        members = [*fast, Paced(world, "s", 1.1, grace=1.0, begins=1.0)] if slow else fast
+        fast = [Paced(world, name, 0.1, straggler_timeout=1.0) for name in "ab"]
+        members = [*fast, Paced(world, "s", 1.1, straggler_timeout=1.0, begins=1.0)] if slow else fast
         live(world, members, 120.0)
         made[slow] = [(member.steps, len(member.rounds)) for member in fast]
     assert made[True] == made[False] and min(made[True][0]) > 50
@@ -66,9 +58,9 @@ def test_a_slow_member_is_in_some_rounds_carries_the_rest_and_costs_the_others_n
 
 
 def test_a_member_that_dies_is_not_waited_for_and_one_that_comes_is_in():
-    """The rounds of a take 2 s, and at least 5 s where they wait for the grace."""
+    """The rounds of a take 2 s, and at least 5 s where they wait for the straggler timeout."""
     world = World(1)
-    a, b = Paced(world, "a", 0.1, grace=5.0), Paced(world, "b", 0.1, dies=20.0)
+    a, b = Paced(world, "a", 0.1, straggler_timeout=5.0), Paced(world, "b", 0.1, dies=20.0)
     c = Paced(world, "c", 0.1, begins=50.0)
     live(world, (a, b, c), 80.0)
     names = [(now, set(round.members)) for now, round in a.taken]
@@ -95,10 +87,15 @@ def test_all_die_and_one_returns_with_its_checkpoint(tmp_path):
 
 
 def test_leaving_is_known_at_once_and_finish_waits_for_nobody_that_has_left(tmp_path, monkeypatch):
-    monkeypatch.setattr(MemberOptions, "ttl", 1e6)  # silence alone would never do: in strict pace a would wait for b
+    monkeypatch.setattr(MemberOptions, "ttl", 1e6)  # silence alone would keep a waiting for b
+
+    def leave():
+        until(lambda: any(round.members == 2 for round in a.rounds), a)
+        b.reduce.leave()
+
     gate = threading.Barrier(2)
-    a = Member(tmp_path, "a", 60, pace="strict", gate=gate)
-    b = Member(tmp_path, "b", 60, pace="strict", gate=gate, at={16: lambda: b.reduce.leave()}, die_at=16)
+    a = Member(tmp_path, "a", 60, straggler_timeout=2 * PATIENT, gate=gate)
+    b = Member(tmp_path, "b", 60, straggler_timeout=2 * PATIENT, gate=gate, at={16: leave}, die_at=16)
     b.end()
     a.end()
     assert a.done == 60 and {round.members for round in a.rounds} == {1, 2}
@@ -119,8 +116,8 @@ def test_nan_in_a_delta_resets_the_member_and_harms_nobody(tmp_path):
             b.model.head.weight[0, 0] = float("nan")
 
     gate = threading.Barrier(2)
-    a = Member(tmp_path, "a", 80, grace=PATIENT, gate=gate)
-    b = Member(tmp_path, "b", 80, grace=PATIENT, gate=gate, at={21: spoil})
+    a = Member(tmp_path, "a", 80, straggler_timeout=PATIENT, gate=gate)
+    b = Member(tmp_path, "b", 80, straggler_timeout=PATIENT, gate=gate, at={21: spoil})
     a.end()
     b.end()
     agree(a, b)
@@ -167,7 +164,7 @@ def test_while_the_store_is_gone_training_goes_on_and_rounds_catch_up(tmp_path):
 
 
 class Reading(Flaky):
-    """A store that gives a snapshot only to who has shown some signs of life since it joined."""
+    """A store that serves a snapshot only after a few heartbeats of its reader."""
 
     def __init__(self, backend):
         super().__init__(backend)
@@ -183,7 +180,7 @@ class Reading(Flaky):
         return super().attempt(operation)
 
 
-def test_who_reads_a_large_snapshot_shows_signs_of_life_meanwhile(tmp_path):
+def test_the_heartbeat_runs_while_a_member_reads_a_large_snapshot(tmp_path):
     """Otherwise the others would count it as dead, and delete what it reads."""
     Member(tmp_path, "a", 30).end()
     store = Reading(open_store(str(tmp_path)))
@@ -191,9 +188,10 @@ def test_who_reads_a_large_snapshot_shows_signs_of_life_meanwhile(tmp_path):
     assert store.given and all(store.given)
 
 
+@pytest.mark.parametrize("secret", [None, b"s" * 32], ids=["clear", "encrypted"])
 @pytest.mark.parametrize("url", ["folder", "memory://x"])
-def test_a_store_does_what_the_protocol_asks_of_it(url, tmp_path):
-    store = open_store(str(tmp_path / url) if url == "folder" else url)
+def test_a_store_does_what_the_protocol_needs(url, secret, tmp_path):
+    store = open_encrypted(str(tmp_path / url) if url == "folder" else f"{url}{secret}", secret)
     probe(store)
     attempt = store.attempt
     assert attempt(Create("a/b", b"one")) is True
@@ -242,7 +240,7 @@ class LooksFirst(Flaky):
 def test_a_store_without_create_only_puts_is_refused(kind, tmp_path):
     store = kind(open_store(str(tmp_path)))
     with pytest.raises(ConfigError, match="no create-only puts"):
-        Bucket(str(tmp_path), "a", backend=store).join({"sync_every": 1}, [], [])
+        Bucket(str(tmp_path), "a", backend=store).join(job([], []))
 
 
 def test_wrong_addresses_are_refused_with_what_is_allowed(tmp_path):
@@ -256,40 +254,11 @@ def test_wrong_addresses_are_refused_with_what_is_allowed(tmp_path):
         Bucket(str(tmp_path), "A b")
 
 
-def test_operations_are_repeated_until_they_succeed(tmp_path):
-    store = Flaky(open_store(str(tmp_path)))
-    store.down.set()
-    client = Store(store)
-    writing = threading.Thread(target=client.perform, args=(Write("x", b"y"),), daemon=True)
-    writing.start()
-    until(lambda: store.tries == 3)
-    assert client.sent == 0
-    store.down.clear()
-    writing.join(PATIENT)
-    assert not writing.is_alive() and client.sent == 1 and client.requests == 1
-
-
-def test_what_waits_to_be_repeated_goes_on_as_soon_as_anything_succeeds(tmp_path, monkeypatch):
-    monkeypatch.setattr(random, "uniform", lambda low, high: 1e6)  # by themselves they would pause for days
-    store = Flaky(open_store(str(tmp_path)))
-    store.down.set()
-    client = Store(store)
-    waiting = [threading.Thread(target=client.perform, args=(Write(f"{k}", b"y"),), daemon=True) for k in range(6)]
-    for thread in waiting:
-        thread.start()
-    until(lambda: len(client._news._waiters) == 6)
-    store.down.clear()
-    client.perform(Write("x", b"y"))
-    for thread in waiting:
-        thread.join(PATIENT)
-    assert not any(thread.is_alive() for thread in waiting)
-
-
 def test_a_member_that_compares_other_things_than_the_run_is_refused(tmp_path):
     def join(name, contract):
         bucket = Bucket(str(tmp_path), name)
         try:
-            bucket.join(contract, [State(0, torch.zeros(3), torch.zeros(0))], [Float32()])
+            bucket.join(job([State(0, torch.zeros(3), torch.zeros(0))], [Float32()], contract))
         finally:
             bucket.leave()
 

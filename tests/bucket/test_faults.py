@@ -5,13 +5,13 @@ import pytest
 from diloco import SGD, Diverged
 from diloco.bucket import snapshots
 from diloco.bucket.members import Member
-from diloco.bucket.rounds import Entry, Link, Record, folder, member_of, place_of, record_name
+from diloco.bucket.rounds import Entry, Link, Record, folder, member_of, place_of, record_name, snapshot_index
 from diloco.bucket.store.operations import List, Read
-from tests.support.players import GARBAGE, SETTINGS, Player, World, complete
+from tests.support.players import GARBAGE, SETTINGS, Player, World, complete, meet, one_member
 from tests.support.sharing import crowd, rounds_of, small_pieces, together
 
 
-def slots_of(world, fragment, index):
+def attempts_at(world, fragment, index):
     """Slots of a round that hold something."""
     return [name for name in world.objects if name.startswith(f"{folder(fragment, index)}closed.")]
 
@@ -32,45 +32,41 @@ def test_a_listing_that_is_late_makes_nobody_write_a_record_that_is_not_valid(wh
 
     world.attempt = late
     together(players, 8)
-    assert [len(slots_of(world, 0, index)) for index in range(1, world.closed(0) + 1)] == [1] * world.closed(0)
+    assert [len(attempts_at(world, 0, index)) for index in range(1, world.closed(0) + 1)] == [1] * world.closed(0)
     assert not any(e["event"] == "invalid" for p in players for e in p.reduce.events())
 
 
 def test_a_record_that_its_own_writer_would_not_follow_is_never_written():
-    world = World(1)
-    a = Player(world, "a")
-    a.turn()
-    store = a.reduce._protocols[0].round_store
+    world, a = one_member(1)
+    store = a.reduce._fragments[0].rounds
     empty = Record(0, 1, Link(), 7, "a", ())
-    assert complete(world, store.close(empty, 0)) is None and not slots_of(world, 0, 1)
+    assert complete(world, store.close(empty, 0)) is None and not attempts_at(world, 0, 1)
     good = Record(0, 1, Link(), 7, "a", (Entry("a", "0" * 64, 1.0, 1.0),))
     digest = a.reduce.session.envelope.seal(record_name(0, 1, 0), "record", *good.sealed()).digest
     store.void.add(digest)  # it has found that its own record says of deltas what they are not
-    assert complete(world, store.close(good, 0)) is None and not slots_of(world, 0, 1)
+    assert complete(world, store.close(good, 0)) is None and not attempts_at(world, 0, 1)
     store.void.clear()
     assert complete(world, store.close(good, 0)).digest == digest
 
 
-def test_garbage_in_the_slots_of_a_round_is_read_once_and_many_at_a_time():
+def test_garbage_in_the_attempts_of_a_round_is_read_once_and_many_at_a_time():
     """Nobody needs a key to put it there."""
-    world = World(1)
-    a = Player(world, "a")
-    a.turn()
-    for slot in range(500):
-        world.objects[record_name(0, 1, slot)] = GARBAGE
+    world, a = one_member(1)
+    for attempt in range(500):
+        world.objects[record_name(0, 1, attempt)] = GARBAGE
     reads, waits = [], 0
     for _ in range(20):
         a.step()
         for job in a.jobs:
             while True:
                 operation = a.want(job)
-                slots = [
+                attempts = [
                     o
                     for o in getattr(operation, "operations", [operation])
                     if isinstance(o, Read) and "/closed." in o.name
                 ]
-                reads += [o.name for o in slots if o.name.startswith(folder(0, 1))]
-                waits += bool(slots)
+                reads += [o.name for o in attempts if o.name.startswith(folder(0, 1))]
+                waits += bool(attempts)
                 if not a.go(job):
                     break
         world.now += 1.0
@@ -79,7 +75,7 @@ def test_garbage_in_the_slots_of_a_round_is_read_once_and_many_at_a_time():
     assert waits < 120
     late = Player(world, "b")
     late.turn()
-    assert late.held[0] > 0 or late.reduce._protocols[0].frontier > 0
+    assert late.held[0] > 0 or late.reduce._fragments[0].machine.frontier > 0
 
 
 @pytest.mark.parametrize("values", [1, 6])
@@ -94,9 +90,9 @@ def test_a_record_whose_delta_is_lost_is_replaced_after_a_while_and_the_fragment
         b.turn()
         world.now += 0.1
     lost = world.closed(0) + 1
-    own = next(d for d in b.reduce._protocols[0]._round.deltas.values() if d.member == "b")
+    own = next(d for d in b.reduce._fragments[0].machine.seen.deltas.values() if d.member == "b")
     other = Entry("b", "f" * 64, 1.0, 1.0)
-    record = Record(0, lost, b.reduce._protocols[0].previous, own.fingerprint, "b", (other,))
+    record = Record(0, lost, b.reduce._fragments[0].machine.previous, own.fingerprint, "b", (other,))
     sealed = b.reduce.session.envelope.seal(record_name(0, lost, 0), "record", *record.sealed())
     world.objects[sealed.name] = sealed.body
     for player in (a, b):
@@ -110,7 +106,7 @@ def test_a_record_whose_delta_is_lost_is_replaced_after_a_while_and_the_fragment
             player.turn()
             player.step()
         world.now += 10.0
-    assert min(a.held[0], b.held[0]) > lost + 3 and len(slots_of(world, 0, lost)) == 2
+    assert min(a.held[0], b.held[0]) > lost + 3 and len(attempts_at(world, 0, lost)) == 2
     assert "void" in [e["event"] for p in (a, b) for e in p.reduce.events()]
     late = Player(world, "c")
     late.turn()
@@ -143,8 +139,7 @@ def with_one_flipping(count, rounds, first):
     bad = Player(world, "m", rate=5.0, settings=SETTINGS | {"outer": flipping})
     good = [Player(world, "abcdz"[k], rate=float(1 + k)) for k in range(count - 1)]
     players = [bad, *good] if first else [*good, bad]
-    for player in (*players, *players):
-        player.turn()
+    meet(*players)
     return world, players, good, bad
 
 
@@ -193,7 +188,7 @@ def test_of_two_members_with_other_bits_one_goes_on_and_the_other_stops(first):
     """Nobody can tell which one is right."""
     world, players, *_ = with_one_flipping(2, ALWAYS, first)
     stopped = train(world, players, 200)
-    assert len(stopped) == 1 and "nobody can tell" in next(iter(stopped.values()))
+    assert len(stopped) == 1 and "either one may be wrong" in next(iter(stopped.values()))
     last = next(player for player in players if player.name not in stopped)
     held = last.held[0]
     train(world, [last], 40)
@@ -215,9 +210,7 @@ def test_a_record_closed_early_against_other_bits_is_outvoted():
 
 
 def test_who_returns_to_a_store_that_was_rolled_back_says_so(caplog):
-    world = World(1)
-    a = Player(world, "a")
-    a.turn()
+    world, a = one_member(1)
     together((a,), 3)
     before = dict(world.objects)
     together((a,), 8)
@@ -242,16 +235,14 @@ def test_a_member_that_asks_for_ever_newer_snapshots_gets_one_in_sixteen_rounds(
             player.step()
             player.turn()
         world.now += 0.5
-    put = [index for name in world.objects if (index := snapshots.index_of(name))]
+    put = [index for name in world.objects if (index := snapshot_index(name))]
     assert a.held[0] > 5 * snapshots.STRIDE and min(put) < 8  # the first one at once
     assert 4 < len(put) <= 1 + a.held[0] / snapshots.STRIDE
 
 
 @pytest.mark.parametrize("other", [None, GARBAGE, "another run"])
 def test_a_store_that_is_emptied_under_a_run_is_noticed_once_and_said_at_the_end(other, caplog):
-    world = World(1)
-    a = Player(world, "a")
-    a.turn()
+    world, a = one_member(1)
     together((a,), 3)
     world.tolerant, world.check = True, lambda: None
     world.objects.clear()
@@ -265,14 +256,12 @@ def test_a_store_that_is_emptied_under_a_run_is_noticed_once_and_said_at_the_end
         a.turn()
     assert [e["event"] for e in a.reduce.events()].count("run lost") == 1
     assert caplog.text.count("is no longer in the store") == 1
-    a.reduce.settle()
+    a.reduce.drain()
     assert caplog.text.count("is no longer in the store") == 2
 
 
 def test_a_run_that_is_missing_for_a_moment_is_not_called_lost(caplog):
-    world = World(1)
-    a = Player(world, "a")
-    a.turn()
+    world, a = one_member(1)
     together((a,), 3)
     run = world.objects.pop("run.json")
     world.tolerant, world.check = True, lambda: None
@@ -281,17 +270,15 @@ def test_a_run_that_is_missing_for_a_moment_is_not_called_lost(caplog):
         a.step()
         a.turn()
         world.objects["run.json"] = run
-    a.reduce.settle()
+    a.reduce.drain()
     assert "is no longer in the store" not in caplog.text
     assert "run lost" not in [e["event"] for e in a.reduce.events()]
 
 
 def test_who_begins_a_run_beside_members_whose_run_was_deleted_says_so(caplog):
-    world = World(1)
-    a = Player(world, "a")
-    a.turn()
-    assert "has begun a new run" not in caplog.text
+    world, a = one_member(1)
+    assert "started a new run" not in caplog.text
     world.objects.clear()
-    a.turn()  # it still shows signs of life
+    a.turn()  # it still shows a heartbeat
     Player(world, "b").turn()
     assert "entries of members (a)" in caplog.text

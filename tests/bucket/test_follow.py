@@ -7,12 +7,12 @@ import pytest
 
 from diloco import SGD, Diverged
 from diloco.bucket import snapshots as snapshot
-from diloco.bucket.protocol import BEHIND
 from diloco.bucket.round_store import AT_ONCE
 from diloco.bucket.rounds import folder, record_name
+from diloco.bucket.rules import BEHIND
 from diloco.bucket.store.operations import List, Read, Size, Work
-from diloco.reduce import Dropped, Jump, Round
-from tests.support.players import SETTINGS, Player, World, complete
+from diloco.exchange.reducer import Dropped, Jump, Round
+from tests.support.players import SETTINGS, Player, World, complete, meet, train
 
 
 @dataclass(frozen=True)
@@ -36,17 +36,8 @@ def two(outer):
     world = World(1)
     world.holds = lambda *_: None  # other bits are what this is about
     good, bad = Player(world, "a"), Player(world, "b", rate=2.0, settings=SETTINGS | {"outer": outer})
-    for player in (good, bad, good, bad):
-        player.turn()
+    meet(good, bad)
     return world, good, bad
-
-
-def go_on(world, players, turns):
-    for _ in range(turns):
-        for player in players:
-            player.step()
-            player.turn()
-        world.now += 0.5
 
 
 def jumps(player):
@@ -59,10 +50,10 @@ def test_other_bits_a_second_time_running_stop_the_member_however_old_the_snapsh
     monkeypatch.setattr(snapshot, "STRIDE", 1)
     world, good, bad = two(Wrong(1.0))
     with pytest.raises(Diverged, match="computes other bits"):
-        go_on(world, (good, bad), 100)
+        train(world, (good, bad), 100)
     assert Counter(event["event"] for event in bad.reduce.events())["diverged"] == 2
     held = good.held[0]
-    go_on(world, (good,), 20)
+    train(world, (good,), 20)
     assert good.held[0] > held
 
 
@@ -71,9 +62,9 @@ def test_one_wrong_bit_costs_one_jump_and_a_later_one_another(monkeypatch):
     monkeypatch.setattr(snapshot, "STRIDE", 1)
     outer = Wrong(1.0, times=1)
     world, good, bad = two(outer)
-    go_on(world, (good, bad), 40)
+    train(world, (good, bad), 40)
     object.__setattr__(bad.diloco._fragments[0].outer, "times", 1)
-    go_on(world, (good, bad), 40)
+    train(world, (good, bad), 40)
     assert Counter(event["event"] for event in bad.reduce.events())["diverged"] == 2
     assert bad.held[0] >= good.held[0] - 1 and len(jumps(bad)) == 2
 
@@ -86,20 +77,19 @@ def test_who_was_far_behind_jumps_once(monkeypatch):
     monkeypatch.setattr(snapshot, "STRIDE", 1)
     world = World(1)
     a, b = Player(world, "a"), Player(world, "b", rate=2.0)
-    for player in (a, b, a, b):
-        player.turn()
-    go_on(world, (a, b), 20)
+    meet(a, b)
+    train(world, (a, b), 20)
     newest = 0
     while a.held[0] < b.held[0] + 37 or a.held[0] != newest + 7:
-        go_on(world, (a,), 1)
+        train(world, (a,), 1)
         newest = max(int(name.split("/")[2][:8]) for name in world.objects if name.startswith("anchors"))
-    go_on(world, (a, b), 60)
+    train(world, (a, b), 60)
     assert jumps(b) == [newest] and b.held[0] >= a.held[0] - 1
 
 
-def stop_at(player, wanted):
+def stop_at(player, matches):
     """Go on with fragment 0 until it asks for something like this, which is not done yet."""
-    while not wanted(player.want(1)):
+    while not matches(player.want(1)):
         player.go(1)
 
 
@@ -108,10 +98,9 @@ def behind(rounds):
     world = World(1)
     world.holds = lambda *_: None
     a, b = Player(world, "a"), Player(world, "b", rate=2.0)
-    for player in (a, b, a, b):
-        player.turn()
+    meet(a, b)
     while world.closed(0) < rounds:
-        go_on(world, (a,), 1)
+        train(world, (a,), 1)
     while a.held[0] < rounds:
         a.step()
     b.finish_tick(0)
@@ -137,9 +126,9 @@ def test_other_bits_are_forgotten_once_a_record_agrees_with_what_was_computed_af
     object.__setattr__(outer, "step", step)
     if stops:
         with pytest.raises(Diverged, match="computes other bits"):
-            go_on(world, (good, bad), 60)
+            train(world, (good, bad), 60)
     else:
-        go_on(world, (good, bad), 60)
+        train(world, (good, bad), 60)
         assert len(jumps(bad)) == 2 and bad.held[0] >= good.held[0] - 1
     assert Counter(event["event"] for event in bad.reduce.events())["diverged"] == 2 and len(spoiled) == 2
 
@@ -154,7 +143,7 @@ def test_who_comes_from_too_far_behind_follows_all_rounds_and_gives_up_its_local
         b.turn()
         if b.held[0] == rounds:
             break
-    assert [o.index for _, o in b.reduce.outcomes if isinstance(o, Round)] == list(range(1, rounds + 1))
+    assert [o.state.index for _, o in b.reduce.outcomes if isinstance(o, Round)] == list(range(1, rounds + 1))
     b.step()
     dropped = [o for _, o in b.reduce.outcomes if isinstance(o, Dropped)]
     assert dropped == [Dropped(reset=True)] * (rounds > BEHIND)
@@ -162,19 +151,10 @@ def test_who_comes_from_too_far_behind_follows_all_rounds_and_gives_up_its_local
     assert (local == b.rate) == (rounds > BEHIND)  # the step since, or everything
 
 
-def test_members_side_by_side_do_not_look_far_ahead(monkeypatch):
-    world, good, other = two(SGD(1.0))
-    sizes, attempt = [], world.attempt
-    monkeypatch.setattr(world, "attempt", lambda o: (sizes.append(o) if isinstance(o, Size) else None, attempt(o))[1])
-    go_on(world, (good, other), 40)
-    assert good.held[0] > 5 and other.held[0] > 5
-    assert sizes and not [o.name for o in sizes if "/closed." in o.name]
-
-
 def test_where_deltas_are_gone_the_snapshot_of_the_next_round_will_do():
     world, a, b = behind(1)
-    protocol = a.reduce._protocols[0]
-    complete(world, protocol.snapshots.store(a.diloco._fragments[0].state, protocol.previous.digest))
+    fragment = a.reduce._fragments[0]
+    complete(world, fragment.snapshots.store(a.diloco._fragments[0].state, fragment.machine.previous.digest))
     for name in [name for name in world.objects if "/d-" in name]:
         del world.objects[name]
     for _ in range(3):
@@ -194,19 +174,19 @@ def test_what_is_gone_is_looked_for_again_and_said_once(caplog):
         b.turn()
         b.step()
         world.now += a.reduce._options.ttl
-    assert b.held[0] == 1 and not b.reduce._protocols[0].caught_up
+    assert b.held[0] == 1 and not b.reduce._fragments[0].machine.caught_up
     assert [e["index"] for e in b.reduce.events() if e["event"] == "gone"] == [2]
-    assert ["an object of round 2 is gone" in record.getMessage() for record in caplog.records] == [True]
+    assert ["an object of round 2 is missing" in record.getMessage() for record in caplog.records] == [True]
     world.objects[name] = away
     for _ in range(3):
         b.turn()
         b.step()
         world.now += a.reduce._options.ttl
-    assert b.held[0] >= 3 and b.reduce._protocols[0].caught_up and not jumps(b)
+    assert b.held[0] >= 3 and b.reduce._fragments[0].machine.caught_up and not jumps(b)
 
 
 @pytest.mark.parametrize(
-    "wanted",
+    "matches",
     [
         lambda operation: isinstance(operation, Size) and "/closed." in operation.name,
         lambda operation: isinstance(operation, List) and operation.prefix.startswith("anchors/"),
@@ -214,16 +194,16 @@ def test_what_is_gone_is_looked_for_again_and_said_once(caplog):
     ],
     ids=["during the look at a far record", "during the look at the snapshots", "during the mean of the next round"],
 )
-def test_other_bits_found_while_the_background_goes_on_lead_to_a_jump(wanted):
+def test_other_bits_found_while_the_background_goes_on_lead_to_a_jump(matches):
     world, a, b = behind(BEHIND + 4)
     world.now += 100.0
-    stop_at(b, lambda operation: wanted(operation) and b.reduce._protocols[0].frontier > 0)
+    stop_at(b, lambda operation: matches(operation) and b.reduce._fragments[0].machine.frontier > 0)
     found_and_back(world, a, b)
 
 
 def found_and_back(world, a, b):
     """The core of b finds that it holds other bits than the run, and b goes back to the only snapshot."""
-    b.reduce._protocols[0].fingerprint ^= 1
+    b.reduce._fragments[0].machine.fingerprint ^= 1
     b.step()
     assert [e["index"] for e in b.reduce.events() if e["event"] == "diverged"] == [1]
     b.finish_tick(1)
@@ -245,7 +225,7 @@ def test_who_is_late_follows_the_rounds_while_it_waits_for_a_snapshot(monkeypatc
     for _ in range(6 * BEHIND):
         b.step()
         b.turn()
-    assert b.held[0] >= 3 * BEHIND and not jumps(b) and b.reduce.session.mine.wants == ()
+    assert b.held[0] >= 3 * BEHIND and not jumps(b) and b.reduce.session.entry.wants == ()
 
 
 def test_rounds_that_go_on_while_a_snapshot_is_read_are_no_reason_for_another(monkeypatch):
@@ -260,7 +240,7 @@ def test_rounds_that_go_on_while_a_snapshot_is_read_are_no_reason_for_another(mo
             reading.append(operation.name)
             held = a.held[0]
             while a.held[0] < held + 12:
-                go_on(world, (a,), 1)
+                train(world, (a,), 1)
         return attempt(operation)
 
     monkeypatch.setattr(world, "attempt", slowly)
@@ -274,7 +254,7 @@ def test_rounds_that_go_on_while_a_snapshot_is_read_are_no_reason_for_another(mo
 
 def test_a_record_that_was_read_wrongly_leads_back_to_the_run(monkeypatch):
     """What lies between b and the store cuts the record of round 3 off, each time at the same place, for a while: b
-    closes the round again in the next slot, and from there on both write records that do not follow the other's."""
+    closes the round again in the next attempt, and from there on both write records that do not follow the other's."""
     world, a, b = two(SGD(1.0))
     world.check = lambda: None
     wrong, perform = record_name(0, 3, 0), b._perform
@@ -285,7 +265,7 @@ def test_a_record_that_was_read_wrongly_leads_back_to_the_run(monkeypatch):
         return answer[:50] if wrongly and answer is not None else answer
 
     monkeypatch.setattr(b, "_perform", cut)
-    go_on(world, (b, a), 60)
+    train(world, (b, a), 60)
     World.check(world)
     last = world.closed(0)
     assert [e["index"] for e in b.reduce.events() if e["event"] == "diverged"] == [3]
@@ -296,16 +276,16 @@ def test_a_record_that_was_read_wrongly_leads_back_to_the_run(monkeypatch):
 def test_garbage_behind_a_record_and_before_another_makes_nobody_distrust_a_snapshot():
     """No key is needed for it."""
     world, a, _ = behind(3)
-    for slot in range(AT_ONCE + 2):
-        world.objects[record_name(0, 4, slot)] = b"garbage"
+    for attempt in range(AT_ONCE + 2):
+        world.objects[record_name(0, 4, attempt)] = b"garbage"
     while a.held[0] < 6:
-        go_on(world, (a,), 1)
-    protocol, state = a.reduce._protocols[0], a.diloco._fragments[0].state
-    complete(world, protocol.snapshots.store(state, world.records[0, state.index]))
+        train(world, (a,), 1)
+    fragment, state = a.reduce._fragments[0], a.diloco._fragments[0].state
+    complete(world, fragment.snapshots.store(state, world.records[0, state.index]))
     world.objects[record_name(0, state.index + 1, 1)] = b"garbage"
-    go_on(world, (a,), 6)
+    train(world, (a,), 6)
     b = Player(world, "c", start=9.0, rate=2.0)
     b.turn()
     assert b.held[0] == state.index
-    go_on(world, (a, b), 20)
+    train(world, (a, b), 20)
     assert b.held[0] >= a.held[0] - 1 and "diverged" not in [event["event"] for event in b.reduce.events()]

@@ -13,13 +13,14 @@ from contextlib import suppress
 
 import pytest
 
-from diloco.bucket.deltas import read_delta, read_head
-from diloco.bucket.members import lives_of, read_member, read_members
+from diloco.bucket.deltas import read_delta, read_head, read_heads
+from diloco.bucket.members import incarnations, read_member, read_members
 from diloco.bucket.round_store import RoundStore
-from diloco.bucket.rounds import Link, is_record, member_of, place_of, read_record
+from diloco.bucket.rounds import Link, is_record, member_of, place_of, read_record, snapshot_index
+from diloco.bucket.rules import superfluous
 from diloco.bucket.run import read_run
-from diloco.bucket.shares import read_heads, read_share
-from diloco.bucket.snapshots import check_header, index_of, read_snapshot, superfluous
+from diloco.bucket.shares import read_share
+from diloco.bucket.snapshots import check_header, read_snapshot
 from diloco.bucket.store.envelope import HEADER, MAGIC, PREFIX, Envelope, Invalid
 from diloco.errors import ConfigError, DiLoCoError
 from tests.support.players import Player, World, complete
@@ -73,7 +74,7 @@ def damaged(name, body, chance):
             payload = json.dumps(mutated(json.loads(payload), chance)).encode()
         except ValueError:
             payload = chance.choice([b"", payload[:-1], payload + b"x", chance.randbytes(len(payload))])
-        header |= json.loads(envelope.header(kind, {}, payload)[0])
+        header |= json.loads(envelope.header(kind, {}, [payload] if payload else []))
     else:
         header = mutated(header, chance)
     raw = json.dumps(header, sort_keys=True, separators=(",", ":")).encode()
@@ -111,11 +112,11 @@ def watches(world):
 def interpret(envelope, name, body, record, layout):
     """What is made of an object once it is known to be signed, whether or not a member would get so far."""
     readers = {
-        "record": lambda found: read_record(found, 0, 1, Link()),
-        "delta": lambda found: (read_head(found, body, 0, 1, layout), read_delta(found, 0, 1, layout)),
-        "heads": lambda found: read_heads(found, envelope, record, layout),
-        "share": lambda found: read_share(found, record, 0, layout, 1e9),
-        "snapshot": lambda found: (check_header(found, 0, 6, 6), read_snapshot(found, 0, 6, 6)),
+        "record": lambda opened: read_record(opened, 0, 1, Link()),
+        "delta": lambda opened: (read_head(opened, body, 0, 1, layout), read_delta(opened, 0, 1, layout)),
+        "heads": lambda opened: read_heads(opened, envelope, record, layout),
+        "share": lambda opened: read_share(opened, record, 0, layout, 1e9),
+        "snapshot": lambda opened: (check_header(opened, 0, 6, 6), read_snapshot(opened, 0, 6, 6)),
         "member": read_member,
     }
     for kind, read in readers.items():
@@ -134,7 +135,7 @@ def test_no_object_stops_a_member_that_reads_it(world):
     for name in sorted(objects):
         kinds.setdefault(re.sub("[0-9a-f]{8,}|[0-9]+", "", name), []).append(name)
     player = member(world)
-    envelope, layout = player.reduce.session.envelope, player.reduce._protocols[0].round_store.layout
+    envelope, layout = player.reduce.session.envelope, player.reduce._fragments[0].rounds.layout
     record, _, _ = complete(world, RoundStore.reader(0, envelope).record(1, Link()))
     before, count = 0.0, 300 * MORE
     for k in range(count):
@@ -169,8 +170,8 @@ def test_no_name_stops_a_member_that_lists_it(world):
         real = chance.choices(sorted(objects), k=20)
         names |= {name[: chance.randrange(len(name))] + chance.choice(parts) for name in real}
         for name in names:
-            place_of(name), member_of(name), is_record(name), index_of(name)
-        superfluous(names, 0, 3), lives_of(names)
+            place_of(name), member_of(name), is_record(name), snapshot_index(name)
+        superfluous(names, 0, 3), incarnations(names)
         world.objects = dict(objects)
         player = member(world)
         world.objects |= {name: b"" for name in names if name not in objects}

@@ -2,12 +2,10 @@
 
 import pytest
 
-from diloco.bucket import protocol
+from diloco.bucket import machine
 from diloco.bucket import snapshots as snapshot
-from diloco.bucket.listing import REACH
-from diloco.bucket.rounds import folder
-from diloco.bucket.store.ahead import SMALL, ReadAhead
-from diloco.bucket.store.operations import All, List, Pause, Read, Work
+from diloco.bucket.round_store import REACH
+from diloco.bucket.store.operations import SMALL, All, Pause, Read, Work
 from diloco.bucket.store.store import CONNECTIONS
 from tests.support.players import Player, World, complete
 
@@ -37,19 +35,19 @@ def depth(player, job):
     while True:
         operation = player.want(job)
         each = operation.operations if isinstance(operation, All) else [operation]
-        asked = sum(not isinstance(o, (Work, Pause, type(None))) for o in each)
-        waits += -(-asked // CONNECTIONS)
+        requests = sum(not isinstance(o, (Work, Pause, type(None))) for o in each)
+        waits += -(-requests // CONNECTIONS)
         if not player.go(job):
             return waits
 
 
 def follows_everything(monkeypatch):
     """Without waiting for the core to take what was followed."""
-    monkeypatch.setattr(protocol, "AHEAD", 1 << 20)
+    monkeypatch.setattr(machine, "AHEAD", 1 << 20)
 
 
 def frontiers(player):
-    return [each.frontier for each in player.reduce._protocols]
+    return [each.machine.frontier for each in player.reduce._fragments]
 
 
 def test_rounds_that_were_closed_before_are_read_many_at_once(monkeypatch):
@@ -76,7 +74,7 @@ def test_a_fragment_that_is_far_behind_the_others_is_no_slower(monkeypatch):
     """Its rounds are not in the listing that the others share."""
     world = World(2)
     a = run(world)
-    ahead, state = a.reduce._protocols[0], a.diloco._fragments[0].state
+    ahead, state = a.reduce._fragments[0], a.diloco._fragments[0].state
     complete(world, ahead.snapshots.store(state, world.records[0, state.index]))
     follows_everything(monkeypatch)
     b = Player(world, "b")
@@ -84,16 +82,6 @@ def test_a_fragment_that_is_far_behind_the_others_is_no_slower(monkeypatch):
     assert frontiers(b)[0] > frontiers(b)[1] + REACH
     depth(b, 1)
     assert depth(b, 2) < ROUNDS and frontiers(b) == frontiers(a)
-
-
-def test_a_round_that_stays_open_behind_the_others_is_listed_alone():
-    """As those of buffers do until the end: all that follow would be the whole run, with every look."""
-    world = World(2)
-    a = run(world)
-    task = a.reduce.session.listing.names(7, 1)
-    assert next(task) == List(folder(7, 1))
-    with pytest.raises(StopIteration):
-        task.send({})
 
 
 def test_fragments_are_caught_up_side_by_side():
@@ -128,30 +116,3 @@ def test_a_record_that_was_read_ahead_and_is_bad_is_read_again(monkeypatch):
     b = Player(world, "b")
     b.turn()
     assert frontiers(b) == frontiers(a) and b.reduce.session.rejected == 0
-
-
-class Asked(World):
-    """Writes down what is read."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def attempt(self, operation):
-        self.names += [operation.name] if isinstance(operation, Read) else []
-        return super().attempt(operation)
-
-
-def one(name):
-    return (yield Read(name, 9))
-
-
-def test_what_is_large_is_not_read_ahead_and_what_is_at_hand_is_not_read_again():
-    world, ahead, sizes = Asked(), ReadAhead(), {"large": SMALL + 1, "a": 1, "b": 1}
-    world.objects |= {name: b"x" for name in sizes}
-    complete(world, ahead.read(sizes))
-    complete(world, ahead.read(sizes))
-    assert complete(world, ahead.serve(one("a"))) == b"x"
-    assert world.names == ["a", "b"]
-    complete(world, ahead.read(sizes))
-    assert world.names == ["a", "b"] * 2  # the first is no longer at hand

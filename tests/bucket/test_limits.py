@@ -8,7 +8,8 @@ from torch import nn
 
 from diloco import SGD
 from diloco.bucket.round_store import RECORD as WHOLE_RECORD
-from diloco.bucket.rounds import MOST, Contribution, Entry, Link, Record, entries_of, one_per_member, record_name
+from diloco.bucket.rounds import MOST, Contribution, Entry, Link, Record, record_name
+from diloco.bucket.rules import entries_of
 from diloco.bucket.store.envelope import Envelope
 from tests.support.players import SETTINGS, Player, World
 
@@ -18,12 +19,6 @@ OPTIMA = torch.randn(4, N, generator=torch.Generator().manual_seed(0)) + 5.0
 
 def contribution(member, tokens=1.0, digest="d", norm=1.0, fingerprint=7):
     return Contribution(member, digest, fingerprint, tokens, norm, None, 0)  # type: ignore[arg-type]
-
-
-def test_of_several_deltas_of_a_member_one_counts_and_none_against_other_bits():
-    several = [contribution("b", 2.0, "p"), contribution("a", 1.0, "q"), contribution("b", 9.0, "r"),
-               contribution("c", 5.0, "s", fingerprint=8), contribution("a", 7.0, "t")]  # fmt: skip
-    assert [d.digest for d in one_per_member(several, 7, mine="q")] == ["q", "r"]
 
 
 def closed(*pairs, usual=0.0, index=1):
@@ -38,7 +33,7 @@ def test_shares_follow_work_up_to_a_limit():
     assert closed((2.0, 1.0), (2.0, 1.0), (2.0, 1.0), (64.0, 1.0)).shares == [0.25] * 4
     assert closed(*[(2.0, 1.0)] * 8, (64.0, 1.0)).shares == [0.1] * 8 + [0.2]
     assert closed((0.0, 1.0)).shares == [0.0]
-    assert [e.tokens for e in entries_of([contribution("a", 10.0)], 8.0, mine="d")] == [8.0]
+    assert [e.tokens for e in entries_of([contribution("a", 10.0)], 8.0, own_digest="d")] == [8.0]
 
 
 def test_the_sum_of_learning_rates_is_weighed_by_work_up_to_a_limit():
@@ -78,10 +73,9 @@ def test_what_is_usual_follows_from_the_records_alone_and_one_member_cannot_rais
     assert closed((1.0, 0.0), (1.0, 0.0), (1.0, 4.0)).link.usual == 4.0  # who did nothing is no measure
 
 
-def test_a_record_has_room_for_thousands_and_keeps_the_own_delta():
+def test_a_record_has_room_for_thousands():
     names = [f"{k:063d}" for k in range(MOST + 5)]
-    entries = entries_of([contribution(name, digest=name * 2) for name in names], 9.0, mine=names[-1] * 2)
-    assert len(entries) == MOST and entries[-1].member == names[-1]
+    entries = entries_of([contribution(name, digest=name * 2) for name in names], 9.0, own_digest=names[-1] * 2)
     fields, payload = Record(0, 1, Link(), 7, "a", entries).sealed()
     assert len(Envelope("r").seal(record_name(0, 1, 0), "record", fields, payload).body) < WHOLE_RECORD
 

@@ -21,11 +21,11 @@ from diloco.bucket.rounds import (
     read_record,
     record_name,
 )
+from diloco.bucket.store.cipher import read_secret
 from diloco.bucket.store.envelope import HEADER, PART, PREFIX, PROTOCOL, Envelope, Invalid, get, put, refuses
-from diloco.bucket.store.keys import read_secret
 from diloco.bucket.store.operations import Oversized
 from diloco.errors import ConfigError, Mismatch
-from tests.support.players import Player, World, complete
+from tests.support.players import Player, World, complete, one_member
 
 KEY = b"k" * 32
 
@@ -92,15 +92,12 @@ def until_closed(player, index):
 
 def entries(world, index):
     name = record_name(0, index, 0)
-    found = Envelope(world.run, KEY).open(name, "record", world.objects[name], None)
-    return read_record(found, 0, index, None).entries
+    opened = Envelope(world.run, KEY).open(name, "record", world.objects[name], None)
+    return read_record(opened, 0, index, None).entries
 
 
 def test_a_good_delta_of_a_stranger_is_counted():
-    world = World()
-    world.key = KEY
-    a = Player(world, "a", key=KEY)
-    a.turn()
+    world, a = one_member(key=KEY)
     sealed = delta_of(world)
     world.objects[sealed.name] = sealed.body
     until_closed(a, 1)
@@ -110,10 +107,7 @@ def test_a_good_delta_of_a_stranger_is_counted():
 
 @pytest.mark.parametrize("kind", BAD)
 def test_a_bad_delta_is_ignored_counted_and_named_and_the_round_closes_without_it(kind):
-    world = World()
-    world.key = KEY
-    a = Player(world, "a", key=KEY)
-    a.turn()
+    world, a = one_member(key=KEY)
     name, body = BAD[kind](world)
     world.objects[name] = body
     until_closed(a, 1)
@@ -124,10 +118,7 @@ def test_a_bad_delta_is_ignored_counted_and_named_and_the_round_closes_without_i
 
 
 def test_a_delta_of_an_earlier_round_is_not_taken_for_one_of_this():
-    world = World()
-    world.key = KEY
-    a = Player(world, "a", key=KEY)
-    a.turn()
+    world, a = one_member(key=KEY)
     name, body = of_another_round(world)
     until_closed(a, 1)
     world.objects[name] = body
@@ -137,10 +128,7 @@ def test_a_delta_of_an_earlier_round_is_not_taken_for_one_of_this():
 
 
 def test_a_delta_against_other_bits_is_never_counted():
-    world = World()
-    world.key = KEY
-    a = Player(world, "a", key=KEY)
-    a.turn()
+    world, a = one_member(key=KEY)
     sealed = delta_of(world, fingerprint=12345)
     world.objects[sealed.name] = sealed.body
     until_closed(a, 1)
@@ -177,46 +165,27 @@ def record(entries=GOOD, follows=FOLLOWS, **changes):
 
 
 def test_a_good_record_is_read_as_it_was_written():
-    found = record()
-    assert found.entries == (Entry("a", "0" * 64, 100.0, 3.0, 0.1), Entry("b", "1" * 64, 300.0, 3.0, 0.3))
-    fields, payload = found.sealed()
+    opened = record()
+    assert opened.entries == (Entry("a", "0" * 64, 100.0, 3.0, 0.1), Entry("b", "1" * 64, 300.0, 3.0, 0.3))
+    fields, payload = opened.sealed()
     assert fields == RECORD and json.loads(payload) == GOOD
-    assert found.members == {"a": 0.25, "b": 0.75} and found.clips == [1.0, 1.0]
-    assert found.lr == 0.25 * 0.1 + 0.75 * 0.3
+    assert opened.members == {"a": 0.25, "b": 0.75} and opened.clips == [1.0, 1.0]
+    assert opened.lr == 0.25 * 0.1 + 0.75 * 0.3
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"index": 2},
-        {"previous": "q"},
-        {"usual": 3.0},
-        {"usual": -1.0},
-        {"heads": "x"},
-        {"heads": None},
-        {"fingerprint": -1},
-        {"fingerprint": True},
-        {"entries": []},
-        {"entries": None},
-        {"entries": b"{"},
-        {"entries": b"[" * 5000},
-        {"entries": [["a"]]},
-        {"entries": [1]},
-        {"entries": GOOD[::-1]},
-        {"entries": [GOOD[0], GOOD[0]]},
-        {"entries": [["a", "0" * 64, 1.0, 1.0]]},
-        {"entries": [["a", "0" * 64, -1.0, 1.0, 0.0]]},
-        {"entries": [["a", "0" * 64, 1.0, 1e301, 0.0]]},
-        {"entries": [["a", "0" * 64, 1.0, 1.0, -1.0]]},
-        {"entries": [["a", "0" * 64, 1.0, 1.0, 1e300]]},
-        {"entries": [["../a", "0" * 64, 1.0, 1.0, 0.0]]},
-        {"entries": [["a", "0" * 63, 1.0, 1.0, 0.0]]},
-        {"entries": [[f"m{k:04d}", "0" * 64, 1.0, 1.0, 0.0] for k in range(MOST + 1)]},
-        {"by": None},
-    ],
-    ids=lambda changes: repr(changes)[:40],
-)
-def test_a_bad_record_is_not_a_record(changes):
+BAD_ENTRIES = [
+    [], None, b"{", b"[" * 5000, [["a"]], [1], GOOD[::-1], [GOOD[0], GOOD[0]], [["a", "0" * 64, 1.0, 1.0]],
+    [["a", "0" * 64, -1.0, 1.0, 0.0]], [["a", "0" * 64, 1.0, 1e301, 0.0]], [["a", "0" * 64, 1.0, 1.0, -1.0]],
+    [["a", "0" * 64, 1.0, 1.0, 1e300]], [["../a", "0" * 64, 1.0, 1.0, 0.0]], [["a", "0" * 63, 1.0, 1.0, 0.0]],
+    [[f"m{k:04d}", "0" * 64, 1.0, 1.0, 0.0] for k in range(MOST + 1)],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("changes", [
+    {"index": 2}, {"previous": "q"}, {"usual": 3.0}, {"usual": -1.0}, {"heads": "x"}, {"heads": None},
+    {"fingerprint": -1}, {"fingerprint": True}, {"by": None}, *({"entries": entries} for entries in BAD_ENTRIES),
+], ids=lambda changes: repr(changes)[:40])  # fmt: skip
+def test_a_bad_record_is_rejected(changes):
     with pytest.raises(Invalid):
         record(**changes)
 
@@ -227,8 +196,8 @@ def test_a_large_payload_lies_in_parts_which_are_put_first_and_each_is_checked()
     assert [len(part) for part in sealed.parts] == [PART, PART, 3] and len(sealed.body) < 1000
     complete(world, put(sealed))
     assert list(world.objects) == [f"{sealed.name}.p{k}" for k in range(3)] + [sealed.name]
-    found = complete(world, get(envelope, sealed.name, "snapshot", len(payload)))
-    assert found.payload == payload
+    opened = complete(world, get(envelope, sealed.name, "snapshot", len(payload)))
+    assert opened.payload == payload
     world.objects[f"{sealed.name}.p1"] = flip(world.objects[f"{sealed.name}.p1"], 77)
     with pytest.raises(Invalid, match="part 1"):
         complete(world, get(envelope, sealed.name, "snapshot", len(payload)))
@@ -241,7 +210,7 @@ def test_a_header_has_a_limit_both_where_it_is_written_and_where_it_is_read():
     room = HEADER - len(envelope.seal("x", "delta", {"more": ""}).body) + PREFIX.size
     full = envelope.seal("x", "delta", {"more": "m" * room})
     assert envelope.open("x", "delta", full.body, 0).header["more"] == "m" * room
-    with pytest.raises(ValueError, match=f"a header of {HEADER + 1} bytes; {HEADER} are allowed"):
+    with pytest.raises(ValueError, match=f"header has {HEADER + 1} bytes"):
         envelope.seal("x", "delta", {"more": "m" * (room + 1)})
     header = full.body[PREFIX.size :].replace(b'"more":"m', b'"more":"mm')
     with pytest.raises(Invalid, match="too long"):
@@ -249,7 +218,7 @@ def test_a_header_has_a_limit_both_where_it_is_written_and_where_it_is_read():
 
 
 def test_what_is_too_large_is_not_even_read():
-    with pytest.raises(Invalid, match="more than it may have"):
+    with pytest.raises(Invalid, match="too large"):
         Envelope("r").open("x", "delta", Oversized(1 << 40), 4)
 
 
@@ -265,21 +234,8 @@ json_values = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4),
     max_leaves=8,
 )
-keys = [
-    "usual",
-    "heads",
-    "pieces",
-    "index",
-    "fragment",
-    "previous",
-    "fingerprint",
-    "by",
-    "member",
-    "tokens",
-    "size",
-    "sha256",
-    "run",
-]
+keys = ["usual", "heads", "pieces", "index", "fragment", "previous", "fingerprint", "by", "member", "tokens", "size",
+        "sha256", "run"]  # fmt: skip
 
 
 @given(st.dictionaries(st.sampled_from(keys), json_values, max_size=4), st.sampled_from(["record", "delta", "member"]))
@@ -294,8 +250,8 @@ def test_any_header_is_read_or_refused(changes, kind):
     name = delta_name(0, 1, "x", hashlib.sha256(header).hexdigest()) if kind == "delta" else "members/x/000000"
     body = PREFIX.pack(b"DLCO", len(header), bytes(32)) + header
     read = {
-        "record": lambda found: read_record(found, 0, 1, Link("p", 2.0)),
-        "delta": lambda found: read_delta(found, 0, 1, layout_of(Float32(), 0)),
+        "record": lambda opened: read_record(opened, 0, 1, Link("p", 2.0)),
+        "delta": lambda opened: read_delta(opened, 0, 1, layout_of(Float32(), 0)),
         "member": read_member,
     }[kind]
     try:
@@ -351,7 +307,7 @@ def counting(world, name, tokens):
 def test_one_that_counts_tokens_and_one_that_does_not_are_not_averaged():
     world = World()
     a = counting(world, "a", 4096)
-    with pytest.raises(Mismatch, match=r"weigh by tokens, those of 'b' by steps: call diloco\.count"):
+    with pytest.raises(Mismatch, match=r"by tokens, 'b' by steps"):
         counting(world, "b", 0)
     assert not [name for name in world.objects if "/d-b-" in name]
     held = a.held
@@ -401,7 +357,7 @@ def test_what_a_reader_raises_refuses_the_object_and_nothing_else():
 
 
 def test_an_object_that_is_different_at_every_look_is_not_read_for_ever():
-    """A slot like that counts as empty for now: whether it is valid cannot be told."""
+    """A attempt like that counts as empty for now: whether it is valid cannot be told."""
     rounds = RoundStore.reader(0, Envelope("0" * 16))
     world = World()
     answers = (f"garbage {k}".encode() for k in range(1000))

@@ -3,8 +3,8 @@
 import threading
 import time
 
-from diloco.bucket import priority
-from diloco.bucket.priority import PriorityLock
+from diloco.bucket import bucket
+from diloco.bucket.bucket import PriorityLock
 
 
 def waits(lock, target):
@@ -17,7 +17,7 @@ def waits(lock, target):
 
 
 def test_one_that_wants_the_lock_again_lets_the_training_thread_pass(monkeypatch):
-    monkeypatch.setattr(priority, "LONGEST", 60.0)
+    monkeypatch.setattr(bucket, "LONGEST_YIELD", 60.0)
     lock, order = PriorityLock(), []
 
     def train():

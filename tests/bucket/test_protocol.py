@@ -1,5 +1,9 @@
-"""The guarantees of the bucket under every interleaving, crash, lost reply and late put that hypothesis thinks of."""
+"""The guarantees of the bucket under every interleaving, crash, lost reply and late put that hypothesis thinks of.
 
+EXAMPLES and STEPS in the environment ask for more than the few short runs of the suite, as `make nightly` does.
+"""
+
+import os
 import re
 
 import pytest
@@ -7,13 +11,13 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from diloco.bucket import deltas, protocol, round_store, run
+from diloco.bucket import deltas, machine, round_store, rules
 from diloco.bucket import rounds as round_
 from diloco.bucket import snapshots as snapshot
 from diloco.bucket.rounds import folder, record_name, share_name
 from diloco.bucket.store.operations import All, Create, List
-from diloco.reduce import Jump, Round
-from tests.support.players import FRAGMENTS, GARBAGE, SYNC_EVERY, Player, Violation, World
+from diloco.exchange.reducer import Jump, Round
+from tests.support.players import FRAGMENTS, GARBAGE, SYNC_EVERY, Player, Violation, World, meet
 
 NAMES = ("a", "b", "c")
 
@@ -30,8 +34,7 @@ def shorten(set_):
     set_(snapshot, "EVERY", 3)
     set_(snapshot, "STRIDE", 1)
     set_(snapshot, "KEEP", 0.0)
-    set_(protocol, "BEHIND", 2)
-    set_(run, "BEHIND", 2)
+    set_(rules, "BEHIND", 2)
 
 
 class Members(RuleBasedStateMachine):
@@ -125,10 +128,10 @@ class Members(RuleBasedStateMachine):
         self.world.now += seconds
 
     @precondition(lambda self: self.world.run)
-    @rule(fragment=st.integers(0, FRAGMENTS - 1), slot=st.integers(0, 1))
-    def bad_record(self, fragment, slot):
-        """Garbage takes the name of the next closing record."""
-        name = record_name(fragment, self.world.closed(fragment) + 1, slot)
+    @rule(fragment=st.integers(0, FRAGMENTS - 1), attempt=st.integers(0, 1))
+    def bad_record(self, fragment, attempt):
+        """Garbage takes the name of the next commit record."""
+        name = record_name(fragment, self.world.closed(fragment) + 1, attempt)
         self.world.objects.setdefault(name, GARBAGE)
         self.world.check()
 
@@ -166,13 +169,12 @@ def sleeper(world):
     """b is about to close round 1 of fragment 0 with its own delta alone, and sleeps. a closes it with both and goes on
     until the round's deltas are no longer needed. Then b's put arrives."""
     a, b = Player(world, "a"), Player(world, "b", rate=2.0)
-    for player in (a, b, a, b):
-        player.turn()
+    meet(a, b)
     for _ in range(SYNC_EVERY):
         b.step()
     while not isinstance(b.want(1), List) or world.closed(0):
         b.go(1)
-    b.go(1)  # it has seen no delta but its own, and now the grace passes
+    b.go(1)  # it has seen no delta but its own, and now the straggler timeout passes
     world.now += 60.0
     while not (isinstance(b.want(1), Create) and b.want(1).name == record_name(0, 1, 0)):
         b.go(1)
@@ -195,13 +197,13 @@ def test_a_late_close_changes_nothing_because_records_are_never_deleted():
 
 
 def test_were_records_deleted_a_round_would_get_two_means(monkeypatch):
-    kept = snapshot.superfluous
+    kept = rules.superfluous
 
     def delete_records_too(names, fragment, floor):
         old = [n for n in names if "/closed." in n and round_.place_of(n)[1] <= floor]
         return kept(names, fragment, floor) + old
 
-    monkeypatch.setattr(snapshot, "superfluous", delete_records_too)
+    monkeypatch.setattr(rules, "superfluous", delete_records_too)
     world = World()
     world.tolerant = True
     with pytest.raises(Violation, match="hold other bits after round 1 of fragment 0"):
@@ -227,7 +229,7 @@ def test_a_delta_of_an_earlier_life_stands_in_nobodys_way_because_names_hold_dig
 
 
 def test_were_the_digest_not_in_the_name_others_would_be_stuck(monkeypatch):
-    for module in (round_, deltas, protocol):
+    for module in (round_, deltas, machine):
         monkeypatch.setattr(module, "delta_name", lambda f, i, member, digest="": f"{folder(f, i)}d-{member}-0")
     monkeypatch.setattr(round_, "_NAME", re.compile(round_._NAME.pattern.replace("{64}", "+")))
     with pytest.raises(Violation, match="stuck"):
@@ -235,23 +237,23 @@ def test_were_the_digest_not_in_the_name_others_would_be_stuck(monkeypatch):
 
 
 def squatter(world):
-    """Garbage lies where the closing record of round 1 belongs."""
+    """Garbage lies where the commit record of round 1 belongs."""
     for fragment in range(FRAGMENTS):
         world.objects[record_name(fragment, 1, 0)] = GARBAGE
     alone(world, "b", alone(world, "a", [0] * FRAGMENTS).held)
 
 
-def test_a_bad_closing_record_is_passed_over_because_records_have_slots():
+def test_a_bad_commit_record_is_passed_over_because_records_have_attempts():
     world = World()
     squatter(world)
     assert record_name(0, 1, 1) in world.objects and record_name(0, 2, 0) in world.objects
 
 
-def test_without_slots_a_bad_closing_record_would_squat_the_round_for_ever(monkeypatch):
+def test_without_attempts_a_bad_commit_record_would_squat_the_round_for_ever(monkeypatch):
     bad = World()
     for module in (round_, round_store):
-        monkeypatch.setattr(module, "record_name", lambda f, i, slot: f"{folder(f, i)}closed.0")
-    bad.check = lambda: None  # it, too, would look for the next slot forever
+        monkeypatch.setattr(module, "record_name", lambda f, i, attempt: f"{folder(f, i)}closed.0")
+    bad.check = lambda: None  # it, too, would look for the next attempt forever
     for fragment in range(FRAGMENTS):
         bad.objects[f"{folder(fragment, 1)}closed.0"] = GARBAGE
     with pytest.raises(Violation, match="stuck"):
@@ -264,8 +266,7 @@ def test_one_that_was_late_once_is_waited_for_again():
     live bring it back; without them a, which no longer waits for b, would close every round alone."""
     world = World()
     a, b = Player(world, "a"), Player(world, "b")
-    for player in (a, b, a, b):
-        player.turn()
+    meet(a, b)
     members = []
     for turn in range(80):
         a.step()
@@ -294,7 +295,10 @@ class Sharing(Members):
 
 
 Sharing.TestCase.settings = Members.TestCase.settings = settings(
-    max_examples=12, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=int(os.environ.get("EXAMPLES", "12")),
+    stateful_step_count=int(os.environ.get("STEPS", "30")),
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
 )
 TestMembers = pytest.mark.slow(Members.TestCase)
 TestSharing = pytest.mark.slow(Sharing.TestCase)

@@ -1,18 +1,16 @@
 """What a member asks of the store: how often it lists, how much it reads at once, and how long its end may take."""
 
-import os
-import threading
 from collections import Counter
 
 import pytest
 
 from diloco.bucket import deltas, round_store
 from diloco.bucket.bucket import PATIENCE
-from diloco.bucket.rounds import PIECES, delta_name, folder, record_name, round_prefix
-from diloco.bucket.store.folder import Folder
+from diloco.bucket.effects import Phase
+from diloco.bucket.rounds import PIECES, delta_name, folder
 from diloco.bucket.store.operations import All, List, Read
-from diloco.reduce import Dropped
-from tests.support.players import SETTINGS, Player, World
+from diloco.exchange.reducer import Dropped
+from tests.support.players import SETTINGS, Player, World, meet, one_member, train
 
 
 class Counting(World):
@@ -57,17 +55,15 @@ def test_listings_do_not_grow_with_the_rounds_of_a_run():
 
 
 def test_of_many_deltas_a_few_are_read_at_a_time():
-    world = World(1)
-    a = Player(world, "a")
-    a.turn()
+    world, a = one_member(1)
     for k in range(100):
         world.objects[delta_name(0, 1, f"m{k}", f"{k:064d}")] = b"garbage"
     together = [0]
     for _ in range(8):
         a.step()
         while (operation := a.want(1)) is not None:
-            each = operation.operations if isinstance(operation, All) else ()
-            together.append(sum(isinstance(o, Read) and o.name.startswith(folder(0, 1)) for o in each))
+            operations = operation.operations if isinstance(operation, All) else ()
+            together.append(sum(isinstance(o, Read) and o.name.startswith(folder(0, 1)) for o in operations))
             if not a.go(1):
                 break
         world.now += 1.0
@@ -76,14 +72,12 @@ def test_of_many_deltas_a_few_are_read_at_a_time():
 
 def test_the_end_waits_once_for_all_fragments():
     """With a quorum that is never met, the last round of no fragment is closed."""
-    world = World(4)
-    a = Player(world, "a", quorum=2)
-    a.turn()
+    world, a = one_member(4, quorum=2)
     for _ in range(20):
         a.step()
         a.turn()
         world.now += 0.5
-    a.reduce.settle()
+    a.reduce.drain()
     began, waits = world.now, []
     lock = a.reduce._lock
 
@@ -92,23 +86,9 @@ def test_the_end_waits_once_for_all_fragments():
         world.now += seconds
 
     lock.wait = wait
-    outcomes = [a.reduce.take(fragment, 1) for fragment in range(4)]
+    outcomes = [a.reduce.poll(fragment, 1) for fragment in range(4)]
     assert outcomes == [Dropped()] * 4
     assert PATIENCE < world.now - began < PATIENCE + 2 * a.reduce._options.ttl
-
-
-def test_threads_that_do_not_end_are_waited_for_together():
-    """There is one for each fragment, and all wait for the same store."""
-    world = World(1)
-    a = Player(world, "a")
-
-    class Hangs:
-        def join(self, timeout):
-            world.now += timeout
-
-    a.reduce._threads = [Hangs() for _ in range(24)]
-    a.reduce._end_threads()
-    assert world.now == 5.0 and a.reduce._threads == []
 
 
 class PerMember(World):
@@ -129,23 +109,18 @@ class PerMember(World):
 def test_in_a_crowd_requests_of_a_member_do_not_grow_with_the_members(monkeypatch):
     monkeypatch.setattr(deltas, "LEAST", 4)
     monkeypatch.setattr(deltas, "UNIT", 2)
-    asked = {}
+    requests = {}
     for count in (4, 16):
         world = PerMember(fragments=1, values=6)
         players = [Player(world, f"m{k:02d}", rate=1.0 + k, shares_from=4) for k in range(count)]
-        for player in (*players, *players):
-            player.turn()
+        meet(*players)
         world.count.clear()
-        for _ in range(40):
-            for player in players:
-                player.step()
-                player.turn()
-            world.now += 0.4
+        train(world, players, 40, seconds=0.4)
         rounds = sum(player.held[0] for player in players)
         assert rounds > 5 * count and len(players[0].reduce.outcomes[-1][1].members) == count
-        asked[count] = {kind: world.count[kind] / rounds for kind in ("Read", "List", "Create", "Size")}
-    for kind in asked[4]:
-        assert asked[16][kind] < 1.5 * asked[4][kind] + 1, asked
+        requests[count] = {kind: world.count[kind] / rounds for kind in ("Read", "List", "Create", "Size")}
+    for kind in requests[4]:
+        assert requests[16][kind] < 1.5 * requests[4][kind] + 1, requests
 
 
 def test_a_piece_is_not_given_up_after_a_few_refusals(monkeypatch):
@@ -156,51 +131,24 @@ def test_a_piece_is_not_given_up_after_a_few_refusals(monkeypatch):
     attempt = world.attempt
     world.attempt = lambda o: (pieces.append(o) if getattr(o, "name", "").startswith(PIECES) else None, attempt(o))[1]
     players = [Player(world, name, rate=1.0) for name in "abc"]
-    for player in (*players, *players):
-        player.turn()
-    for _ in range(12):
-        for player in players:
-            player.step()
-            player.turn()
-        world.now += 0.4
-    asked = [o for o in pieces if isinstance(o, Read) and o.first is not None]  # a whole delta is read without it
-    assert asked and all(o.patient for o in asked)
+    meet(*players)
+    train(world, players, 12, seconds=0.4)
+    requests = [o for o in pieces if isinstance(o, Read) and o.first is not None]  # a whole delta is read without it
+    assert requests and all(o.patient for o in requests)
 
 
 def test_a_member_looks_seldom_while_a_round_can_only_be_called_and_often_while_its_own_delta_is_under_way():
-    world = World(1)
-    a = Player(world, "a", settings=SETTINGS | {"sync_every": 40})
-    a.turn()
-    protocol, timing = a.reduce._protocols[0], a.reduce.session.timing
+    world, a = one_member(1, settings=SETTINGS | {"sync_every": 40})
+    fragment, timing = a.reduce._fragments[0], a.reduce.session.timing
     for _ in range(30):
         a.step()
         a.turn()
         world.now += 1.0
-    assert (timing.poll, timing.idle, protocol.pause) == (0.5, 5.0, 5.0)
-    while not protocol.outbox.under_way:
+    assert (timing.poll, timing.idle, fragment.pause) == (0.5, 5.0, 5.0)
+    while fragment.machine.sending is Phase.IDLE:
         a.step()
         world.now += 1.0
-    assert protocol.pause == timing.poll
+    assert fragment.pause == timing.poll
     assert a.reduce.session.timing.published == {}  # nothing was sent yet
     a.turn()
     assert timing.published["poll_seconds"] == timing.idle  # the others wait so long for an answer to a call
-
-
-def test_asking_in_vain_at_every_step_wakes_nobody():
-    """Who is woken lists at once: that would be a listing for each step and fragment."""
-    a = Player(World(1), "a")
-    a.turn()
-    a.reduce._wakes = [threading.Event() for _ in range(2)]
-    assert [a.reduce.take(0, 1) for _ in range(10)] == [None] * 10
-    assert not any(wake.is_set() for wake in a.reduce._wakes)
-
-
-def test_a_listing_of_a_late_round_looks_into_two_small_folders(tmp_path, monkeypatch):
-    """A folder with 2,500 rounds: as many as lie in one folder of thousands, and the folders of thousands."""
-    for index in range(1, 2501):
-        (tmp_path / folder(0, index)).mkdir(parents=True)
-    (tmp_path / folder(0, 2500) / "closed.0").write_bytes(b"")
-    seen, scandir = [], os.scandir
-    monkeypatch.setattr(os, "scandir", lambda path: seen.extend(found := list(scandir(path))) or found)
-    found = Folder(tmp_path).attempt(List("rounds/", after=round_prefix(2499)))
-    assert record_name(0, 2500, 0) in found and len(seen) < 600

@@ -8,20 +8,24 @@ import pytest
 from rich.console import Console
 
 from diloco.bucket import Bucket, find_run
+from diloco.bucket.effects import Phase
 from diloco.bucket.members import Member
 from diloco.bucket.store.envelope import PREFIX, PROTOCOL, Envelope
 from diloco.errors import ConfigError, Mismatch
-from diloco.report.bucket import Watch
+from diloco.exchange.reducer import Shard
+from diloco.report.bucket import Watch, table
 from diloco.runs.config import TrainConfig
-from diloco.train.elastic import as_the_run
+from diloco.train.members import adopt_settings
+from tests.support.fake_reducer import job
 from tests.support.members import Member as Trainer
 from tests.support.members import until
+from tests.support.players import one_member
 
 
 def begin(folder, **note):
     """A run without fragments, with these published settings."""
     bucket = Bucket(str(folder), "a", note=note)
-    bucket.join({"sync_every": 1}, [], [])
+    bucket.join(job([], []))
     bucket.leave()
 
 
@@ -47,20 +51,20 @@ def begin(folder, **note):
 def test_a_setting_that_is_not_a_value_of_its_flag_is_not_taken(note, tmp_path):
     begin(tmp_path, **note)
     with pytest.raises(ConfigError, match="do not join a run that you do not trust"):
-        as_the_run(TrainConfig(bucket=str(tmp_path)))
+        adopt_settings(TrainConfig(bucket=str(tmp_path)))
 
 
 def test_what_is_loaded_from_outside_is_taken_only_by_who_asks_for_it(tmp_path):
     begin(tmp_path, model="hf:attacker/x", data=["/etc/passwd"], lr=0.5)
-    with pytest.raises(ConfigError, match="--model hf:attacker/x, which is loaded from outside"):
-        as_the_run(TrainConfig(bucket=str(tmp_path)))
-    with pytest.raises(ConfigError, match="give --data"):
-        as_the_run(TrainConfig(bucket=str(tmp_path), model="hf:attacker/x"))
-    taken = as_the_run(TrainConfig(bucket=str(tmp_path), model="hf:attacker/x", data=("corpus.txt",)))
+    with pytest.raises(ConfigError, match="--model hf:attacker/x, which is loaded from elsewhere"):
+        adopt_settings(TrainConfig(bucket=str(tmp_path)))
+    with pytest.raises(ConfigError, match="set --data"):
+        adopt_settings(TrainConfig(bucket=str(tmp_path), model="hf:attacker/x"))
+    taken = adopt_settings(TrainConfig(bucket=str(tmp_path), model="hf:attacker/x", data=("corpus.txt",)))
     assert taken.data == ("corpus.txt",) and taken.lr == 0.5
     begin(tmp_path / "two", tokenizer="/etc/passwd")
     with pytest.raises(ConfigError, match="--tokenizer /etc/passwd"):
-        as_the_run(TrainConfig(bucket=str(tmp_path / "two")))
+        adopt_settings(TrainConfig(bucket=str(tmp_path / "two")))
 
 
 def forge(folder, run="0" * 16, protocol=None, **changes):
@@ -84,20 +88,20 @@ def test_a_run_that_is_not_one_is_refused_with_a_sentence(changes, tmp_path):
     forge(tmp_path)
     assert find_run(str(tmp_path)) is not None
     forge(tmp_path, **changes)
-    with pytest.raises(ConfigError, match=r"run\.json in the bucket cannot be used"):
+    with pytest.raises(ConfigError, match=r"run\.json in the bucket is unusable"):
         find_run(str(tmp_path))
 
 
 def test_a_bucket_of_the_protocol_before_is_refused_with_a_sentence(tmp_path):
     forge(tmp_path, protocol=PROTOCOL - 1)
-    said = f"its protocol is {PROTOCOL - 1}, this is {PROTOCOL}: another version of diloco made it"
-    with pytest.raises(ConfigError, match=said):
+    message = f"its protocol is {PROTOCOL - 1}, this is {PROTOCOL}: another version of diloco"
+    with pytest.raises(ConfigError, match=message):
         find_run(str(tmp_path))
 
 
 def shown(watch):
     console = Console(file=io.StringIO(), width=200)
-    console.print(watch.look())
+    console.print(table(watch.see()))
     return console.file.getvalue()
 
 
@@ -170,15 +174,46 @@ def test_a_single_look_waits_until_a_dead_member_is_lost_and_no_longer(tmp_path)
     assert now[0] - began <= 5
 
 
-def test_a_run_that_says_how_long_it_is_has_a_share_and_an_estimate(tmp_path):
+def test_watching_tells_what_each_fragment_does_and_what_it_waits_for(tmp_path):
+    begin(tmp_path)
+    envelope = Envelope(find_run(str(tmp_path)).id)
+    members = [
+        Member("x", 0, joining=False, phases="30033"),
+        Member("y", 0, joining=False, phases="3"),
+        Member("z", 0, left=True, phases="99999"),
+    ]
+    watch = Watch(str(tmp_path), None)
+    for counter in (1, 2):
+        for member in members:
+            (tmp_path / f"members/{member.name}").mkdir(exist_ok=True)
+            beating = replace(member, counter=counter)
+            (tmp_path / beating.object_name).write_bytes(beating.sealed(envelope))
+        sight = watch.see()
+    assert sight.phases == (
+        ("idle", "x: 1–2", Phase.IDLE.value),
+        ("delivered", "x: 0, 3–4; y: 0", Phase.DELIVERED.value),
+    )
+    assert Phase.DELIVERED.value in shown(watch)
+
+
+def test_a_member_publishes_what_its_fragments_do():
+    _, a = one_member()
+    while a.reduce._fragments[1].machine.phase is not Phase.ENCODING:
+        a.step()
+    a.finish_tick(0)
+    entry = a.reduce.session.entry
+    assert [entry.phase(f) for f in range(3)] == [a.reduce._fragments[0].machine.phase, Phase.ENCODING, None]
+
+
+def test_a_run_that_says_how_long_it_is_has_an_estimate(tmp_path):
     begin(tmp_path, steps=1000, sync_every=100)
     now = [0.0]
     watch = Watch(str(tmp_path), None, clock=lambda: now[0])
-    assert watch._progress([2, 3]) == (0.2, "round 2 of 10")
+    assert watch._progress([2, 3]) == "round 2 of 10"
     now[0] = 60.0
-    assert watch._progress([4, 4]) == (0.4, "round 4 of 10, the last one now, 3 min 00 s left")
+    assert watch._progress([4, 4]) == "round 4 of 10, the last one now, 3 min 00 s left"
     now[0] = 65.0
-    assert watch._progress([4, 4])[1] == "round 4 of 10, the last one 5 s ago, 3 min 00 s left"
+    assert watch._progress([4, 4]) == "round 4 of 10, the last one 5 s ago, 3 min 00 s left"
 
 
 KEY = b"k" * 32
@@ -186,11 +221,10 @@ KEY = b"k" * 32
 
 @pytest.mark.parametrize("encrypt", [None, KEY])
 @pytest.mark.parametrize("planted", [b"", b"garbage", "a run without the secret"])
-@pytest.mark.parametrize("shard", ["shard 0 of 1", "shard 0 of 2"])
+@pytest.mark.parametrize("shard", [Shard(0, 1), Shard(0, 2)], ids=str)
 def test_what_is_not_signed_does_not_tell_how_many_ranks_the_members_have(tmp_path, planted, encrypt, shard):
     """Anyone who may write can put something where a run of sharded or unsharded members would be."""
-    contract = {"sync_every": 1, "shard": shard}
-    other = tmp_path / ("shard-0" if shard == "shard 0 of 1" else "")
+    other = tmp_path / ("shard-0" if shard.count == 1 else "")
     other.mkdir(exist_ok=True)
     if isinstance(planted, str):
         begin(other)
@@ -198,8 +232,8 @@ def test_what_is_not_signed_does_not_tell_how_many_ranks_the_members_have(tmp_pa
         (other / "run.json").write_bytes(planted)
     for name in "ab":
         bucket = Bucket(str(tmp_path), name, key=KEY, encrypt=encrypt)
-        bucket.join(contract, [], [])
+        bucket.join(replace(job([], []), shard=shard))
         bucket.leave()
-    contract["shard"] = "shard 0 of 2" if shard == "shard 0 of 1" else "shard 0 of 1"
+    bucket = Bucket(str(tmp_path), "c", key=KEY, encrypt=encrypt)
     with pytest.raises(Mismatch, match="same number of ranks"):
-        Bucket(str(tmp_path), "c", key=KEY, encrypt=encrypt).join(contract, [], [])
+        bucket.join(replace(job([], []), shard=Shard(0, 3 - shard.count)))

@@ -10,14 +10,15 @@ from diloco import Float32
 from diloco.bucket import Bucket, deltas, snapshots
 from diloco.bucket import members as members_
 from diloco.bucket.deltas import delta_fields, layout_of, places, seal_delta
+from diloco.bucket.effects import Phase
 from diloco.bucket.rounds import Link, folder, share_name
 from diloco.bucket.store.backend import open_store
 from diloco.bucket.store.envelope import Envelope
 from diloco.bucket.store.operations import Create, List
 from diloco.errors import ConfigError, Mismatch
-from diloco.reduce import Jump
+from diloco.exchange.reducer import Jump
 from tests.support.members import PATIENT, Member, agree
-from tests.support.players import SYNC_EVERY, Player, World
+from tests.support.players import SYNC_EVERY, Player, World, mean_of
 from tests.support.sharing import SHARES, crowd, rounds_of, small_pieces, together
 
 
@@ -30,7 +31,7 @@ def with_stranger(players, head, bodies, index):
     """A delta of a stranger lies in the next round; returns that round, once it is over."""
     players[0].world.objects |= bodies | {head.name: head.body}
     together(players, index + 1)
-    return next(round for round in rounds_of(players[0]) if round.index == index)
+    return next(round for round in rounds_of(players[0]) if round.state.index == index)
 
 
 def next_round(players):
@@ -51,8 +52,8 @@ def test_every_member_averages_a_share_and_all_hold_the_mean():
         f"s{k:04d}.0" for k in range(SHARES)
     }
     first = rounds_of(players[0])[0]
-    assert set(first.members) == {"a", "b", "c", "d"} and len(first.encoded) == SHARES
-    assert first.mean.tolist() == [-2.25 * SYNC_EVERY] * 6
+    assert set(first.members) == {"a", "b", "c", "d"}
+    assert mean_of(players[0], 1).tolist() == [-2.25 * SYNC_EVERY] * 6
 
 
 def test_few_members_read_all_deltas_as_before():
@@ -104,16 +105,16 @@ def test_a_share_of_a_member_that_died_is_made_by_the_next_one():
     for _ in range(40):  # it has delivered, and dies before it averages
         for player in players:
             while player.want(1) is not None:
-                wanted = player.want(1)
-                if player is dead and isinstance(wanted, Create) and "/s0" in wanted.name:
+                operation = player.want(1)
+                if player is dead and isinstance(operation, Create) and "/s0" in operation.name:
                     break
                 if not player.go(1):
                     break
         world.now += 0.2
-        if world.closed(0) >= 3 and all(p.reduce._protocols[0]._round.averaging for p in players[:3]):
+        if world.closed(0) >= 3 and all(p.reduce._fragments[0].machine.phase is Phase.AVERAGING for p in players[:3]):
             break
     living, before = players[:3], world.now
-    while min(player.reduce._protocols[0].frontier for player in living) < 3:
+    while min(player.reduce._fragments[0].machine.frontier for player in living) < 3:
         for player in living:
             player.turn()
         world.now += 0.2
@@ -159,11 +160,11 @@ def strange_delta(world, index, broken=None, norms=None, values=5.0):
     payloads, _ = layout.pack(torch.full((6,), values))
     fields = delta_fields(0, index, "x", fingerprint, 2.0, 2.0)
     sealed = seal_delta(Envelope(world.run), layout, fields, payloads, norms or layout.norms(payloads))
-    bodies = {each.name: each.body for each in sealed.pieces}
+    bodies = {each.name: each.body for each in sealed.objects}
     if broken is not None:
-        part, at = places(sealed.listed)[broken]
-        name = sealed.pieces[part].name
-        at += sealed.listed[broken].size - 1
+        part, at = places(sealed.pieces)[broken]
+        name = sealed.objects[part].name
+        at += sealed.pieces[broken].size - 1
         bodies[name] = bodies[name][:at] + bytes([bodies[name][at] ^ 1]) + bodies[name][at + 1 :]
     return sealed.head, bodies
 
@@ -179,7 +180,7 @@ def test_a_piece_that_is_not_what_its_head_says_counts_as_zeros(how):
     head, bodies = strange_delta(world, index, **(options or {"norms": [1.0] * 3, "values": float("inf")}))
     round = with_stranger(players, head, bodies, index)
     assert "x" in round.members
-    mean = round.mean
+    mean = mean_of(players[0], index)
     if how == "inf":
         assert torch.isfinite(mean).all() and mean[0] == mean[2] == mean[4]
     else:
@@ -200,27 +201,26 @@ def test_a_record_that_lies_about_heads_does_not_count():
     world = World(1, values=6)
     players = crowd(world)
     together(players, 2)
-    liar = players[0].reduce._protocols[0]
-    close = liar.round_store.close
+    liar = players[0].reduce._fragments[0]
+    close = liar.rounds.close
 
-    def lying(record, slot):
-        factor = 1 if slot else 2  # it finds its own lie, too
+    def lying(record, attempt):
+        factor = 1 if attempt else 2  # it finds its own lie, too
         entries = tuple(replace(e, tokens=e.tokens * factor) if e.member == "a" else e for e in record.entries)
-        return close(replace(record, entries=entries), slot)
+        return close(replace(record, entries=entries), attempt)
 
-    liar.round_store.close = lying
+    liar.rounds.close = lying
     together(players, 12)
     lies = [e for p in players[1:] for e in p.reduce.events() if e["event"] == "lie"]
     assert lies and {e["by"] for e in lies} == {"a"}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, {"pace": "strict"}], ids=str)
-def test_four_members_over_a_folder_share_and_agree(tmp_path, monkeypatch, options):
+def test_four_members_over_a_folder_share_and_agree(tmp_path, monkeypatch):
     monkeypatch.setattr(deltas, "LEAST", 64)
     monkeypatch.setattr(deltas, "UNIT", 256)
     gate = threading.Barrier(4)
-    members = [Member(tmp_path, name, 30, gate=gate, grace=None if options else PATIENT, **options) for name in "abcd"]
+    members = [Member(tmp_path, name, 30, gate=gate, straggler_timeout=PATIENT) for name in "abcd"]
     for member in members:
         member.end()
     agree(*members)
@@ -230,10 +230,10 @@ def test_four_members_over_a_folder_share_and_agree(tmp_path, monkeypatch, optio
     assert not [e for member in members for e in member.reduce.events() if e["event"] in ("lie", "gone")]
 
 
-@pytest.mark.parametrize("given", [1, -1])
-def test_the_number_of_members_is_checked(given):
-    with pytest.raises(ConfigError, match=f"shares_from={given}: give at least 2 members"):
-        Bucket("memory://shares", "a", shares_from=given)
+@pytest.mark.parametrize("count", [1, -1])
+def test_the_number_of_members_is_checked(count):
+    with pytest.raises(ConfigError, match=f"shares_from={count}: use at least 2 members"):
+        Bucket("memory://shares", "a", shares_from=count)
 
 
 def test_all_members_share_from_the_same_number_on():

@@ -3,14 +3,15 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from diloco import E3M0, BFloat16, ConfigError, Float32, TopK, TwoBit, codec, kernels
-from diloco.codec import codec_named
-from diloco.formats import FORMATS
-from diloco.levels import MAGNITUDES
+from diloco import E3M0, BFloat16, ConfigError, Float32, TopK, TwoBit
+from diloco.codecs import codec, kernels
+from diloco.codecs.codec import codec_named
+from diloco.codecs.formats import FORMATS
+from diloco.codecs.levels import MAGNITUDES
 
 FINE = [Float32(), BFloat16(), E3M0()]
 COARSE = [TwoBit(), TopK()]
@@ -26,12 +27,13 @@ finite = hnp.arrays("float32", st.integers(0, 700), elements=st.floats(-(2.0**10
 
 
 @every
-def test_a_payload_is_flat_bytes_of_exactly_the_stated_size(c):
+def test_a_payload_is_flat_bytes_of_the_stated_size_and_zeros_stay_zero(c):
     for n in LENGTHS:
-        payload = codec.pack(c, torch.randn(n))
+        payload = codec.pack(c, torch.zeros(n))
         assert payload.dtype is torch.uint8
-        assert payload.shape == (c.nbytes(n),)
-        assert codec.unpack(c, payload, n).shape == (n,)
+        assert payload.shape == codec.pack(c, torch.randn(n)).shape == (c.nbytes(n),)
+        decoded = codec.unpack(c, payload, n)
+        assert decoded.shape == (n,) and not decoded.any()
 
 
 @given(x=finite)
@@ -67,12 +69,6 @@ def test_signs_are_kept_and_zero_stays_zero(x):
 
 
 @every
-def test_nothing_stays_nothing(c):
-    for n in LENGTHS:
-        assert not codec.unpack(c, codec.pack(c, torch.zeros(n)), n).any()
-
-
-@every
 def test_packing_in_chunks_gives_the_values_of_one_piece(c):
     x = torch.randn(2 * codec.CHUNK + 300)
     whole = c.decode(c.encode(x), len(x))
@@ -87,21 +83,6 @@ def test_encoding_leaves_its_input_alone(c):
     c.decode(payload, len(x)).mul_(2)
     assert torch.equal(x, before)
     assert torch.equal(c.decode(payload, len(x)), c.decode(c.encode(before), len(x)))
-
-
-@pytest.mark.slow
-@settings(max_examples=300)
-@given(x=hnp.arrays("float32", st.integers(1, 600), elements=st.floats(2.0**-10, 2.0**10, width=32)), data=st.data())
-def test_e3m0_goes_to_the_nearest_power_of_two(x, data):
-    signs = data.draw(hnp.arrays("bool", len(x)))
-    x = torch.from_numpy(x) * torch.where(torch.from_numpy(signs), -1, 1)
-    back = E3M0().decode(E3M0().encode(x), len(x))
-    for part, decoded in zip(x.split(256), back.split(256), strict=True):
-        _, exponent = torch.frexp(part.abs())
-        floor = torch.ldexp(torch.ones_like(part), exponent - 1)
-        power = torch.where(part.abs() >= 1.5 * floor, 2 * floor, floor)
-        expected = torch.where(power >= power.max() / 64, power, 0) * part.sign()
-        assert torch.equal(decoded, expected)
 
 
 @pytest.mark.parametrize("level", kernels.levels())
@@ -160,9 +141,8 @@ def test_a_coarse_codec_has_the_stated_size_and_error(c, bits, gaussian, laplace
 def test_a_block_has_a_few_levels_of_one_of_two_tables(data):
     n = data.draw(st.sampled_from([1, 5, 255, 256, 700]))
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**32)))
-    x = torch.randn(n, generator=generator) ** data.draw(st.sampled_from([1, 3])) * 2.0 ** data.draw(
-        st.integers(-90, 90)
-    )
+    power, exponent = data.draw(st.sampled_from([1, 3])), data.draw(st.integers(-90, 90))
+    x = torch.randn(n, generator=generator) ** power * 2.0**exponent
     for values, block in zip(x.split(256), codec.unpack(TwoBit(), codec.pack(TwoBit(), x), n).split(256), strict=True):
         if not block.any():  # it was too small for a scale
             assert values.abs().mean() < 2.0**-99

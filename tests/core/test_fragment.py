@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from diloco import Balanced, ConfigError, Named, Sequential, Strided
-from diloco import fragment as rules
-from diloco.fragment import Piece
-from diloco.module import find_layers, trainable
+from diloco.core import fragment as rules
+from diloco.core.fragment import Piece
+from diloco.core.tensors import find_layers, trainable
 from tests.support.models import Tiny
 
 shapes = st.dictionaries(
@@ -37,9 +37,9 @@ def check_exact_cover(fragments, shape):
         for piece in fragment:
             assert piece.start < piece.stop
             rows[piece.name] += range(piece.start, piece.stop)
-    for name, found in rows.items():
+    for name, covered in rows.items():
         expected = (shape[name][0] if math.prod(shape[name][1:]) else 0) if shape[name] else 1
-        assert sorted(found) == list(range(expected)), name
+        assert sorted(covered) == list(range(expected)), name
 
 
 @pytest.mark.parametrize("fragmenter", FRAGMENTERS, ids=repr)
@@ -135,6 +135,25 @@ def test_layers_are_found_in_the_largest_list_also_through_compile_and_nesting()
     model = torch.compile(Outer(), backend="eager")
     layers = find_layers(model, trainable(model))
     assert layers == [[f"body.layers.{i}.weight", f"body.layers.{i}.bias"] for i in range(6)]
+
+
+class Counted(dict):
+    """Parameters by name; counts how often one is looked at."""
+
+    looks = 0
+
+    def __iter__(self):
+        for name in super().__iter__():
+            self.looks += 1
+            yield name
+
+
+def test_finding_the_layers_looks_at_each_name_once_however_many_layers_there_are():
+    model = nn.ModuleDict({"layers": nn.ModuleList(nn.Linear(1, 1) for _ in range(200))})
+    names = Counted(model.named_parameters())
+    layers = find_layers(model, names)
+    assert layers == [[f"layers.{i}.weight", f"layers.{i}.bias"] for i in range(200)]
+    assert names.looks <= 4 * len(names)
 
 
 def test_a_plain_sequential_counts_as_layers():

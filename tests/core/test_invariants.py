@@ -11,14 +11,16 @@
 9. The anchors are what is evaluated and exported; finish() ends with the local values equal to the anchors.
 """
 
+from collections import ChainMap
+
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from diloco import E3M0, SGD, Balanced, BFloat16, DiLoCo, Float32, Nesterov, Sequential, Strided
-from diloco.reduce import local
-from tests.support.models import Tiny, adamw, anchors, flat, loss_of, steps, train
+from diloco.exchange import local
+from tests.support.models import Tiny, adamw, anchors, flat, loss_of, make, steps, train, train_steps
 from tests.support.processes import run
 
 MEAN = {"codec": Float32(), "outer": SGD(lr=1.0)}  # plain averaging
@@ -50,20 +52,15 @@ def test_1_anchors_are_bit_identical_on_all_replicas_after_every_step(replicas):
 
 
 def _train_with_own_overlap(rank, count, overlaps):
-    model = Tiny()
-    optimizer = adamw(model)
-    seen = {}
-    with DiLoCo(model, optimizer, sync_every=10, overlap=overlaps[rank], fragments=Balanced(3)) as diloco:
-        for _ in steps(model, optimizer, rank, 1, count):
-            seen |= {(p.number, p.state.index): p.state.fingerprint() for p in diloco._fragments}
-    return seen
+    history = train(rank, count, sync_every=10, overlap=overlaps[rank], fragments=Balanced(3))["history"]
+    return dict(ChainMap(*history))
 
 
 @pytest.mark.slow
 def test_1_replicas_with_different_overlaps_agree_on_every_round():
     """All send at the same step, each applies at its own delay (paper, section 2.3)."""
     one, two = run(2, _train_with_own_overlap, 45, [1, 9])
-    both = one.keys() & two.keys()  # the slower one ends with rounds under way that the other has applied
+    both = one.keys() & two.keys()  # the slower one ends with rounds in flight that the other has applied
     assert {key: one[key] for key in both} == {key: two[key] for key in both}
     assert max(index for _, index in both) >= 3
     assert len(one) > len(both)
@@ -75,7 +72,8 @@ def _sgd(model):
 
 @pytest.mark.slow
 def test_2_syncing_every_step_with_sgd_is_data_parallel():
-    results = run(3, _sync_every_step)
+    settings = {"optimizer": _sgd, "sync_every": 1, "overlap": 0, "fragments": Balanced(1), **MEAN}
+    results = run(3, _train, 20, settings)
     model = Tiny()
     optimizer = _sgd(model)
     for step in range(1, 21):
@@ -85,36 +83,24 @@ def test_2_syncing_every_step_with_sgd_is_data_parallel():
     torch.testing.assert_close(results[0]["weights"], flat(model), rtol=0, atol=1e-6)
 
 
-def _sync_every_step(rank):
-    return train(rank, 20, optimizer=_sgd, sync_every=1, overlap=0, fragments=Balanced(1), **MEAN)
-
-
 def _plain(count, replica=0):
     model = Tiny()
-    for _ in steps(model, adamw(model), replica, 1, count):
-        pass
+    train_steps(model, adamw(model), replica, 1, count)
     return flat(model)
-
-
-def _alone(rank, keep_local):
-    return train(0, 300, sync_every=10, overlap=0, keep_local=keep_local, **MEAN)["weights"]
 
 
 def _keeping(rank):
     """keep_local=1: no merge at all, so leave without finish(), which merges with 0."""
-    model = Tiny()
-    optimizer = adamw(model)
-    diloco = DiLoCo(model, optimizer, sync_every=10, overlap=2, keep_local=1.0)
-    for _ in steps(model, optimizer, rank, 1, 120):
-        pass
+    model, optimizer, diloco = make(sync_every=10, overlap=2, keep_local=1.0)
+    train_steps(model, optimizer, rank, 1, 120)
     assert diloco.stats.rounds > 40
     return flat(model)
 
 
 @pytest.mark.slow
 def test_3_one_replica_that_takes_its_own_mean_is_plain_training():
-    (result,) = run(1, _alone, 0.0)
-    assert (result - _plain(300)).abs().max() <= 1e-5
+    (result,) = run(1, _train, 300, {"sync_every": 10, "overlap": 0, **MEAN})
+    assert (result["weights"] - _plain(300)).abs().max() <= 1e-5
 
 
 @pytest.mark.slow
@@ -126,12 +112,10 @@ def test_3_replicas_that_keep_their_local_values_train_alone_bit_for_bit(replica
 
 def _layers_over_time(rank):
     """After each step: which fragments of layers were just applied, and a layer of each."""
-    model = Tiny()
-    optimizer = adamw(model)
-    diloco = DiLoCo(model, optimizer, sync_every=6, overlap=2, fragments=Strided(3), codec=E3M0())
+    model, optimizer, diloco = make(sync_every=6, overlap=2, fragments=Strided(3), codec=E3M0())
     seen, before = [], [0, 0]
     for _ in steps(model, optimizer, rank, 1, 40):
-        now = [part.state.index for part in diloco._fragments[:2]]
+        now = diloco.indices[:2]
         applied = [a != b for a, b in zip(before, now, strict=True)]
         seen.append((applied, [model.layers[i].weight.detach().clone() for i in (0, 1)]))
         before = now
@@ -146,21 +130,17 @@ def test_3_without_keep_local_a_fragment_is_equal_on_all_replicas_when_it_was_ap
     assert sum(map(sum, equal)) >= 10
 
 
-def _vanilla(rank):
-    return train(rank, 60, sync_every=10, overlap=0, fragments=Balanced(1), codec=Float32(), outer=Nesterov(0.4, 0.9))
-
-
 @pytest.mark.slow
 def test_4_one_fragment_without_overlap_is_diloco_as_in_algorithm_1():
-    results = run(2, _vanilla)
+    settings = {"sync_every": 10, "overlap": 0, "fragments": Balanced(1), "codec": Float32()}
+    results = run(2, _train, 60, {**settings, "outer": Nesterov(0.4, 0.9)})
     models = [Tiny(), Tiny()]
     optimizers = [adamw(m) for m in models]
     parameter = nn.Parameter(flat(models[0]))
     outer = torch.optim.SGD([parameter], lr=0.4, momentum=0.9, nesterov=True)
     for start in range(1, 61, 10):
         for replica, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
-            for _ in steps(model, optimizer, replica, start, start + 9):
-                pass
+            train_steps(model, optimizer, replica, start, start + 9)
         parameter.grad = torch.stack([parameter.detach() - flat(m) for m in models]).mean(0)
         outer.step()
         for model in models:
@@ -192,12 +172,11 @@ def test_5_the_delta_is_taken_against_the_anchor_and_merging_keeps_its_share():
 
 
 def _states(rank):
-    model = Tiny()
-    optimizer = adamw(model)
-    with DiLoCo(model, optimizer, sync_every=4, overlap=1, fragments=Strided(3)) as diloco:
-        for _ in steps(model, optimizer, rank, 1, 12):
-            pass
-        momenta = [p.state.outer.clone() for p in diloco._fragments]
+    model, optimizer, diloco = make(sync_every=4, overlap=1, fragments=Strided(3))
+    with diloco:
+        train_steps(model, optimizer, rank, 1, 12)
+        fragments = diloco.state_dict()["shard 0 of 1"]["fragments"].values()
+        momenta = [fragment["outer"].clone() for fragment in fragments]
         count = {s["step"].item() for s in optimizer.state.values()}
         moment = optimizer.state[model.head.weight]["exp_avg"].clone()
     return momenta, count, moment
@@ -228,34 +207,30 @@ def test_6_every_send_ends_once_and_every_fragment_sends_once_per_sync_every():
 
 
 def _anchors_and_local(rank):
-    model = Tiny()
-    optimizer = adamw(model)
-    with DiLoCo(model, optimizer, sync_every=5, overlap=1) as diloco:
-        for _ in steps(model, optimizer, rank, 1, 23):
-            pass
+    model, optimizer, diloco = make(sync_every=5, overlap=1, fragments=Balanced(1))  # anchors in the model's order
+    with diloco:
+        train_steps(model, optimizer, rank, 1, 23)
         before = flat(model)
         with diloco.anchors():
-            inside = [span.rows().flatten() for p in diloco._fragments for span in p.view.spans]
-            shown = torch.equal(torch.cat(inside), anchors(diloco))
             shared = flat(model)
-        restored = torch.equal(flat(model), before)
-    return before, shared, shown, restored, torch.equal(flat(model), shared), flat(model)
+        assert torch.equal(shared, anchors(diloco)) and torch.equal(flat(model), before)
+    assert torch.equal(flat(model), anchors(diloco))
+    return before, shared, flat(model)
 
 
 @pytest.mark.slow
 def test_9_anchors_are_shown_and_taken_out_again_and_finish_ends_with_local_equal_to_anchor():
-    one, two = run(2, _anchors_and_local)
-    assert not torch.equal(one[0], two[0])  # the replicas are apart
-    assert torch.equal(one[1], two[1])  # what is evaluated is common
-    assert all([one[2], two[2], one[3], two[3]])
-    assert torch.equal(one[5], two[5])
+    (before, shared, final), (before_too, shared_too, final_too) = run(2, _anchors_and_local)
+    assert not torch.equal(before, before_too)  # the replicas are apart
+    assert torch.equal(shared, shared_too)  # what is evaluated is common
+    assert torch.equal(final, final_too)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("replicas", [1, 2, 3, 4, 5])
 def test_replicas_in_one_process_give_the_bits_of_real_processes(replicas):
     settings = SETTINGS[1]
-    together = local.run(replicas, lambda reduce: train(reduce.replica, 30, reduce=reduce, **settings))
+    together = local.run(replicas, lambda reducer: train(reducer.replica, 30, reducer=reducer, **settings))
     apart = run(replicas, _train, 30, settings)
     assert [r["history"] for r in together] == [r["history"] for r in apart]
     assert torch.equal(together[0]["weights"], apart[0]["weights"])
@@ -277,15 +252,15 @@ def _papers_rule():
     for step in range(1, STEPS + 1):
         local += [_increments(m)[step - 1] for m in range(2)]
         for part in range(PARTS):
-            here = slice(part * VALUES // PARTS, (part + 1) * VALUES // PARTS)
+            rows = slice(part * VALUES // PARTS, (part + 1) * VALUES // PARTS)
             if part in sent and sent[part][0] == step - 1:
                 delta = sent.pop(part)[1]
-                velocity[here] = momentum * velocity[here] + delta
-                anchor[here] -= lr * (momentum * velocity[here] + delta)
-                local[:, here] = anchor[here]
+                velocity[rows] = momentum * velocity[rows] + delta
+                anchor[rows] -= lr * (momentum * velocity[rows] + delta)
+                local[:, rows] = anchor[rows]
             since = step - part * PERIOD // PARTS
             if since > 0 and since % PERIOD == 0:
-                first, second = anchor[here] - local[:, here]
+                first, second = anchor[rows] - local[:, rows]
                 sent[part] = step, first * np.float32(0.5) + second * np.float32(0.5)
         history.append(local.copy())
     return history
@@ -294,14 +269,14 @@ def _papers_rule():
 def test_at_a_constant_learning_rate_nesterov_is_the_papers_rule_bit_for_bit():
     """Also where the first rounds of the fragments are longer than the others."""
 
-    def loop(reduce):
+    def loop(reducer):
         model = nn.ParameterList([nn.Parameter(torch.zeros(VALUES))])
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         settings = {"sync_every": PERIOD, "fragments": Balanced(PARTS), "codec": Float32(), "outer": Nesterov(0.4, 0.9)}
-        diloco = DiLoCo(model, optimizer, **settings, reduce=reduce)
+        diloco = DiLoCo(model, optimizer, **settings, reducer=reducer)
         diloco.join()
         history = []
-        for increment in _increments(reduce.replica):
+        for increment in _increments(reducer.replica):
             with torch.no_grad():
                 model[0] += torch.from_numpy(increment)
             optimizer.step()

@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from diloco import kernels
-from diloco.advance import Buffers, Memory, NextState
-from diloco.codec import CHUNK, E3M0, BFloat16, Float32, TopK, TwoBit, pack, weighted
-from diloco.outer import SGD, Nesterov
-from diloco.reduce import State, words
-from diloco.reduce.mean import Encoded
-from diloco.reduce.thread import CommThread
+from diloco.codecs import kernels
+from diloco.codecs.codec import CHUNK, E3M0, BFloat16, Float32, TopK, TwoBit, pack, weighted
+from diloco.core.memory import Buffers, Memory
+from diloco.core.next_state import NextState
+from diloco.core.outer import SGD, Nesterov
+from diloco.exchange.mean import Encoded
+from diloco.exchange.reducer import State, words
+from diloco.exchange.thread import CommThread
 from tests.support.models import train
 from tests.support.processes import run
 

@@ -1,21 +1,22 @@
-"""The outer rules, against torch.optim.SGD as an oracle with tolerance."""
+"""The outer optimizers, against torch.optim.SGD as an oracle with tolerance."""
 
 import itertools
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 
 from diloco import SGD, ConfigError, Nesterov
-from diloco.outer import CHUNK, Stage, outer_named
+from diloco.core.outer import CHUNK, Stage, outer_named
 
 RULES = [(Nesterov(0.4, 0.9), 0.4, 0.9), (Nesterov(0.7, 0.0), 0.7, 0.0), (SGD(1.0), 1.0, 0.0), (SGD(0.3), 0.3, 0.0)]
 
 
 @pytest.mark.parametrize(("rule", "lr", "momentum"), RULES, ids=lambda v: repr(v))
 @pytest.mark.parametrize("n", [0, 1, 1000, CHUNK + 7])
-def test_an_outer_rule_is_torchs_sgd_up_to_rounding(rule, lr, momentum, n):
+def test_an_outer_optimizer_is_torchs_sgd_up_to_rounding(rule, lr, momentum, n):
     torch.manual_seed(0)
     anchor = torch.randn(n)
     parameter = torch.nn.Parameter(anchor.clone())
@@ -30,28 +31,20 @@ def test_an_outer_rule_is_torchs_sgd_up_to_rounding(rule, lr, momentum, n):
 
 
 @pytest.mark.parametrize("inner", [0.6, 0.9, 0.0])
-def test_nesterov_rounds_every_multiply_and_add_by_itself(inner):
+def test_an_outer_step_rounds_every_multiply_and_add_by_itself(inner):
     """Bit for bit what scalar fp32 arithmetic without fused multiply-adds gives, on any CPU."""
-    import numpy as np
-
     rng = np.random.default_rng(0)
     anchor, v = rng.standard_normal((2, 20_000)).astype(np.float32)
-    mine, state = torch.from_numpy(anchor.copy()), torch.from_numpy(np.append(v, np.float32(0.75)))
+    moved, state = torch.from_numpy(anchor.copy()), torch.from_numpy(np.append(v, np.float32(0.75)))
     lr, mu, decay = np.float32(0.4), np.float32(0.9), np.float32(0.9 * min(inner / 0.75, 1.0))
     delta = rng.standard_normal(20_000).astype(np.float32)
-    Nesterov(0.4, 0.9).step(mine, torch.from_numpy(delta.copy()), state, Stage(1, inner))
+    Nesterov(0.4, 0.9).step(moved, torch.from_numpy(delta.copy()), state, Stage(1, inner))
     v = decay * v + delta
-    assert np.array_equal(mine.numpy(), anchor - lr * (mu * v + delta))
+    assert np.array_equal(moved.numpy(), anchor - lr * (mu * v + delta))
     assert np.array_equal(state.numpy(), np.append(v, np.float32(inner)))
-
-
-def test_sgd_rounds_every_multiply_and_add_by_itself():
-    import numpy as np
-
-    anchor, delta = np.random.default_rng(0).standard_normal((2, 20_000)).astype(np.float32)
-    mine = torch.from_numpy(anchor.copy())
-    SGD(0.3).step(mine, torch.from_numpy(delta.copy()), torch.empty(0), Stage(1, 0.02))
-    assert np.array_equal(mine.numpy(), anchor - np.float32(0.3) * delta)
+    moved = torch.from_numpy(anchor.copy())
+    SGD(0.3).step(moved, torch.from_numpy(delta.copy()), torch.empty(0), Stage(1, 0.02))
+    assert np.array_equal(moved.numpy(), anchor - np.float32(0.3) * delta)
 
 
 def moved_by(rule, rounds):
@@ -97,30 +90,33 @@ def test_state_is_fp32_on_the_host_and_starts_at_zero():
 @pytest.mark.parametrize("make", [lambda: Nesterov(lr=0), lambda: Nesterov(momentum=1.0), lambda: SGD(lr=-1.0),
                                   lambda: Nesterov(lr=float("nan")), lambda: Nesterov(lr=float("inf")),
                                   lambda: SGD(lr=float("inf")), lambda: Nesterov(momentum=-0.1)])  # fmt: skip
-def test_impossible_rules_are_refused_with_what_is_allowed(make):
-    with pytest.raises(ConfigError, match=r"give a (positive )?number.*(the paper|published runs)"):
+def test_impossible_settings_are_refused_with_what_is_allowed(make):
+    with pytest.raises(ConfigError, match=r"use a (positive )?number.*(the paper|published runs)"):
         make()
 
 
-def test_an_outer_rule_has_a_name_and_its_numbers_in_order():
+def test_an_outer_optimizer_has_a_name_and_its_numbers_in_order():
     assert outer_named("nesterov:0.6,0.9") == Nesterov(0.6, 0.9)
     assert outer_named("sgd:1") == SGD(1.0)
     assert outer_named("sgd") == SGD()
+    assert outer_named("nesterov:0.4,0.9,fixed") == Nesterov(0.4, 0.9, follow=False)
 
 
-@pytest.mark.parametrize("text", ["adam:1", "nesterov:fast", "nesterov:0.7", "nesterov:", "sgd:1,2", ""])
-def test_a_wrong_name_of_an_outer_rule_says_what_is_allowed(text):
-    with pytest.raises(ConfigError, match="give nesterov, nesterov:LR,MOMENTUM, sgd or sgd:LR, with numbers"):
-        outer_named(text)
+NAMES = "use nesterov, nesterov:LR,MOMENTUM, sgd or sgd:LR"
+WRONG = ["adam:1", "nesterov:fast", "nesterov:0.7", "nesterov:", "sgd:1,2", "sgd:1,fixed", ""]
 
 
-@pytest.mark.parametrize(("text", "message"), [("sgd:-1", "outer lr=-1.0"), ("nesterov:1,1", "outer momentum=1.0")])
-def test_a_value_that_the_rule_does_not_take_is_refused_by_the_rule(text, message):
-    with pytest.raises(ConfigError, match=f"{message}: give a"):
+@pytest.mark.parametrize(("text", "message"), [
+    *((text, NAMES) for text in WRONG),
+    ("sgd:-1", "outer lr=-1.0: use a"),
+    ("nesterov:1,1", "outer momentum=1.0: use a"),
+])  # fmt: skip
+def test_a_wrong_name_or_number_of_an_outer_optimizer_says_what_is_allowed(text, message):
+    with pytest.raises(ConfigError, match=message):
         outer_named(text)
 
 
 @pytest.mark.slow
-def test_naming_an_outer_rule_imports_no_torch():
-    code = "import sys; from diloco.outer import outer_named; outer_named('sgd:1'); print('torch' in sys.modules)"
+def test_naming_an_outer_optimizer_imports_no_torch():
+    code = "import sys; from diloco.core.outer import outer_named; outer_named('sgd:1'); print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"

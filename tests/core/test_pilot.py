@@ -1,78 +1,59 @@
-"""The autopilot in the loop: two replicas in one process, a link and a clock that are numbers."""
+"""The autopilot in a training loop: with a virtual link and clock, and over real processes."""
 
 import re
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from diloco import E3M0, Balanced, Collective, ConfigError, DiLoCo, Float32, Mismatch
-from diloco import pilot as pilots
-from diloco.pilot import autopilot, model_of
-from diloco.reduce import Round, local
-from diloco.reduce.link import LinkSpeed
-from diloco.speed import Speed
-from tests.support.fake_reduce import Script
-from tests.support.models import Tiny, adamw, flat, steps
+from diloco import E3M0, Balanced, Collective, ConfigError, DiLoCo, DiLoCoError, Float32, Mismatch
+from diloco.autopilot import pilot as pilots
+from diloco.autopilot.pilot import autopilot, model_of
+from diloco.autopilot.speed import Speed
+from diloco.core.overlap import Overlap
+from diloco.core.tensors import trainable
+from diloco.exchange import local
+from diloco.exchange.transport import LinkSpeed
+from tests.support.fake_reducer import Script
+from tests.support.models import Tiny, adamw, flat, make, steps, train_steps
 from tests.support.processes import message_of, run
+from tests.support.ranks import groups
 
 STEP, TRIP = 0.5, 0.001
 SPEED = Speed(dict.fromkeys(("e3m0", "twobit", "float32", "topk"), 1.0),
               dict.fromkeys(("e3m0", "twobit", "float32", "topk"), 1.0), 1.0, 0.0)  # fmt: skip
 
 
-class Clock:
-    """A step takes always the same."""
+class Linked(Collective):
+    """Another reducer behind a link of this rate, which all replicas measure alike."""
 
-    seconds = STEP
-
-    def begin(self, now):
-        pass
-
-    def end(self, now):
-        pass
-
-
-class Linked:
-    """A reducer whose rounds take as long as a link of this rate needs. All replicas have the same one."""
-
-    def __init__(self, reduce, rate, ranks=1):
-        self._reduce, self.rate, self._ranks = reduce, rate, ranks
-        self.replica, self.replicas = reduce.replica, reduce.replicas
-
-    def __getattr__(self, name):
-        return getattr(self._reduce, name)
+    def __init__(self, inner, rate):
+        self.rate, self.replica, self.replicas, self.identity = rate, inner.replica, inner.replicas, inner.identity
+        self.join, self.should_send, self.send = inner.join, inner.should_send, inner.send
+        self.poll, self.drain, self.leave = inner.poll, inner.drain, inner.leave
 
     def measure(self):
-        return LinkSpeed(TRIP, self.rate / self._ranks)  # what each rank has of it
+        return LinkSpeed(TRIP, self.rate)
 
-    def tell(self, value):
-        return [value] * self.replicas * self._ranks
-
-    def take(self, fragment, index):
-        outcome = self._reduce.take(fragment, index)
-        if not isinstance(outcome, Round):
-            return outcome
-        seconds = 8 * outcome.sent / self.rate + TRIP
-        return replace(outcome, sent=outcome.sent // self._ranks, seconds=seconds, transfer=seconds)
+    def gather(self, value):
+        return [value] * self.replicas
 
 
 @pytest.fixture
 def _machine(monkeypatch):
     monkeypatch.setattr(pilots.speed, "known", lambda: SPEED)
+    monkeypatch.setattr(Overlap, "step_seconds", STEP)
 
 
 @pytest.mark.usefixtures("_machine")
 def test_a_model_without_layers_is_cut_as_it_was_planned():
-    def loop(reduce):
+    def loop(reducer):
         torch.manual_seed(0)
         model = nn.ParameterDict({f"w{k}": torch.ones(2**k, 8) for k in range(6)})
-        diloco = DiLoCo(model, reduce=Linked(reduce, 1e4))
-        diloco.pace.clock = Clock()  # type: ignore[assignment]
+        diloco = DiLoCo(model, reducer=Linked(reducer, 1e4))
         pilot = autopilot(diloco)
         diloco.join()
         for _ in range(10):
@@ -84,20 +65,16 @@ def test_a_model_without_layers_is_cut_as_it_was_planned():
     assert planned == f"balanced:{cut}"
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("_machine")
 def test_what_is_kept_is_not_chosen():
-    def loop(reduce):
-        model = Tiny()
-        optimizer = adamw(model)
-        diloco = DiLoCo(model, optimizer, sync_every=40, fragments=Balanced(5), overlap=3, reduce=Linked(reduce, 1e3))
-        diloco.pace.clock = Clock()  # type: ignore[assignment]
+    def loop(reducer):
+        settings = {"sync_every": 40, "fragments": Balanced(5), "overlap": 3}
+        model, optimizer, diloco = make(reducer=Linked(reducer, 1e3), **settings)
         pilot = autopilot(diloco, keep=("sync_every", "fragments", "overlap", "codec"))
         with diloco:
-            for _ in steps(model, optimizer, reduce.replica, 1, 60):
-                pass
+            train_steps(model, optimizer, reducer.replica, 1, 20)
         assert pilot is not None and pilot.choice is not None
-        assert set(pilot.choice.reasons.values()) == {"given"}
+        assert set(pilot.choice.reasons.values()) == {"set explicitly"}
         return diloco.schedule.sync_every, diloco.codec, diloco.overlap, len(diloco.fragments)
 
     assert local.run(2, loop) == [(40, E3M0(), 3, 5)] * 2
@@ -105,32 +82,29 @@ def test_what_is_kept_is_not_chosen():
 
 def test_the_planner_sees_the_layers_and_what_is_outside_of_them():
     model = Tiny()
-    seen = model_of(DiLoCo(model, adamw(model), reduce=Script()))
-    assert seen.layers == (272.0,) * 6
-    assert seen.parameters == sum(p.numel() for p in model.parameters())
+    planned = model_of(model, trainable(model))
+    assert planned.layers == (272.0,) * 6
+    assert planned.parameters == sum(p.numel() for p in model.parameters())
     plain = nn.Linear(8, 8)
-    assert model_of(DiLoCo(plain, fragments=Balanced(2), reduce=Script())).parameters == 72
+    assert model_of(plain, trainable(plain)).parameters == 72
 
 
 def test_without_a_link_there_is_nothing_to_choose():
-    said = []
-    diloco = DiLoCo(Tiny(), sync_every=4, reduce=Script())
-    assert autopilot(diloco, say=lambda text, values: said.append(text)) is None
-    assert said == ["autopilot: with a Script, sync_every, fragments and codec stay as given; overlap=1"]
-    with pytest.raises(ConfigError, match=r"keep=\['speed'\]: give any of sync_every, fragments, overlap, codec"):
+    texts = []
+    diloco = DiLoCo(Tiny(), sync_every=4, reducer=Script())
+    assert autopilot(diloco, say=lambda text, values: texts.append(text)) is None
+    assert len(texts) == 1 and "with a Script" in texts[0] and "not changed" in texts[0]
+    with pytest.raises(ConfigError, match=r"keep=\['speed'\]: use any of sync_every"):
         autopilot(diloco, keep=["speed"])
 
 
 @message_of(Mismatch)
 def _on_one_replica(rank):
-    model = Tiny()
-    optimizer = adamw(model)
-    diloco = DiLoCo(model, optimizer, sync_every=5, reduce=Collective(timeout=60))
+    model, optimizer, diloco = make(sync_every=5, reducer=Collective(timeout=60))
     if rank == 0:
         autopilot(diloco)
     with diloco:
-        for _ in steps(model, optimizer, rank, 1, 20):
-            pass
+        train_steps(model, optimizer, rank, 1, 20)
 
 
 @pytest.mark.slow
@@ -140,17 +114,13 @@ def test_an_autopilot_on_one_replica_only_is_refused_on_all():
 
 
 def _with_ddp(rank):
-    """Two replicas of two DDP ranks."""
-    across = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-    within = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    across, within = groups(rank)
     model = Tiny()
-    wrapped = DistributedDataParallel(model, process_group=within[rank // 2])
-    optimizer = adamw(model)
-    diloco = DiLoCo(wrapped, optimizer, reduce=Collective(across[rank % 2], ddp_ranks=within[rank // 2]))
+    wrapped = DistributedDataParallel(model, process_group=within)
+    _, optimizer, diloco = make(wrapped, reducer=Collective(across, ddp_ranks=within))
     pilot = autopilot(diloco, steps=500)
     with diloco:
-        for _ in steps(wrapped, optimizer, rank, 1, 25):
-            pass
+        train_steps(wrapped, optimizer, rank, 1, 25)
     assert pilot is not None and pilot.choice is not None
     return asdict(pilot.choice), asdict(pilot.facts), diloco.schedule.sync_every, diloco.overlap, flat(model)
 
@@ -165,7 +135,7 @@ def test_with_ddp_inside_all_ranks_of_all_replicas_take_the_same_settings():
 
 
 def _snippet(rank):
-    """What the page leaves out: a model, an optimizer, data, a step."""
+    """Runs the loop of docs/planner.md with a model, an optimizer and data."""
     page = (Path(__file__).parents[2] / "docs" / "planner.md").read_text()
     (code,) = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
     model = Tiny()
@@ -182,27 +152,25 @@ def _snippet(rank):
 def test_the_loop_on_the_page_measures_and_chooses_over_real_processes():
     (choice, facts, sync_every, weights), (choice_too, facts_too, sync_every_too, weights_too) = run(2, _snippet)
     assert (choice, facts, sync_every) == (choice_too, facts_too, sync_every_too) and torch.equal(weights, weights_too)
-    assert choice["settings"]["codec"] == "e3m0" and choice["reasons"]["codec"] == "given"
+    assert choice["settings"]["codec"] == "e3m0" and choice["reasons"]["codec"] == "set explicitly"
     assert sync_every == choice["settings"]["sync_every"]
     assert 0 < facts["round_trip"] < 60 and 1e3 < facts["rate"] < 1e14 and facts["step_seconds"] > 0
 
 
-def test_before_the_first_round_fragments_can_be_cut_anew_without_a_trace():
-    """As if the run had begun with them: nothing was sent, and the anchors are the start."""
-    given = {"sync_every": 12, "fragments": Balanced(4), "overlap": 1, "codec": Float32()}
+def test_settings_can_change_before_the_first_round_as_if_set_from_the_start():
+    """Nothing was sent, and the anchors are the initial weights."""
+    settings = {"sync_every": 12, "fragments": Balanced(4), "overlap": 1, "codec": Float32()}
 
-    def loop(reduce, late):
-        model = Tiny()
-        optimizer = adamw(model)
-        begun = {**given, "sync_every": 100, "fragments": Balanced(2)} if late else given
-        diloco = DiLoCo(model, optimizer, reduce=reduce, **begun)
+    def loop(reducer, late):
+        initial = {**settings, "sync_every": 100, "fragments": Balanced(2)} if late else settings
+        model, optimizer, diloco = make(reducer=reducer, **initial)
         with diloco:
-            for step in steps(model, optimizer, reduce.replica, 1, 40):
+            for step in steps(model, optimizer, reducer.replica, 1, 40):
                 if late and step == 9:
-                    diloco.settle_on(**given)
-        with pytest.raises(Exception, match="only before the first round"):
-            diloco.settle_on(**given)
+                    diloco.restart(**settings)
+        with pytest.raises(DiLoCoError, match="only before the first round"):
+            diloco.restart(**settings)
         return flat(model)
 
-    whole, changed = (local.run(2, lambda r, late=late: loop(r, late)) for late in (False, True))
-    assert torch.equal(whole[0], changed[0]) and torch.equal(whole[1], changed[1])
+    from_start, changed = (local.run(2, lambda r, late=late: loop(r, late)) for late in (False, True))
+    assert torch.equal(from_start[0], changed[0]) and torch.equal(from_start[1], changed[1])

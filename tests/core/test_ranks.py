@@ -12,26 +12,31 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from diloco import Balanced, Collective, ConfigError, DiLoCo, Float32, Mismatch, NotFinite
+from diloco import Balanced, Collective, DiLoCo, Float32, Mismatch, NotFinite
 from diloco.bucket import Bucket
-from diloco.flat import shard_id
-from tests.support.models import Tiny, adamw, anchors, flat, loss_of, steps
+from diloco.core.tensors import shard_id
+from tests.support.models import Tiny, adamw, anchors, fingerprints, flat, loss_of, make, steps, train_steps
 from tests.support.processes import run
+from tests.support.ranks import groups, shard, whole
 
 pytestmark = pytest.mark.slow  # processes
 
 
 def _ddp(rank):
-    """Two replicas of two DDP ranks: each rank carries half of the traffic."""
-    across = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-    within = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    """Each rank carries half of its replica's traffic."""
+    across, within = groups(rank)
     model = Tiny()
-    wrapped = DistributedDataParallel(model, process_group=within[rank // 2])
-    optimizer = adamw(model)
-    reduce = Collective(across[rank % 2], ddp_ranks=within[rank // 2])
-    with DiLoCo(wrapped, optimizer, sync_every=5, codec=Float32(), reduce=reduce) as diloco:
+    wrapped, reducer = DistributedDataParallel(model, process_group=within), Collective(across, ddp_ranks=within)
+    with DiLoCo(wrapped, optimizer := adamw(model), sync_every=5, codec=Float32(), reducer=reducer) as diloco:
+        train_steps(wrapped, optimizer, rank, 1, 11)
+    return flat(model), diloco.stats.bytes_sent
+
+
+def _pairs_of_batches(rank):
+    model, optimizer, diloco = make(sync_every=5, codec=Float32())
+    with diloco:
         for step in range(1, 12):
-            loss_of(wrapped, rank, step).backward()
+            ((loss_of(model, 2 * rank, step) + loss_of(model, 2 * rank + 1, step)) / 2).backward()
             optimizer.step()
             optimizer.zero_grad()
     return flat(model), diloco.stats.bytes_sent
@@ -46,68 +51,57 @@ def test_ddp_inside_a_replica_shares_the_traffic_and_trains_as_one_larger_batch(
     assert results[0][1] < 0.55 * sent
 
 
-def _pairs_of_batches(rank):
-    model = Tiny()
-    optimizer = adamw(model)
-    with DiLoCo(model, optimizer, sync_every=5, codec=Float32()) as diloco:
-        for step in range(1, 12):
-            ((loss_of(model, 2 * rank, step) + loss_of(model, 2 * rank + 1, step)) / 2).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    return flat(model), diloco.stats.bytes_sent
+SETTINGS = {"sync_every": 5, "overlap": 2, "codec": Float32()}
 
 
-def _fsdp(rank, codec):
-    """Two replicas of two shards each: only ranks with the same shard talk."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
+def _fsdp(rank):
+    """Only ranks with the same shard exchange deltas."""
     model = Tiny(width=15)  # 15 rows do not divide by two
-    for layer in model.layers:
-        fully_shard(layer, mesh=mesh["shard"])
-    fully_shard(model, mesh=mesh["shard"])
-    optimizer = adamw(model)
+    reducer = shard(model)
+    model, optimizer, diloco = make(model, reducer=reducer, **SETTINGS)
     with torch.no_grad():
         loss_of(model, 0, 0)  # FSDP2 then shows the root's parameters gathered, and frees them later
-    reduce = Collective(mesh.get_group("replica"), shards=mesh.get_group("shard"))
-    with DiLoCo(model, optimizer, sync_every=5, overlap=2, codec=codec, reduce=reduce) as diloco:
-        for _ in steps(model, optimizer, rank // 2, 1, 15):
-            pass
+    with diloco:
+        train_steps(model, optimizer, rank // 2, 1, 15)
         with torch.no_grad():
             loss_of(model, 0, 0)
         saved = copy.deepcopy(diloco.state_dict())
-        shard = optimizer.param_groups[0]["params"][-1].to_local().detach()
-        shard.neg_()
+        values = optimizer.param_groups[0]["params"][-1].to_local().detach()
+        values.neg_()
         diloco.load_state_dict(saved)
         with pytest.raises(Mismatch, match="load the model"):
             diloco.join()
-        shard.neg_()
-    whole = torch.cat([p.full_tensor().detach().flatten() for p in model.parameters()])
-    return whole, [len(p["anchor"]) for p in next(iter(saved.values()))["parts"].values()], list(saved)
+        values.neg_()
+    return whole(model), *_sizes(saved)
 
 
-def _unsharded(rank, codec):
-    model = Tiny(width=15)
-    optimizer = adamw(model)
-    with DiLoCo(model, optimizer, sync_every=5, overlap=2, codec=codec) as diloco:
-        for _ in steps(model, optimizer, rank, 1, 15):
-            pass
-    return flat(model), [len(p.state.anchor) for p in diloco._fragments]
+def _sizes(saved):
+    ((name, state),) = saved.items()
+    return name, [len(fragment["anchor"]) for fragment in state["fragments"].values()]
+
+
+def _unsharded(rank):
+    model, optimizer, diloco = make(Tiny(width=15), **SETTINGS)
+    with diloco:
+        train_steps(model, optimizer, rank, 1, 15)
+    return flat(model), *_sizes(diloco.state_dict())
 
 
 def test_fsdp2_inside_a_replica_gives_the_anchors_of_unsharded_replicas():
-    sharded, unsharded = run(4, _fsdp, Float32()), run(2, _unsharded, Float32())
+    sharded, (expected, _, sizes) = run(4, _fsdp), run(2, _unsharded)[0]
     for weights, _, _ in sharded:
-        torch.testing.assert_close(weights, unsharded[0][0], rtol=1e-4, atol=1e-5)
-    sizes = [a + b for a, b in zip(sharded[0][1], sharded[1][1], strict=True)]
-    assert sizes == unsharded[0][1]  # the two shards of a fragment are the fragment
-    assert [r[2] for r in sharded] == [["shard 0 of 2"], ["shard 1 of 2"]] * 2
+        torch.testing.assert_close(weights, expected, rtol=1e-4, atol=1e-5)
+    # The two shards of a fragment are the fragment.
+    assert [a + b for a, b in zip(sharded[0][2], sharded[1][2], strict=True)] == sizes
+    assert [name for _, name, _ in sharded] == ["shard 0 of 2", "shard 1 of 2"] * 2
 
 
 def _tensor_parallel(rank, ranks):
     """The shard that each of these ranks of eight would have: two replicas of two FSDP2 times two tensor ranks."""
     names = []
-    for each in ranks:
+    for fake in ranks:
         dist.destroy_process_group()
-        dist.init_process_group("fake", rank=each, world_size=8, store=FakeStore())
+        dist.init_process_group("fake", rank=fake, world_size=8, store=FakeStore())
         mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("replica", "dp", "tp"))
         model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
         parallelize_module(model[1], mesh["tp"], ColwiseParallel())
@@ -122,63 +116,35 @@ def test_with_tensor_parallelism_every_rank_has_a_shard_of_its_own():
 
 def _tiny_shards(rank):
     """More shards than rows: some ranks hold nothing of a parameter."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
     model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1), nn.Linear(1, 3))
-    fully_shard(model, mesh=mesh["shard"])
+    reducer = shard(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with DiLoCo(
-        model,
-        optimizer,
-        sync_every=2,
-        fragments=Balanced(3),
-        reduce=Collective(mesh.get_group("replica"), shards=mesh.get_group("shard")),
-    ) as d:
+    with DiLoCo(model, optimizer, sync_every=2, fragments=Balanced(3), reducer=reducer) as diloco:
         for step in range(6):
             model(torch.full((2, 1), float(step + rank // 2))).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-    return anchors(d), [p.view.size for p in d._fragments]
+    return anchors(diloco), _sizes(diloco.state_dict())[1]
 
 
 def test_empty_shards_take_part():
     results = run(4, _tiny_shards)
     assert 0 in results[1][1]
-    for shard in (0, 1):
-        assert torch.equal(results[shard][0], results[shard + 2][0])
-
-
-def _forgot_the_group(rank):
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
-    model = Tiny()
-    fully_shard(model, mesh=mesh)
-    with pytest.raises(ConfigError, match=r'reduce=Collective\(mesh.get_group\("replica"\), shards='):
-        DiLoCo(model, adamw(model))
-    return True
-
-
-def test_sharded_parameters_without_a_group_are_refused_with_the_line_to_write():
-    assert run(2, _forgot_the_group) == [True, True]
-
-
-def _sharded_model(rank):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
-    model = Tiny()
-    for layer in model.layers:
-        fully_shard(layer, mesh=mesh["shard"])
-    fully_shard(model, mesh=mesh["shard"])
-    return model, adamw(model), Collective(mesh.get_group("replica"), shards=mesh.get_group("shard"))
+    for rank in (0, 1):
+        assert torch.equal(results[rank][0], results[rank + 2][0])
 
 
 def _anchors_under_fsdp(rank):
-    model, optimizer, reduce = _sharded_model(rank)
-    with DiLoCo(model, optimizer, sync_every=5, overlap=1, reduce=reduce) as diloco:
-        for _ in steps(model, optimizer, rank // 2, 1, 8):
-            pass
+    model = Tiny()
+    reducer = shard(model)
+    model, optimizer, diloco = make(model, sync_every=5, overlap=1, reducer=reducer)
 
-        def loss():
-            with torch.no_grad():
-                return loss_of(model, 0, 99).item()
+    def loss():
+        with torch.no_grad():
+            return loss_of(model, 0, 99).item()
 
+    with diloco:
+        train_steps(model, optimizer, rank // 2, 1, 8)
         before = loss()
         with diloco.anchors():
             inside = loss()
@@ -196,47 +162,44 @@ def test_anchors_are_what_a_sharded_model_evaluates_and_are_gone_afterwards():
     assert len({inside for _, inside, _, _ in results}) == 1
 
 
-def _fault_in_one_shard(rank):
-    model, optimizer, reduce = _sharded_model(rank)
-    diloco = DiLoCo(model, optimizer, sync_every=4, overlap=1, fragments=Balanced(1), reduce=reduce)
+def _inf_in_one_shard(rank):
+    model = Tiny()
+    reducer = shard(model)
+    model, optimizer, diloco = make(model, sync_every=4, overlap=1, fragments=Balanced(1), reducer=reducer)
     try:
-        with diloco:
-            for step in range(1, 9):
-                loss_of(model, rank // 2, step).backward()
-                if step == 4 and rank == 3:
-                    with torch.no_grad():
-                        model.layers[2].weight.to_local()[-1, -1] = float("inf")
-                optimizer.step()
-                optimizer.zero_grad()
+        for step in range(1, 9):
+            loss_of(model, rank // 2, step).backward()
+            if step == 4 and rank == 3:
+                with torch.no_grad():
+                    model.layers[2].weight.to_local()[-1, -1] = float("inf")
+            optimizer.step()
+            optimizer.zero_grad()
     except NotFinite as error:
-        return str(error), diloco._fragments[0].state.index
+        return str(error), diloco.indices
+    finally:
+        diloco.leave()
     return None
 
 
-def test_a_fault_in_one_shard_ends_the_round_on_every_rank():
-    for message, index in run(4, _fault_in_one_shard):
+def test_inf_in_one_shard_ends_the_round_on_every_rank():
+    for message, indices in run(4, _inf_in_one_shard):
         assert "layers.2.weight on replica 1" in message
-        assert index == 0
+        assert indices == [0]
 
 
 def _members(rank, url):
     """Two members of two shards each: ranks with the same shard meet in the bucket."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
     model = Tiny(width=15)
-    for layer in model.layers:
-        fully_shard(layer, mesh=mesh["shard"])
-    fully_shard(model, mesh=mesh["shard"])
-    optimizer = adamw(model)
-    with pytest.raises(ConfigError, match="wait for each other crosswise"):
-        DiLoCo(model, reduce=Bucket(url, f"m{rank // 2}", pace="strict")).join()
-    reduce = Bucket(url, f"m{rank // 2}", heartbeat=0.5, poll=0.02)
-    states = {}
-    with DiLoCo(model, optimizer, sync_every=5, overlap=2, codec=Float32(), reduce=reduce) as diloco:
+    shard(model)
+    reducer = Bucket(url, f"m{rank // 2}", heartbeat=0.5, poll=0.02)
+    model, optimizer, diloco = make(model, reducer=reducer, **SETTINGS)
+    states, (_, within) = {}, groups(rank)
+    with diloco:
         for _ in steps(model, optimizer, rank // 2, 1, 1000):
-            states |= {(part.number, part.state.index): part.state.fingerprint() for part in diloco._fragments}
+            states |= fingerprints(diloco)
             met = min(diloco.indices) >= 3 and any(round.members == 2 for round in diloco.stats.last)
             enough = torch.tensor(float(met))
-            dist.all_reduce(enough, dist.ReduceOp.MIN, group=mesh.get_group("shard"))  # both ranks end at one step
+            dist.all_reduce(enough, dist.ReduceOp.MIN, group=within)  # both ranks end at one step
             if enough:
                 break
     return states, diloco.stats.last
@@ -245,10 +208,10 @@ def _members(rank, url):
 def test_fsdp2_inside_a_member_of_a_bucket_meets_shard_by_shard(tmp_path):
     results = run(4, _members, str(tmp_path / "run"))
     for one, other in ((0, 2), (1, 3)):  # who holds the same shard after the same round holds the same bits
-        (mine, rounds), (theirs, _) = results[one], results[other]
-        common = mine.keys() & theirs.keys()
-        assert len(common) > 5 and all(mine[key] == theirs[key] for key in common)
+        (states, rounds), (other_states, _) = results[one], results[other]
+        common = states.keys() & other_states.keys()
+        assert len(common) > 5 and all(states[key] == other_states[key] for key in common)
         assert any(round.members == 2 for round in rounds)
     assert results[0][0] != results[1][0]
     with pytest.raises(Mismatch, match="members are sharded"):
-        DiLoCo(Tiny(width=15), reduce=Bucket(str(tmp_path / "run"), "whole")).join()
+        DiLoCo(Tiny(width=15), reducer=Bucket(str(tmp_path / "run"), "whole")).join()

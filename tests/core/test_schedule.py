@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco import ConfigError
-from diloco.schedule import Schedule, check_overlap
+from diloco.core.schedule import Schedule, check_overlap
 
 schedules = st.builds(Schedule, sync_every=st.integers(1, 60), fragments=st.integers(1, 40))
 
@@ -54,7 +54,7 @@ def test_an_overlap_within_its_range_is_accepted(overlap):
 
 @pytest.mark.parametrize("overlap", [-1, 100, 101])
 def test_an_overlap_outside_its_range_is_refused_with_the_range(overlap):
-    with pytest.raises(ConfigError, match=f"overlap={overlap} .*give 0 .* to 99"):
+    with pytest.raises(ConfigError, match=f"overlap={overlap} .* from 0 .* to 99"):
         check_overlap(overlap, 100)
 
 

@@ -44,10 +44,11 @@ def train(folder):
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, done.stdout + done.stderr
     replicas = [folder / f"out/replica-{n}" for n in range(2)]
-    logs = [json.loads((each / "checkpoint-45/trainer_state.json").read_text())["log_history"] for each in replicas]
-    evaluations = [[each["eval_loss"] for each in log if "eval_loss" in each] for log in logs]
+    states = [json.loads((replica / "checkpoint-45/trainer_state.json").read_text()) for replica in replicas]
+    evaluations = [[entry["eval_loss"] for entry in state["log_history"] if "eval_loss" in entry]
+                   for state in states]  # fmt: skip
     log = done.stdout + done.stderr + (replicas[0] / "debug.log").read_text()
-    return log, [(each / "model.safetensors").read_bytes() for each in replicas], evaluations
+    return log, [(replica / "model.safetensors").read_bytes() for replica in replicas], evaluations
 
 
 def test_axolotl_agrees_learns_and_resumes_bit_for_bit(tmp_path):
@@ -62,7 +63,7 @@ def test_axolotl_agrees_learns_and_resumes_bit_for_bit(tmp_path):
     LlamaForCausalLM(LlamaConfig(vocab_size=32, **size)).save_pretrained(tmp_path / "model")
     texts = [" ".join(str(3 + (3 * i + j) % 29) for j in range(12)) for i in range(200)]
     (tmp_path / "data.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    keys = yaml.safe_load(shown("Axolotl", "yaml"))
+    keys = yaml.safe_load(shown("Axolotl", "yaml").text)
     keys["diloco"]["sync_every"] = 5
     (tmp_path / "config.yml").write_text(CONFIG + yaml.safe_dump(keys))
 

@@ -1,10 +1,8 @@
-"""LoRA with the real peft: examples/lora as its page shows it, three members that are processes and a folder as bucket;
-and the loop of one's own of docs/fine-tuning.md."""
+"""LoRA with the real peft: examples/lora with three members, and the loop of docs/fine-tuning.md."""
 
 import re
 import runpy
 import shlex
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,13 +10,11 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from diloco import Balanced, DiLoCo
-from tests.support.clean import FENCE
 from tests.support.commands import Command, ended
+from tests.support.pages import ROOT, blocks
 from tests.support.processes import run
 
-EXAMPLE = Path(__file__).parents[2] / "examples/lora"
-PAGE = (Path(__file__).parents[2] / "docs/fine-tuning.md").read_text()
-COMMANDS = [shlex.split(line) for line in re.findall(r"^\$ (.*)$", (EXAMPLE / "README.md").read_text(), re.MULTILINE)]
+COMMANDS = [shlex.split(line) for block in blocks("examples/lora/README.md") if block.kind for line in block.commands]
 FEWER = ["--rounds", "3", "--sync-every", "5", "--context", "32", "--lr", "1e-2", "--quorum", "3"]
 pytestmark = pytest.mark.timeout(900)
 
@@ -28,16 +24,15 @@ def script(path, words):
 
 
 def test_three_laptops_end_with_one_adapter_that_has_learned(tmp_path):
-    (_, make, *made), *members = COMMANDS
-    runpy.run_path(str(EXAMPLE.parents[1] / make))["main"]([made[0], str(tmp_path / made[1])])
+    (_, make, flag, folder), *members = COMMANDS
+    runpy.run_path(str(ROOT / make))["main"]([flag, str(tmp_path / folder)])
     offline = {"HF_HUB_OFFLINE": "1"}
-    started = [
-        Command(tmp_path, script, str(EXAMPLE.parents[1] / path), [*words, *FEWER], env=offline)
-        for _, path, *words in members
+    processes = [
+        Command(tmp_path, script, str(ROOT / path), [*words, *FEWER], env=offline) for _, path, *words in members
     ]
-    results = [ended(process) for process in started]
+    results = [ended(process) for process in processes]
     assert [code for code, *_ in results] == [0, 0, 0], results
-    out = "".join(said for _, said, _ in results)
+    out = "".join(printed for _, printed, _ in results)
     before, after = (re.findall(rf"(\w+): loss ([\d.]+) {word}", out) for word in ("before", "after"))
     assert dict(before).keys() == {"anna", "ben", "cara"}
     assert all(float(dict(after)[name]) < float(loss) for name, loss in before)
@@ -54,8 +49,8 @@ def test_three_laptops_end_with_one_adapter_that_has_learned(tmp_path):
 def _own_loop(rank, code, folder):
     """The page's lines with the tiny model in place of the hub's, and steps after them."""
     torch.manual_seed(rank)  # other adapters on each replica: joining makes them equal
-    names = {each.__name__: each for each in (AutoModelForCausalLM, LoraConfig, get_peft_model, Balanced, DiLoCo)}
-    names["torch"] = torch
+    names = {"AutoModelForCausalLM": AutoModelForCausalLM, "LoraConfig": LoraConfig, "get_peft_model": get_peft_model,
+             "Balanced": Balanced, "DiLoCo": DiLoCo, "torch": torch}  # fmt: skip
     exec(compile(code.replace("Qwen/Qwen2.5-0.5B", folder), "fine-tuning.md", "exec"), names)
     model, optimizer, diloco = names["model"], names["optimizer"], names["diloco"]
     frozen = torch.cat([p.detach().flatten() for p in model.parameters() if not p.requires_grad])
@@ -65,15 +60,14 @@ def _own_loop(rank, code, folder):
             model(input_ids=tokens, labels=tokens).loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-    after = {each: torch.cat([p.detach().flatten() for p in model.parameters() if p.requires_grad is each])
-             for each in (False, True)}  # fmt: skip
-    assert torch.equal(after[False], frozen)
-    return after[True], len(frozen), diloco.stats.bytes_sent, diloco.stats.rounds
+    assert torch.equal(frozen, torch.cat([p.detach().flatten() for p in model.parameters() if not p.requires_grad]))
+    adapters = torch.cat([p.detach().flatten() for p in model.parameters() if p.requires_grad])
+    return adapters, len(frozen), diloco.stats.bytes_sent, diloco.stats.rounds
 
 
-def test_the_loop_of_ones_own_syncs_only_the_adapters(tmp_path):
-    runpy.run_path(str(EXAMPLE / "tiny.py"))["main"](["--to", str(tmp_path)])
-    (code,) = (code for needs, kind, code in FENCE.findall(PAGE) if kind == "python" and "peft" in needs)
+def test_a_loop_syncs_only_the_adapters(tmp_path):
+    runpy.run_path(str(ROOT / "examples/lora/tiny.py"))["main"](["--to", str(tmp_path)])
+    (code,) = (block.text for block in blocks("docs/fine-tuning.md") if "get_peft_model" in block.text)
     (one, frozen, sent, rounds), (two, *_) = run(2, _own_loop, code, str(tmp_path / "model"))
     assert torch.equal(one, two) and rounds >= 4
     assert frozen > 4 * len(one)

@@ -3,7 +3,7 @@ process group, a loader that divides by RANK, weights that are loaded before, a 
 
 import shutil
 
-from tests.support.frameworks import after, launch_forked, shown
+from tests.support.frameworks import launch_forked, shown
 
 SETUP = """
 import torch.distributed as dist
@@ -57,13 +57,13 @@ for p in model.parameters():
 """
 END = """
 saved = load_checkpoint(checkpoint_dir, 12, device)[0]
-said(model, rounds=diloco.stats.rounds, group=dist.is_initialized(), evaluated=evaluated, used=used,
+report(model, rounds=diloco.stats.rounds, group=dist.is_initialized(), evaluated=evaluated, used=used,
      agreed=all(p.equal(saved[name]) for name, p in model.state_dict().items()))
 """
 
 
 def test_a_loop_of_its_shape_agrees_learns_saves_the_agreed_model_and_resumes_bit_for_bit(tmp_path):
-    code = SETUP + after(shown("nanochat")) + END
+    code = SETUP + shown("nanochat").after + END
     (one,), (two,) = launch_forked(tmp_path, code)
     assert one["hash"] == two["hash"] and one["rounds"] >= 4 and not one["group"] and one["agreed"] and two["agreed"]
     assert one["evaluated"] == two["evaluated"] and one["evaluated"][-1] < one["evaluated"][0]

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from tests.support.frameworks import after, before, launch_forked, shown
+from tests.support.frameworks import launch_forked, shown
 
 pytestmark = pytest.mark.slow  # processes
 
@@ -31,20 +31,20 @@ def estimate_loss():
 """
 END = """
 estimate_loss()
-said(model, losses=evaluated, rounds=diloco.stats.rounds, batches=batches)
+report(model, losses=evaluated, rounds=diloco.stats.rounds, batches=batches)
 """
 
 
 def test_the_loop_agrees_learns_saves_the_agreed_model_and_resumes_bit_for_bit(tmp_path):
-    (one,), (two,) = launch_forked(tmp_path, SETUP + after(NANO) + END)
+    (one,), (two,) = launch_forked(tmp_path, SETUP + NANO.after + END)
     assert one["hash"] == two["hash"] and one["losses"] == two["losses"] and one["losses"][-1] < one["losses"][0]
     assert one["rounds"] >= 4
     assert len(one["batches"]) == len(two["batches"]) == 24, "half of the accumulation steps"
     assert not set(one["batches"]) & set(two["batches"])
     (tmp_path / "resume").touch()  # from the checkpoint at step 6
-    for (again,) in launch_forked(tmp_path, SETUP + after(NANO) + END):
+    for (again,) in launch_forked(tmp_path, SETUP + NANO.after + END):
         assert again["hash"] == one["hash"] and again["losses"] == one["losses"][1:]
-    read = SETUP + "model.load_state_dict(torch.load('out/replica-1/agreed/ckpt.pt')['model'])\nsaid(model)\n"
+    read = SETUP + "model.load_state_dict(torch.load('out/replica-1/agreed/ckpt.pt')['model'])\nreport(model)\n"
     assert launch_forked(tmp_path, read, replicas=1)[0][0]["hash"] == one["hash"]
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"replica-0", "replica-1"}
     shutil.rmtree(tmp_path / "out")
@@ -52,6 +52,6 @@ def test_the_loop_agrees_learns_saves_the_agreed_model_and_resumes_bit_for_bit(t
 
 def test_without_the_diff_it_is_a_loop_that_uses_ddp(tmp_path):
     """So the test above has changed what such a script does."""
-    said = launch_forked(tmp_path, SETUP + before(NANO) + "\nsaid(model, wrapped=type(model).__name__)\n")
-    assert [each["wrapped"] for (each,) in said] == ["DistributedDataParallel"] * 2
+    reports = launch_forked(tmp_path, SETUP + NANO.before + "\nreport(model, wrapped=type(model).__name__)\n")
+    assert [report["wrapped"] for (report,) in reports] == ["DistributedDataParallel"] * 2
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["ckpt.pt"]

@@ -24,13 +24,13 @@ for lora in (None, LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_typ
     torch.manual_seed(0)  # the same start on all replicas: the reference is a copy of it
     model = LlamaForCausalLM(model.config)
     args = DPOConfig(output_dir=f"dpo-{lora is None}", max_steps=10, save_steps=5, max_length=12, beta=1.0, **small)
-    callback = DiLoCoCallback(reduce=reduce, sync_every=5)
+    callback = DiLoCoCallback(reducer=reduce, sync_every=5)
     reference = copy.deepcopy(model) if lora is None else None  # without one TRL loads it from a hub
     trainer = DPOTrainer(model, reference, args=args, train_dataset=pairs, processing_class=tokenizer,
                          callbacks=[callback], peft_config=lora)
     trainer.train()
-    log = [each for each in trainer.state.log_history if "loss" in each]
-    said(trainer.model, losses=[each["loss"] for each in log], rounds=log[-1]["diloco/rounds"])
+    log = [entry for entry in trainer.state.log_history if "loss" in entry]
+    report(trainer.model, losses=[entry["loss"] for entry in log], rounds=log[-1]["diloco/rounds"])
 """
 
 

@@ -71,7 +71,7 @@ def equal(one, other):
 def test_the_example_agrees_and_learns_and_every_replica_has_its_file(ran):
     folder, out = ran
     middle, last = checkpoints(folder / "undisturbed")
-    assert [each["step"] for each in middle + last] == [10, 10, 20, 20]
+    assert [replica["step"] for replica in middle + last] == [10, 10, 20, 20]
     assert equal(*last) and not equal(*middle)
     (line,) = [line for line in out.splitlines() if line.startswith("{'step': 20") and "undisturbed" in line]
     figures = literal_eval(line.split(" in ")[0])

@@ -30,11 +30,11 @@ for name, value in {"get_device_name": "cpu", "current_device": 0, "empty_cache"
     setattr(torch.cpu, name, lambda *_, value=value: value)
 if not hasattr(dist, "set_timeout"):  # torchtitan 0.3 is made for the torch after 2.13
     dist.set_timeout = lambda timeout, group: None
-from diloco.flat import fsdp_modules, reshard
+from diloco.core.tensors import fsdp_modules, reshard
 from torchtitan import train, trainer
 from torchtitan.models.common import attention, decoder
 def forward(self, q_BLNH, k_BLNH, v_BLNH, *, scale=None, enable_gqa=False, **_):
-    q, k, v = (each.transpose(1, 2) for each in (q_BLNH, k_BLNH, v_BLNH))
+    q, k, v = (x.transpose(1, 2) for x in (q_BLNH, k_BLNH, v_BLNH))
     attend = torch.nn.functional.scaled_dot_product_attention
     return attend(q, k, v, scale=scale, is_causal=True, enable_gqa=enable_gqa).transpose(1, 2)
 attention.FlexAttention.forward = forward
@@ -50,7 +50,7 @@ def kept_validation(self, loss, *args, **more):
     log_validation(self, loss, *args, **more)
 def closing(self):
     reshard(fsdp_modules(self.model_parts[0]))  # after a validation FSDP2 shows the parameters that it has gathered
-    said(self.model_parts[0], logged=logged, validated=validated)
+    report(self.model_parts[0], logged=logged, validated=validated)
     close(self)
 trainer.MetricsProcessor.log, trainer.MetricsProcessor.log_validation = kept, kept_validation
 trainer.Trainer.close = closing
@@ -91,13 +91,16 @@ def folder(tmp_path):
     (tmp_path / "assets/tokenizer_config.json").write_text('{"bos_token": "<s>", "eos_token": "</s>"}')
     (tmp_path / "program.py").write_text(COMMON + PROGRAM)
     (tmp_path / "tiny_titan.py").write_text(CONFIG)
+    registry = "torchtitan.models.llama3.config_registry import llama3_8b"
+    module = shown("torchtitan", "python").text.replace(registry, "tiny_titan import tiny as llama3_8b")
+    (tmp_path / "my_configs.py").write_text(module)
     return tmp_path
 
 
 def start(folder, flags, replica, at):
     """One job, with the flags of the docs."""
-    here = {"llama3.llama3_8b": "tiny_titan.tiny", "first-host:29400": f"127.0.0.1:{at}", "0": str(replica)}
-    words = [here.get(word, word) for word in flags] + ["--diloco.sync_every", "4"]
+    changed = {"first-host:29400": f"127.0.0.1:{at}", "0": str(replica)}
+    words = [changed.get(word, word) for word in flags] + ["--diloco.sync_every", "4"]
     environment = {**os.environ, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1",
                    "MASTER_PORT": str(free_port()), "PYTHONPATH": f"{ROOT}:{folder}", "GLOO_SOCKET_IFNAME": "lo",
                    "HF_HUB_OFFLINE": "1", "HF_HOME": str(folder)}  # fmt: skip
@@ -106,14 +109,15 @@ def start(folder, flags, replica, at):
 
 
 def both(folder):
-    words = shlex.split(shown("torchtitan", "console").replace("\\\n", " "))
+    words = shlex.split(shown("torchtitan", "console").commands[0])
     flags, at = words[words.index("--module") :], free_port()
     jobs = [start(folder, flags, replica, at) for replica in range(2)]
     outs = [job.communicate(timeout=800)[0] for job in jobs]
     for job, out in zip(jobs, outs, strict=True):
         assert job.returncode == 0, out[-5000:]
-    said = [json.loads(line.removeprefix("SAID ")) for out in outs for line in out.splitlines() if "SAID" in line]
-    return said, outs
+    lines = [line for out in outs for line in out.splitlines() if "REPORT" in line]
+    reports = [json.loads(line.removeprefix("REPORT ")) for line in lines]
+    return reports, outs
 
 
 def test_torchtitan_agrees_learns_validates_the_anchors_and_resumes_bit_for_bit(folder):
@@ -130,4 +134,4 @@ def test_torchtitan_agrees_learns_validates_the_anchors_and_resumes_bit_for_bit(
         shutil.rmtree(saved / "step-8")
     (again, other), _ = both(folder)
     assert again["hash"] == other["hash"] == one["hash"]
-    assert [each["loss"] for each in again["logged"]] == [each["loss"] for each in one["logged"][4:]]
+    assert [entry["loss"] for entry in again["logged"]] == [entry["loss"] for entry in one["logged"][4:]]

@@ -25,18 +25,18 @@ def tracked(place: Path) -> Path:
             patch.setenv(name, value)
         words = ["--data", "corpus.txt", "--name", "tracked", "--steps", STEPS, "--eval-every", 3]
         words += ["--track", "wandb", "trackio", "tensorboard"]
-        code, _, said = run_program(place, "train", *SMALL, *words)
-    assert code == 0, said
+        code, _, err = run_program(place, "train", *SMALL, *words)
+    assert code == 0, err
     return place
 
 
 def wanted(place: Path, replica: int) -> dict[int, dict[str, float]]:
     """By step: what the run directory has."""
-    found: dict[int, dict[str, float]] = {}
+    logged: dict[int, dict[str, float]] = {}
     for line in lines(place, "tracked", replica):
-        found.setdefault(line["step"], {}).update({k: v for k, v in line.items() if k not in ("step", "seconds")})
-    assert list(found) == list(range(STEPS + 1)) and "eval/loss" in found[3]
-    return found
+        logged.setdefault(line["step"], {}).update({k: v for k, v in line.items() if k not in ("step", "seconds")})
+    assert list(logged) == list(range(STEPS + 1)) and "eval/loss" in logged[3]
+    return logged
 
 
 def test_tensorboard_reads_every_value_of_every_replica(tracked: Path) -> None:
@@ -52,10 +52,10 @@ def test_trackio_has_a_run_for_each_replica_with_every_value(tracked: Path) -> N
     database = sqlite3.connect(tracked / "trackio/diloco.db")
     for replica in (0, 1):
         rows = database.execute("SELECT step, metrics FROM metrics WHERE run_name = ?", [f"tracked-{replica}"])
-        found: dict[int, dict[str, float]] = {}
+        logged: dict[int, dict[str, float]] = {}
         for step, metrics in rows:
-            found.setdefault(step, {}).update(json.loads(metrics))
-        assert found == wanted(tracked, replica)
+            logged.setdefault(step, {}).update(json.loads(metrics))
+        assert logged == wanted(tracked, replica)
     (config,) = database.execute("SELECT config FROM configs WHERE run_name = 'tracked-0'").fetchone()
     assert json.loads(config)["sync_every"] == 10
     database.close()

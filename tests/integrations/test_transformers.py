@@ -5,7 +5,7 @@ import shlex
 import pytest
 from safetensors.torch import load_file
 
-from tests.support.frameworks import COMMON, TINY, before, launch_forked, shown
+from tests.support.frameworks import COMMON, TINY, launch_forked, shown
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
 START = """
@@ -24,7 +24,7 @@ class Collate:
 def trainer(data, callbacks=(), shard=True, **changed):
     set_seed(number)
     arguments = {"output_dir": "out", "max_steps": 12, **small, "save_strategy": "no", **changed}
-    diloco = DiLoCoCallback(reduce=reduce, sync_every=5, shard=shard)
+    diloco = DiLoCoCallback(reducer=reduce, sync_every=5, shard=shard)
     held_outs = {"a": held_out.select(range(20)), "b": held_out.select(range(20, 40))}
     return Trainer(tiny(), TrainingArguments(**arguments), Collate(), train_dataset=data, eval_dataset=held_outs,
                    callbacks=[diloco, *callbacks])
@@ -42,11 +42,11 @@ class Ask(TrainerCallback):
 ask, local = Ask(), []
 first = ask.trainer = trainer(dataset, [ask], eval_strategy="steps", eval_steps=6, save_strategy="steps", save_steps=6)
 first.train()
-log = [[each[name] for name in ("eval_a_loss", "eval_b_loss") if name in each] for each in first.state.log_history]
-said(first.model, log=[each for each in log if each], local=local)
+log = [[entry[name] for name in ("eval_a_loss", "eval_b_loss") if name in entry] for entry in first.state.log_history]
+report(first.model, log=[entry for entry in log if entry], local=local)
 again = trainer(dataset, max_steps=12)
 again.train(resume_from_checkpoint="out/replica-0/checkpoint-6")
-said(again.model)
+report(again.model)
 """
     (one, resumed), (two, resumed2) = launch_forked(tmp_path, TINY + START + code)
     assert one["hash"] == two["hash"] and one["local"] != two["local"]
@@ -65,7 +65,7 @@ for data, shard in ((dataset, True), (rows, True), (Stream(), True), (dataset.to
                     (dataset, False)):
     run = trainer(data, max_steps=20, shard=shard)
     run.train()
-    said(run.model, seen=run.data_collator.seen, rows=[row["input_ids"] for row in rows])
+    report(run.model, seen=run.data_collator.seen, rows=[row["input_ids"] for row in rows])
 """
     (*divided, whole), (*divided2, whole2) = launch_forked(tmp_path, TINY + START + code)
     for one, two in zip(divided, divided2, strict=True):
@@ -83,7 +83,7 @@ for data, changed in ((dataset, {"load_best_model_at_end": True, "eval_strategy"
     try:
         run.train()
     except ConfigError as error:
-        print("SAID", json.dumps(str(error)))
+        print("REPORT", json.dumps(str(error)))
 """
     for best, reference, kind in launch_forked(tmp_path, TINY + START + code):
         assert best.startswith("load_best_model_at_end=True puts each replica's own weights")
@@ -92,13 +92,13 @@ for data, changed in ((dataset, {"load_best_model_at_end": True, "eval_strategy"
 
 
 def test_an_unchanged_script_becomes_a_replica_if_it_has_a_trainer(tmp_path):
-    words = shlex.split(shown("Without", "console"))
-    flags = words[words.index("diloco.run") + 1 :]
+    words = shlex.split(shown("Without", "console").commands[0])
+    flags = words[words.index("diloco") + 1 :]
     script = f"""
 {TINY}
 assert sys.argv == ["train.py", "--output_dir", "out"]
-{before(shown("transformers"))}
-said(trainer.model, rows=len(trainer.train_dataset), folder=trainer.args.output_dir)
+{shown("transformers").before}
+report(trainer.model, rows=len(trainer.train_dataset), folder=trainer.args.output_dir)
 """
     (tmp_path / "plain").mkdir()
     (tmp_path / "plain/train.py").write_text(COMMON + script)
@@ -108,13 +108,13 @@ model = torch.nn.Linear(2, 2)
 torch.optim.SGD(model.parameters(), lr=1e-2).step()
 """)
     code = """
-from diloco import ConfigError
-from diloco.run import main
+import contextlib, io
+from diloco.cli import main
 os.chdir("plain")
-try:
-    main(["loop.py"] if os.path.exists("../loop") else flags)
-except ConfigError as error:
-    print("SAID", json.dumps(str(error)))
+with contextlib.redirect_stderr(io.StringIO()) as err:
+    code = main(["run", "loop.py"] if os.path.exists("../loop") else flags)
+if code:
+    print("REPORT", json.dumps(err.getvalue()))
 """
     code = f"flags = {flags}\n{code}"
     (one,), (two,) = launch_forked(tmp_path, code)

@@ -1,47 +1,41 @@
-"""What every reducer promises (`diloco.reduce.Reduce`), written once: two replicas do the same with each of them.
+"""The contract of `Reducer`, written once: two replicas do the same with each reducer.
 
-A play is what one replica does: `play(reduce, number, folder)`. It runs as threads that take turns (local), as real
+A play is what one replica does: `play(reducer, number, folder)`. It runs as threads that take turns (local), as real
 processes (collective, and the reducer of docs/extending.md: gather), as two members of a folder (bucket), the second of
-them also with two ranks inside (ranks), and with the fake whose peers are written down (fake).
+them also with two ranks behind `FirstRank` (ranks), and with the fake whose peers are written down (fake).
 """
 
-import gc
-import os
-import re
-import weakref
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from unittest.mock import patch
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from diloco import E3M0, Collective, Mismatch
-from diloco.bucket import Bucket
-from diloco.bucket.ranks import First, Other
+from diloco import E3M0, Collective, FirstRank, Mismatch
+from diloco.bucket import Bucket, bucket
 from diloco.bucket.run import find_run
-from diloco.codec import pack, unpack
-from diloco.reduce import Delta, Dropped, Round, State, local
-from diloco.reduce.groups import Groups, Place
-from diloco.reduce.mean import exact
-from tests.support.fake_reduce import Script, reference_mean
+from diloco.codecs.codec import pack, unpack
+from diloco.exchange import local
+from diloco.exchange.mean import exact
+from diloco.exchange.reducer import Delta, Dropped, State
+from tests.support.fake_reducer import Mean, Script, job, reference_mean
 from tests.support.members import PATIENT, until
+from tests.support.pages import blocks
 from tests.support.processes import run
 
-SIZES = [5, 300]  # the first fragment's delta asks for `own`
+SIZES = [5, 300]  # the first fragment's delta needs `own`
 CODEC = E3M0()
 WEIGHTS = [1.0, 3.0]
 LRS = [0.1, 0.3]
 LR = 0.25 * 0.1 + 0.75 * 0.3
 CONTRACT = {"sync_every": 10}
-PAGE = Path(__file__).parents[2] / "docs/extending.md"
 # The quorum makes each round wait for both members, however late one of them is.
 MEMBER = {"quorum": 2, "heartbeat": 0.2, "poll": 0.02}
 
 
 def _local(play, folder, with_rounds):
-    return local.run(2, lambda reduce: play(reduce, reduce.replica, folder))
+    return local.run(2, lambda reducer: play(reducer, reducer.replica, folder))
 
 
 def _collective(play, folder, with_rounds):
@@ -57,48 +51,33 @@ def _gather(play, folder, with_rounds):
 
 
 def _on_the_page(rank, play, folder):
-    code = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)[2]
+    (code,) = (block.text for block in blocks("docs/extending.md") if "class Gather" in block.text)
     exec(compile(code.partition("\ndiloco = ")[0], "extending.md", "exec"), names := {})
     return play(names["Gather"](), rank, folder)
 
 
 def _bucket(play, folder, with_rounds):
+    """The first member begins the run."""
     url = str(folder / "run")
-    return _meet_in(url, play, folder, [Bucket(url, name, **MEMBER) for name in "ab"])
-
-
-def _meet_in(url, play, folder, processes):
-    """What each process returns: that of the first member, which begins the run, and those of the second."""
-    with ThreadPoolExecutor(len(processes)) as pool:
-        first = pool.submit(play, processes[0], 0, folder)
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(play, Bucket(url, "a", **MEMBER), 0, folder)
         until(lambda: find_run(url) is not None or first.done())
-        rest = [pool.submit(play, each, 1, folder) for each in processes[1:]]
-        return [each.result(PATIENT) for each in (first, *rest)]
-
-
-class _Once:
-    """In place of how often groups of a name were opened: here, two ranks are threads of one process."""
-
-    def __getitem__(self, name):
-        return 1
-
-    def __setitem__(self, name, count):
-        pass
+        second = pool.submit(play, Bucket(url, "b", **MEMBER), 1, folder)
+        return [first.result(PATIENT), second.result(PATIENT)]
 
 
 def _ranks(play, folder, with_rounds):
-    """A member of one process, and one whose two ranks are threads."""
-    url, store = str(folder / "run"), dist.HashStore()
+    return run(3, _as_rank, play, folder, bucket.PATIENCE, seconds=PATIENT)
 
-    def among(place, asked):
-        if place is None:
-            return None
-        return First(place, (0, 1), asked) if place.index == 0 else Other(place, (0, 1))
 
-    with (patch("diloco.bucket.bucket.ranks_of", among), patch.object(Groups, "_opened", _Once()),
-          patch.dict(os.environ, GLOO_SOCKET_IFNAME="lo")):  # fmt: skip
-        ranks = [Bucket(url, "b", ddp_ranks=Place(k, 2, store, "b"), **MEMBER) for k in range(2)]
-        return _meet_in(url, play, folder, [Bucket(url, "a", **MEMBER), *ranks])
+def _as_rank(rank, play, folder, patience):
+    """Rank 0 is a member, ranks 1 and 2 are another one."""
+    bucket.PATIENCE = patience
+    url, group = str(folder / "run"), dist.new_group([1, 2])
+    if rank == 0:
+        return play(Bucket(url, "a", **MEMBER), 0, folder)
+    until((folder / "run/run.json").exists)
+    return play(FirstRank(Bucket(url, "b", **MEMBER), group), 1, folder)
 
 
 def _fake(play, folder, with_rounds):
@@ -108,7 +87,7 @@ def _fake(play, folder, with_rounds):
 
 
 SHIPPED = [_local, _collective, _bucket, _ranks, _fake]
-PROCESSES = [_collective, _gather]
+PROCESSES = [_collective, _gather, _ranks]
 MEMBERS = [_bucket, _ranks]
 
 
@@ -131,14 +110,11 @@ def meet(kind, play, folder, with_rounds=True):
 def _outcomes(number):
     """The fake gets the rounds that the others owe it. When and how it hands them out is its own."""
     outcomes = {}
-    for f, n in enumerate(SIZES):
-        mine = unpack(CODEC, pack(CODEC, values(f, number)), n)
-        average = reference_mean(CODEC, CODEC, [values(f, m) for m in (0, 1)], WEIGHTS)
+    for f in range(len(SIZES)):
         members = {str(m): weight for m, weight in enumerate(WEIGHTS)}
-        outcomes |= {
-            (f, i): [(0, Round(i, exact(average), members, LR, own=(lambda mine=mine: mine) if f == 0 else None))]
-            for i in (1, 2)
-        }
+        own = (lambda f=f: as_sent(f, number)) if f == 0 else None
+        mean = Mean(exact(mean_of(f)), members, lr=LR, own=own)
+        outcomes |= {(f, 1): [(0, mean)], (f, 2): [(0, mean)]}
     return outcomes
 
 
@@ -146,57 +122,73 @@ def values(fragment, number):
     return torch.randn(SIZES[fragment], generator=torch.Generator().manual_seed(10 * fragment + number))
 
 
-def states(index=0):
-    return [State(index, torch.full((n,), 1.0 + index), torch.zeros(n)) for n in SIZES]
+def as_sent(fragment, number):
+    return unpack(CODEC, pack(CODEC, values(fragment, number)), SIZES[fragment])
 
 
-def join(reduce, contract=CONTRACT):
-    return reduce.join(contract, states(), [CODEC] * len(SIZES))
+def mean_of(fragment):
+    return reference_mean(CODEC, CODEC, [values(fragment, m) for m in (0, 1)], WEIGHTS)
 
 
-def ranks_in(reduce):
+def states():
+    return [State(0, torch.ones(n), torch.zeros(n)) for n in SIZES]
+
+
+def join(reducer, contract=CONTRACT, states_=None):
+    """Join with SGD(1): a round subtracts the mean from the anchor. Returns the states taken, and a list to which each
+    round's learning rate is added."""
+    offer, lrs = job(states_ or states(), [CODEC] * len(SIZES), contract), []
+
+    def advance(fragment, state, *, lr, last):
+        lrs.append(lr)
+        return offer.advance(fragment, state, lr=lr, last=last)
+
+    return reducer.join(replace(offer, advance=advance)), lrs
+
+
+def ranks_in(reducer):
     """Ranks of a member: each counts its own tokens, and all do one step later what the first one found out."""
-    return len(reduce.ddp_ranks) if isinstance(reduce, Bucket) else 0
+    return len(reducer.identity.ddp_ranks)
 
 
-def send(reduce, fragment, number, index=1, calls=None):
-    """Start round `index`, whose delta is against the state of the round before."""
+def send(reducer, fragment, number, state=None, calls=None):
+    """Start the round after a state, by default the first one."""
+    state = state or states()[fragment]
 
     def delta():
         if calls is not None:
             calls.append(fragment)
-        against = states(index - 1)[fragment].fingerprint()
-        own = values(fragment, number), WEIGHTS[number] / (ranks_in(reduce) or 1), True, against
-        return Delta(*own, lr=LRS[number], feedback=fragment == 0)
+        return Delta(values(fragment, number), weight=WEIGHTS[number] / (ranks_in(reducer) or 1), tokens=True,
+                     fingerprint=state.fingerprint(), lr=LRS[number], needs_own=fragment == 0)  # fmt: skip
 
-    reduce.send(fragment, index, delta)
+    reducer.send(fragment, state.index + 1, delta)
 
 
-def take(reduce, fragment, index=1):
-    """The outcome of a round that was sent. A bucket does not wait for it, so ask again, after another step."""
-    found = []
+def outcome_of(reducer, fragment, index=1):
+    """The outcome of a round that was sent. A bucket does not wait for it, so poll again, after another step."""
+    polled = []
 
     def there():
-        found.append(reduce.take(fragment, index))
-        for f in range(len(SIZES)) if found[-1] is None and ranks_in(reduce) else ():
-            reduce.due(f, 1, False)
-        return found[-1] is not None
+        polled.append(reducer.poll(fragment, index))
+        for f in range(len(SIZES)) if polled[-1] is None and ranks_in(reducer) else ():
+            reducer.should_send(f, 1, False)
+        return polled[-1] is not None
 
     until(there)
-    return found[-1]
+    return polled[-1]
 
 
-def due(reduce, steps, slot):
-    said = reduce.due(0, steps, slot)
-    return reduce.due(0, steps + 1, False) if ranks_in(reduce) else said
+def should_send(reducer, steps, scheduled):
+    answer = reducer.should_send(0, steps, scheduled)
+    return reducer.should_send(0, steps + 1, False) if ranks_in(reducer) else answer
 
 
-def _join_apart(reduce, number, folder):
-    mine = states()
-    mine[1].anchor.fill_(float(number))
-    mine[1].outer.fill_(number + 0.5)
-    taken = reduce.join(CONTRACT, mine, [CODEC] * len(SIZES))
-    reduce.leave()
+def _join_apart(reducer, number, folder):
+    offered = states()
+    offered[1].anchor.fill_(float(number))
+    offered[1].outer.fill_(number + 0.5)
+    taken, _ = join(reducer, states_=offered)
+    reducer.leave()
     return taken
 
 
@@ -211,13 +203,13 @@ def test_join_gives_none_for_a_state_that_all_hold_and_the_first_replicas_where_
         assert torch.equal(other.outer, torch.full((SIZES[1],), 0.5))
 
 
-def _disagree(reduce, number, folder):
+def _disagree(reducer, number, folder):
     try:
-        join(reduce, {"sync_every": 10 + number})
+        join(reducer, {"sync_every": 10 + number})
     except Mismatch as error:
         return str(error)
     finally:
-        reduce.leave()
+        reducer.leave()
     return None
 
 
@@ -231,39 +223,38 @@ def test_a_contract_that_differs_raises_a_mismatch_that_says_where(kind, tmp_pat
     assert first == (None if kind in (*MEMBERS, _fake) else seconds[0])
 
 
-def _due(reduce, number, folder):
-    join(reduce)
-    before = due(reduce, 1, False), due(reduce, 2, True)
+def _send_when_told(reducer, number, folder):
+    join(reducer)
+    before = should_send(reducer, 1, False), should_send(reducer, 2, True)
     (folder / f"asked by {number}").touch()
-    if isinstance(reduce, Bucket):  # what one sends calls the other, slot or not
-        until((folder / f"asked by {1 - number}").exists)
-    send(reduce, 0, number)
-    take(reduce, 0)
-    reduce.applied(0, states(1)[0])
-    after = due(reduce, 1, False), due(reduce, CONTRACT["sync_every"], False)
-    reduce.leave()
+    if reducer.identity.replicas is None and not isinstance(reducer, Script):
+        until((folder / f"asked by {1 - number}").exists)  # a member's delta calls the other, scheduled or not
+    send(reducer, 0, number)
+    outcome_of(reducer, 0)
+    after = should_send(reducer, 1, False), should_send(reducer, CONTRACT["sync_every"], False)
+    reducer.leave()
     return before, after
 
 
 @every
-def test_due_says_yes_in_the_slot_of_the_first_round_and_not_outside_it(kind, tmp_path):
+def test_the_first_round_is_sent_when_it_is_scheduled_and_not_before(kind, tmp_path):
     """After the first round a bucket differs: members are not in step, so each counts its own steps since it sent."""
-    for before, after in meet(kind, _due, tmp_path):
+    for before, after in meet(kind, _send_when_told, tmp_path):
         assert before == (False, True)
         assert after == (False, kind in MEMBERS)
 
 
-def _first_sends_before_second(reduce, number, folder):
+def _first_sends_before_second(reducer, number, folder):
     calls = []
-    join(reduce)
+    join(reducer)
     if number == 1:
         until((folder / "the first has sent").exists)
     for f in range(len(SIZES)):
-        send(reduce, f, number, calls=calls)
+        send(reducer, f, number, calls=calls)
     (folder / "the first has sent").touch()
     for f in reversed(range(len(SIZES))):
-        take(reduce, f)
-    reduce.leave()
+        outcome_of(reducer, f)
+    reducer.leave()
     return sorted(calls)
 
 
@@ -272,101 +263,93 @@ def test_send_returns_before_the_others_have_sent_and_each_delta_is_asked_for_on
     assert all(calls == [0, 1] for calls in meet(kind, _first_sends_before_second, tmp_path))
 
 
-def _round(reduce, number, folder):
-    join(reduce)
-    unsent = [reduce.take(f, 1) for f in range(len(SIZES))]
+def _round(reducer, number, folder):
+    _, lrs = join(reducer)
+    unsent = [reducer.poll(f, 1) for f in range(len(SIZES))]
     for f in range(len(SIZES)):
-        send(reduce, f, number)
-    rounds = [take(reduce, f) for f in range(len(SIZES))]
-    again = [reduce.take(f, 1) for f in range(len(SIZES))]
-    reduce.leave()
-    told = [(r.index, r.mean, list(r.members.values()), r.counted, r.faults, r.own and r.own()) for r in rounds]
-    assert [r.lr for r in rounds] == [LR] * 2
-    return unsent, told, again
+        send(reducer, f, number)
+    rounds = [outcome_of(reducer, f) for f in range(len(SIZES))]
+    again = [reducer.poll(f, 1) for f in range(len(SIZES))]
+    reducer.leave()
+    return unsent, [(r.state, list(r.members.values()), r.counted, r.own and r.own()) for r in rounds], again, lrs
 
 
 @every
-def test_take_gives_none_for_what_was_not_sent_and_one_round_with_the_same_mean_on_all(kind, tmp_path):
+def test_poll_gives_none_for_what_was_not_sent_and_one_round_with_the_same_state_on_all(kind, tmp_path):
     results = meet(kind, _round, tmp_path)
-    for number, (unsent, told, again) in zip((0, 1, 1), results, strict=False):
+    assert results[0][3] == [LR] * len(SIZES)
+    for number, (unsent, rounds, again, lrs) in zip((0, 1, 1), results, strict=False):
         assert unsent == again == [None, None]
-        for f, (index, mean, weights, counted, faults, own) in enumerate(told):
-            assert torch.equal(mean, results[0][1][f][1])
-            assert torch.equal(mean, reference_mean(CODEC, CODEC, [values(f, m) for m in (0, 1)], WEIGHTS))
-            assert (index, counted, dict(faults)) == (1, True, {})
+        assert lrs in ([LR] * len(SIZES), [])  # a rank that is not the first computes nothing
+        for f, (state, weights, counted, own) in enumerate(rounds):
+            assert torch.equal(state.anchor, 1.0 - mean_of(f))
+            assert (state.index, counted) == (1, True)
             # Only the proportion is promised: the record of a bucket names shares, the others name the work itself.
             assert [weight / sum(weights) for weight in weights] == [0.25, 0.75]
-            if f == 0 and kind is not _gather:  # which does not tell it, says the page
-                assert torch.equal(own, unpack(CODEC, pack(CODEC, values(f, number)), SIZES[f]))
+            if f == 0 and kind is not _gather:  # which has none, says the page
+                assert torch.equal(own, as_sent(f, number))
             else:
-                assert own is None  # not asked for
+                assert own is None  # not needed
 
 
-def _applied(reduce, number, folder):
-    join(reduce)
-    send(reduce, 0, number)
-    take(reduce, 0)
-    state = states(1)[0]
-    before = state.fingerprint()
-    reduce.applied(0, state)
-    same = state.fingerprint() == before
-    state.anchor.fill_(float("nan"))  # it is the core's again
-    kept = weakref.ref(state), weakref.ref(state.anchor)
-    del state
-    gc.collect()
-    send(reduce, 0, number, index=2)
-    mean = take(reduce, 0, 2).mean
-    reduce.leave()
-    return same, [reference() for reference in kept], mean
+def _two_rounds(reducer, number, folder):
+    join(reducer)
+    send(reducer, 0, number)
+    first = outcome_of(reducer, 0).state
+    send(reducer, 0, number, first)
+    second = outcome_of(reducer, 0, 2).state
+    reducer.leave()
+    return first, second
 
 
 @every
-def test_applied_neither_changes_nor_keeps_the_state_and_the_next_round_takes_place(kind, tmp_path):
-    for same, kept, mean in meet(kind, _applied, tmp_path):
-        assert same
-        assert kept == [None, None]
-        assert torch.equal(mean, reference_mean(CODEC, CODEC, [values(0, m) for m in (0, 1)], WEIGHTS))
+def test_a_round_starts_from_the_state_of_the_one_before_and_leaves_it_as_it_is(kind, tmp_path):
+    for first, second in meet(kind, _two_rounds, tmp_path):
+        assert (first.index, second.index) == (1, 2)
+        assert torch.equal(first.anchor, 1.0 - mean_of(0))
+        assert torch.equal(second.anchor, first.anchor - mean_of(0))
 
 
-def _settle_with_a_round_of_one(reduce, number, folder):
-    join(reduce)
+def _drain_with_a_round_of_one(reducer, number, folder):
+    join(reducer)
     outcome = None
     if number == 0:
-        send(reduce, 0, number)
-    reduce.settle()
+        send(reducer, 0, number)
+    reducer.drain()
     if number == 0:
-        outcome = take(reduce, 0)
-    reduce.leave()
+        outcome = outcome_of(reducer, 0)
+    reducer.leave()
     return outcome
 
 
 @over(SHIPPED)
-def test_a_round_that_not_all_have_sent_is_dropped_after_settle(kind, tmp_path, monkeypatch):
+def test_a_round_that_not_all_have_sent_is_dropped_after_drain(kind, tmp_path, monkeypatch):
     """A bucket cannot know who will never send: it drops the round once its patience is over, here at once."""
-    monkeypatch.setattr("diloco.bucket.bucket.PATIENCE", -PATIENT)
-    dropped, *rest = meet(kind, _settle_with_a_round_of_one, tmp_path, with_rounds=False)
+    monkeypatch.setattr(bucket, "PATIENCE", -PATIENT)
+    dropped, *rest = meet(kind, _drain_with_a_round_of_one, tmp_path, with_rounds=False)
     assert dropped == Dropped() and rest in ([None], [None, None])
 
 
-def _last_round(reduce, number, folder):
-    join(reduce)
-    reduce.settle()
-    send(reduce, 0, number)
-    last = reduce.take(0, 1)  # now every reducer waits
-    reduce.leave()
-    return last.mean
+def _last_round(reducer, number, folder):
+    join(reducer)
+    all_done = reducer.drain()
+    send(reducer, 0, number)
+    last = reducer.poll(0, 1)  # now every reducer waits
+    reducer.leave()
+    return all_done, last.state
 
 
 @every
-def test_after_settle_a_last_round_is_waited_for(kind, tmp_path):
-    for mean in meet(kind, _last_round, tmp_path):
-        assert torch.equal(mean, reference_mean(CODEC, CODEC, [values(0, m) for m in (0, 1)], WEIGHTS))
+def test_after_drain_a_last_round_is_waited_for(kind, tmp_path):
+    for all_done, state in meet(kind, _last_round, tmp_path):
+        assert all_done is (kind not in (*MEMBERS, _fake))  # members come and go
+        assert torch.equal(state.anchor, 1.0 - mean_of(0))
 
 
-def _leave_twice(reduce, number, folder):
-    join(reduce)
-    reduce.leave()
-    reduce.leave()
+def _leave_twice(reducer, number, folder):
+    join(reducer)
+    reducer.leave()
+    reducer.leave()
     return True
 
 

@@ -6,42 +6,42 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
-from diloco.reduce import groups, thread
-from diloco.reduce.groups import RollCall, _explain
-from diloco.reduce.thread import CommThread
+from diloco.exchange import thread, transport
+from diloco.exchange.thread import CommThread
+from diloco.exchange.transport import RollCall, _explain
 
 NAMES = ["process 10 on a", "process 11 on b", "process 12 on c"]
 
 
-@pytest.mark.parametrize(("message", "said"), [
+@pytest.mark.parametrize(("message", "text"), [
     ("[gloo/transport] Timed out waiting 5000ms for recv", "another replica did not answer within 5 s"),
     ("Connection closed by peer [127.0.0.1]:1234", "another replica ([127.0.0.1]:1234) is gone: its connection was"),
     ("[a.cc:8] Connection reset by peer [fd00::1]:99", "another replica ([fd00::1]:99) is gone: its connection was"),
     ("Connection reset by peer", "another replica is gone: its connection was closed"),
     ("no route\nat line 7", "the exchange failed: no route"),
 ])  # fmt: skip
-def test_an_error_of_gloo_is_said_in_words(message, said):
-    assert _explain(message, 5.0).startswith(said) and "line 7" not in _explain(message, 5.0)
+def test_an_error_of_gloo_is_said_in_words(message, text):
+    assert _explain(message, 5.0).startswith(text) and "line 7" not in _explain(message, 5.0)
 
 
 def roll_call(monkeypatch, answered, store=None):
     """What replica 0 says, if nobody answers any more."""
-    monkeypatch.setattr(groups, "PATIENCE", 0.0)
+    monkeypatch.setattr(transport, "PATIENCE", 0.0)
     store = store or dist.HashStore()
     for replica in answered:
         store.set(f"broken/{replica}", "")
-    said = RollCall(store, 0, NAMES)
-    said._thread.join()  # the store answers at once, or never
-    return said.result(), store
+    roll = RollCall(store, 0, NAMES)
+    roll._thread.join()  # the store answers at once, or never
+    return roll.result(), store
 
 
 def test_a_roll_call_names_those_that_do_not_answer_and_answers_for_this_one(monkeypatch):
-    said, store = roll_call(monkeypatch, [2])
-    assert said == "No answer from replica 1 (process 11 on b)." and store.check(["broken/0"])
-    said, _ = roll_call(monkeypatch, [])
-    assert said == "No answer from replica 1 (process 11 on b), replica 2 (process 12 on c)."
-    said, _ = roll_call(monkeypatch, [1, 2])
-    assert said == "All replicas answer: only the connection between two processes broke."
+    text, store = roll_call(monkeypatch, [2])
+    assert text == "No answer from replica 1 (process 11 on b)." and store.check(["broken/0"])
+    text, _ = roll_call(monkeypatch, [])
+    assert text == "No answer from replica 1 (process 11 on b), replica 2 (process 12 on c)."
+    text, _ = roll_call(monkeypatch, [1, 2])
+    assert text == "All replicas answer: only the connection between two processes broke."
 
 
 def test_a_roll_call_of_two_needs_no_store_and_one_without_a_store_says_so(monkeypatch):
@@ -50,8 +50,8 @@ def test_a_roll_call_of_two_needs_no_store_and_one_without_a_store_says_so(monke
     def gone(*_):
         raise RuntimeError
 
-    said, _ = roll_call(monkeypatch, [], SimpleNamespace(set=gone, check=gone))
-    assert said == "Which one is not known: the store that all could ask does not answer."
+    text, _ = roll_call(monkeypatch, [], SimpleNamespace(set=gone, check=gone))
+    assert text == "Which one is not known: the store that all could ask does not answer."
 
 
 def test_jobs_run_one_after_another_on_a_thread_of_their_own_and_closing_ends_it():

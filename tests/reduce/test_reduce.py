@@ -5,17 +5,18 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco import E3M0, BFloat16, Collective, Diverged, Float32, Mismatch, TopK, TwoBit
-from diloco.codec import CHUNK, pack, unpack
-from diloco.reduce import Delta, Dropped, State, local
-from diloco.reduce.header import NBYTES, Header, Kind, check_round, settling
-from diloco.reduce.mean import PIECE, PIECES, codec_of_mean, gathers, mean, parts, pieces, shares
-from tests.support.fake_reduce import reference_mean
+from diloco.codecs.codec import CHUNK, pack, unpack
+from diloco.exchange import local
+from diloco.exchange.header import NBYTES, Header, Kind, check_round, draining
+from diloco.exchange.mean import PIECE, PIECES, codec_of_mean, gathers, mean, parts, pieces, shares
+from diloco.exchange.reducer import Delta, Dropped, NonFinite, State
+from tests.support.fake_reducer import job, reference_mean
 from tests.support.processes import message_of, run
+from tests.support.ranks import groups
 
 CODECS = [Float32(), BFloat16(), E3M0(), TwoBit(), TopK()]
 SIZES = [1, 2, 3, 5, 0, 255, 256, 257, 1023, 140_001]
@@ -25,17 +26,21 @@ def deltas(n, replicas):
     return [torch.randn(n, generator=torch.Generator().manual_seed(100 * m + n)) for m in range(replicas)]
 
 
-def _all_rounds(reduce, codec, sizes, replica, replicas, weights, feedback=False):
-    """Start a round for every size at once, take them in another order."""
-    reduce.join({}, [State(0, torch.zeros(n), torch.zeros(0)) for n in sizes], [codec] * len(sizes))
+def zeros(*sizes, codec):
+    """A job whose anchors are 0: after a round of SGD(1) they are the negative mean, bit for bit."""
+    return job([State(0, torch.zeros(n), torch.zeros(0)) for n in sizes], [codec] * len(sizes))
+
+
+def _all_rounds(reducer, codec, sizes, replica, replicas, weights, needs_own=False):
+    """Start a round for every size at once, poll them in another order."""
+    reducer.join(zeros(*sizes, codec=codec))
     for f, n in enumerate(sizes):
         value = deltas(n, replicas)[replica]
-        reduce.send(f, 1, lambda value=value: Delta(value, weights[replica], True, 0, feedback=feedback))
-    taken = {f: reduce.take(f, 1) for f in reversed(range(len(sizes)))}
-    assert reduce.take(0, 1) is None
-    reduce.leave()
-    own = [taken[f].own() if feedback else taken[f].own for f in range(len(sizes))]
-    return [(taken[f].mean, taken[f].members, taken[f].sent, own[f]) for f in range(len(sizes))]
+        reducer.send(f, 1, lambda value=value: Delta(value, weights[replica], True, 0, needs_own=needs_own))
+    rounds = {f: reducer.poll(f, 1) for f in reversed(range(len(sizes)))}
+    assert reducer.poll(0, 1) is None
+    reducer.leave()
+    return [(-r.state.anchor, r.members, r.cost.bytes_sent, r.own and r.own()) for _, r in sorted(rounds.items())]
 
 
 def _collective(rank, replicas, codec, weights, options):
@@ -113,19 +118,19 @@ def test_in_one_process_a_round_counts_the_bytes_that_a_collective_would_send(re
 
 
 def test_in_one_process_a_round_that_not_all_have_sent_is_dropped_and_the_next_is_paired_anew():
-    def loop(reduce):
+    def loop(reducer):
         def send(index):
-            reduce.send(0, index, lambda: Delta(torch.full((3,), float(reduce.replica)), 1.0, True, 0))
+            reducer.send(0, index, lambda: Delta(torch.full((3,), float(reducer.replica)), 1.0, True, 0))
 
-        reduce.join({}, [State(0, torch.zeros(3), torch.zeros(0))], [Float32()])
-        if reduce.replica:
+        reducer.join(zeros(3, codec=Float32()))
+        if reducer.replica:
             send(1)
-        reduce.settle()
-        dropped = reduce.take(0, 1)
+        reducer.drain()
+        dropped = reducer.poll(0, 1)
         send(1)
-        return dropped, reduce.take(0, 1).mean.tolist()
+        return dropped, reducer.poll(0, 1).state.anchor.tolist()
 
-    assert local.run(2, loop) == [(None, [0.5] * 3), (Dropped(), [0.5] * 3)]
+    assert local.run(2, loop) == [(None, [-0.5] * 3), (Dropped(), [-0.5] * 3)]
 
 
 def test_any_number_of_replicas_gathers_sparse_deltas_and_coarse_means_are_sent_finer():
@@ -150,31 +155,29 @@ def test_the_second_leg_may_be_wider():
 
 
 def _two_of_two(rank):
-    """The reducer of two replicas of two ranks each."""
-    across = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-    within = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    return Collective(across[rank % 2], ddp_ranks=within[rank // 2])
+    across, within = groups(rank)
+    return Collective(across, ddp_ranks=within)
 
 
 def _inner(rank, weights):
     """Every rank has the whole fragment."""
-    return _all_rounds(_two_of_two(rank), E3M0(), [140_001, 3, 0], rank // 2, 2, weights, feedback=True)
+    return _all_rounds(_two_of_two(rank), E3M0(), [140_001, 3, 0], rank // 2, 2, weights, needs_own=True)
 
 
 def _spoiled(rank):
     """The second replica's delta is not finite, in the half that its first rank encodes."""
-    values, reduce = torch.ones(600), _two_of_two(rank)
+    values, reducer = torch.ones(600), _two_of_two(rank)
     values[7] = float("nan") if rank // 2 else 1.0
-    reduce.join({}, [State(0, torch.zeros(600), torch.zeros(0))], [E3M0()])
-    reduce.send(0, 1, lambda: Delta(values, 1.0, True, 0, find_fault=lambda: 5 if values.isnan().any() else None))
-    faults = reduce.take(0, 1).faults
-    reduce.leave()
-    return faults
+    reducer.join(zeros(600, codec=E3M0()))
+    reducer.send(0, 1, lambda: Delta(values, 1.0, True, 0, find_non_finite=lambda: 5 if rank // 2 else None))
+    outcome = reducer.poll(0, 1)
+    reducer.leave()
+    return outcome
 
 
 @pytest.mark.slow
-def test_ranks_inside_a_replica_all_learn_of_a_fault_that_one_of_them_encodes():
-    assert run(4, _spoiled) == [{"1": 5}] * 4
+def test_ranks_inside_a_replica_all_learn_of_a_nan_that_one_of_them_encodes():
+    assert run(4, _spoiled) == [NonFinite(1, {"1": 5})] * 4
 
 
 @pytest.mark.slow
@@ -190,8 +193,8 @@ def test_ranks_inside_a_replica_share_the_traffic_and_all_get_the_whole_mean():
         assert torch.equal(result[1][0], results[0][1][0])
         assert result[0][2] <= 0.51 * whole
         delta = deltas(140_001, 2)[rank // 2]  # what each half became on the wire, on both ranks
-        own = [_as_sent(E3M0(), delta[part]) for part in parts(140_001, 2)]
-        assert torch.equal(result[0][3], torch.cat(own))
+        as_sent = [_as_sent(E3M0(), delta[part]) for part in parts(140_001, 2)]
+        assert torch.equal(result[0][3], torch.cat(as_sent))
 
 
 @given(st.lists(st.floats(0, 1e6), min_size=1, max_size=9))
@@ -210,16 +213,17 @@ def test_parts_cover_everything_once_and_the_first_is_the_largest(n, replicas):
     assert cuts[0].stop == -(-n // replicas)
 
 
-@given(st.integers(0, 100 * CHUNK), st.integers(0, 100 * CHUNK), st.sampled_from([E3M0(), Float32()]))
-def test_a_payload_travels_in_a_few_pieces_of_whole_chunks_as_many_as_the_longest_has(n, more, codec):
-    travelling = pieces(codec, n, n + more, 1)
-    assert len(travelling) == len(pieces(codec, n + more, n + more, 1)) <= PIECES
+@given(st.integers(0, 100 * CHUNK), st.integers(0, 100 * CHUNK), st.sampled_from([E3M0(), Float32()]),
+       st.sampled_from([1, 4]))  # fmt: skip
+def test_a_payload_travels_in_a_few_pieces_of_whole_chunks_as_many_as_the_longest_has(n, more, codec, streams):
+    cut = pieces(codec, n, n + more, streams)
+    assert len(cut) == len(pieces(codec, n + more, n + more, streams)) <= PIECES
     values, data = 0, 0
-    for of_values, of_bytes in travelling:
+    for of_values, of_bytes in cut:
         assert (of_values.start, of_bytes.start) == (values, data)
         values, data = of_values.stop, of_bytes.stop
         assert data - of_bytes.start == codec.nbytes(values - of_values.start)
-        assert values == n or (values % CHUNK == 0 and values - of_values.start >= PIECE)
+        assert values == n or (values % CHUNK == 0 and (streams > 1 or values - of_values.start >= PIECE))
     assert (values, data) == (n, codec.nbytes(n))
 
 
@@ -280,11 +284,11 @@ def _threads_of_rounds(rank):
         seen.append(torch.get_num_threads())
         return Delta(torch.zeros(5), 1.0, True, 0)
 
-    reduce = Collective()
-    reduce.join({}, [State(0, torch.zeros(5), torch.zeros(0))], [Float32()])
-    reduce.send(0, 1, delta)
-    reduce.take(0, 1)
-    reduce.leave()
+    reducer = Collective()
+    reducer.join(zeros(5, codec=Float32()))
+    reducer.send(0, 1, delta)
+    reducer.poll(0, 1)
+    reducer.leave()
     return seen, torch.get_num_threads()
 
 
@@ -302,7 +306,7 @@ def test_rounds_are_computed_on_one_thread_and_training_keeps_its_own():
 ])  # fmt: skip
 def test_each_field_of_a_header_that_must_be_equal_is_compared(field, value, error):
     header = Header(Kind.ROUND, tokens=False, fragment=0, index=2, weight=1.0, fingerprint=7)
-    check_round([header, replace(header, weight=3.0, fault=1)])  # these may differ
+    check_round([header, replace(header, weight=3.0, non_finite=1)])  # these may differ
     other = replace(header, **{field: value})
     assert Header.unpack(other.pack(), 0) == other
     with pytest.raises(error, match=r"replica 2 |replicas 0 and 2 "):
@@ -323,22 +327,9 @@ def test_a_header_of_another_protocol_or_kind_names_the_replica(at):
         Header.unpack(bytes(data), 3)
 
 
-def test_one_replica_that_has_finished_its_steps_is_enough_to_settle():
+def test_one_replica_that_has_finished_its_steps_is_enough_to_drain():
     rounds = [Header(Kind.ROUND)] * 2
-    assert settling([*rounds, Header(Kind.SETTLE)]) and not settling(rounds)
-
-
-@pytest.mark.parametrize("streams", [1, 4])
-@pytest.mark.parametrize("n", [0, 1, CHUNK + 1, 9 * CHUNK + 5, 100 * CHUNK - 1])
-def test_pieces_of_a_payload_follow_each_other_and_are_decoded_by_themselves(n, streams):
-    longest = 100 * CHUNK
-    cut = pieces(E3M0(), n, longest, streams)
-    assert len(cut) == len(pieces(E3M0(), longest, longest, streams)) <= 16
-    for i, end in ((0, n), (1, E3M0().nbytes(n))):
-        stops = [0, *(piece[i].stop for piece in cut)]
-        assert [piece[i].start for piece in cut] == stops[:-1] and stops[-1] == end
-    assert all(values.start % CHUNK == 0 or values.start == n for values, _ in cut)
-    assert all(E3M0().nbytes(v.stop - v.start) == data.stop - data.start for v, data in cut if v.stop > v.start)
+    assert draining([*rounds, Header(Kind.DRAIN)]) and not draining(rounds)
 
 
 def test_every_stream_has_a_piece_if_there_are_enough_chunks():
@@ -347,17 +338,17 @@ def test_every_stream_has_a_piece_if_there_are_enough_chunks():
 
 
 def _bytes_of_a_round(rank, replicas, n):
-    reduce, state = Collective(mean_codec=BFloat16()), State(0, torch.zeros(n), torch.zeros(0))
-    reduce.join({}, [state], [Float32()])
-    reduce.send(0, 1, lambda: Delta(deltas(n, replicas)[rank], 1.0, True, 0))
-    taken = reduce.take(0, 1)
-    reduce.leave()
-    return taken.sent - (replicas - 1) * NBYTES, taken.received - (replicas - 1) * NBYTES
+    reducer = Collective(mean_codec=BFloat16())
+    reducer.join(zeros(n, codec=Float32()))
+    reducer.send(0, 1, lambda: Delta(deltas(n, replicas)[rank], 1.0, True, 0))
+    cost, headers = reducer.poll(0, 1).cost, (replicas - 1) * NBYTES
+    reducer.leave()
+    return cost.bytes_sent - headers, cost.bytes_received - headers
 
 
 @pytest.mark.slow
 def test_bytes_sent_and_received_are_counted_apart():
     """Of 5 values, 4 replicas average 2, 2, 1 and none. Deltas take 4 bytes a value, averages 2."""
-    own = [2, 2, 1, 0]
-    expected = [(4 * (5 - n) + 2 * 3 * n, 4 * 3 * n + 2 * (5 - n)) for n in own]
+    counts = [2, 2, 1, 0]
+    expected = [(4 * (5 - n) + 2 * 3 * n, 4 * 3 * n + 2 * (5 - n)) for n in counts]
     assert run(4, _bytes_of_a_round, 4, 5) == expected

@@ -5,25 +5,20 @@ from itertools import chain
 
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
-from diloco import Balanced, Bucket, Collective, DiLoCo
-from diloco.reduce import local
-from tests.support.models import Tiny, adamw, steps
+from diloco import Balanced, Collective
+from diloco.exchange import local
+from tests.support.models import Tiny, adamw, train
 from tests.support.processes import run
+from tests.support.ranks import shard
 
 
 def still(model):
     return torch.optim.SGD(model.parameters(), lr=0.0)
 
 
-def _train(reduce, data, optimizer=adamw, model=None):
-    model = model or Tiny()
-    inner = optimizer(model)
-    with DiLoCo(model, inner, sync_every=3, fragments=Balanced(4), reduce=reduce):
-        for _ in steps(model, inner, data, 1, 12):
-            pass
+def _train(reducer, data, optimizer=adamw, model=None):
+    train(data, 12, model=model, optimizer=optimizer, sync_every=3, fragments=Balanced(4), reducer=reducer)
 
 
 def _messages(act, *args):
@@ -38,18 +33,17 @@ def _process(rank, data, optimizer):
 
 
 def _threads(data, optimizer):
-    return _messages(local.run, len(data), lambda reduce: _train(reduce, data[reduce.replica], optimizer))
+    return _messages(local.run, len(data), lambda reducer: _train(reducer, data[reducer.replica], optimizer))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("data", [[7, 7], [0, 5, 2, 5]])
 def test_two_replicas_on_the_same_data_are_named_once(data):
-    pair = [m for m, shard in enumerate(data) if data.count(shard) == 2]
-    for said in (chain.from_iterable(run(len(data), _process, data, adamw)), _threads(data, adamw)):
-        messages = list(said)
-        assert len(messages) == 1
-        assert f"replicas {pair[0]} and {pair[1]} sent identical updates" in messages[0]
-        assert "own shard" in messages[0]
+    pair = [m for m, part in enumerate(data) if data.count(part) == 2]
+    for messages in (chain.from_iterable(run(len(data), _process, data, adamw)), _threads(data, adamw)):
+        (message,) = messages
+        assert f"replicas {pair[0]} and {pair[1]} sent identical updates" in message
+        assert "own shard" in message
 
 
 @pytest.mark.slow
@@ -71,35 +65,16 @@ class Unused(Tiny):
 
 
 def test_a_fragment_that_only_decays_proves_nothing():
-    def loop(reduce):
-        _train(reduce, reduce.replica, model=Unused())
-
-    assert not _messages(local.run, 2, loop)
+    assert not _messages(local.run, 2, lambda reducer: _train(reducer, reducer.replica, model=Unused()))
 
 
 def _shards(rank, data):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
     model = Tiny()
-    fully_shard(model, mesh=mesh["shard"])
-    reduce = Collective(mesh.get_group("replica"), shards=mesh.get_group("shard"))
-    return _messages(_train, reduce, data[rank // 2], adamw, model)
+    reducer = shard(model)
+    return _messages(_train, reducer, data[rank // 2], adamw, model)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("data", "warned"), [([7, 7], 1), ([1, 2], 0)])
 def test_shards_count_as_one_replica(data, warned):
     assert len(list(chain.from_iterable(run(4, _shards, data)))) == warned
-
-
-def _member(rank, data, folder):
-    # In strict pace the members take the same steps between rounds.
-    reduce = Bucket(str(folder), f"member-{rank}", quorum=2, heartbeat=0.2, poll=0.02, pace="strict")
-    return _messages(_train, reduce, data[rank])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("data", "warned"), [([7, 7], 1), ([1, 2], 0)])
-def test_members_of_a_bucket_on_the_same_data_are_named_by_each(data, warned, tmp_path):
-    for messages in run(2, _member, data, tmp_path / "run"):
-        assert len(messages) == warned
-        assert all("replicas member-0 and member-1 sent identical updates" in message for message in messages)

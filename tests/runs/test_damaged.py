@@ -1,4 +1,4 @@
-"""Run folders that are damaged in any way: everything that reads them shows what it can, and none takes others down.
+"""Damaged run folders: every reader shows what it can, and no run takes others down.
 
 DILOCO_DAMAGED=1000 damages that many folders.
 """
@@ -15,15 +15,13 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from diloco.dashboard.pages import ListPage, RunPage
-from diloco.dashboard.server import open_dashboard, serving
-from diloco.dashboard.site import Site
 from diloco.errors import DiLoCoError
 from diloco.report import html, terminal
-from diloco.runs.follow import Followed
+from diloco.report.dashboard import Site
 from diloco.runs.reader import read
 from diloco.runs.schema import from_summary
 from tests.support.commands import run_here
+from tests.support.dashboard import serving
 from tests.support.run_directory import make_run, steer
 
 MANY = int(os.environ.get("DILOCO_DAMAGED", "40"))
@@ -50,7 +48,7 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def damage(folder: Path, chance: random.Random) -> str:
-    """Damage one file, and say how."""
+    """Damage one file and return how."""
     path = folder / chance.choice([name for name in FILES if (folder / name).parent.is_dir()])
     kind = chance.choice(["value"] * 8 + ["bytes"] * 3 + ["line", "gone", "folder", "fifo", "dangling", "loop"])
     if kind in ("value", "bytes", "line") and not path.is_file():
@@ -79,7 +77,7 @@ def damage(folder: Path, chance: random.Random) -> str:
 
 
 def with_odd_value(line: str, chance: random.Random) -> str:
-    """One value of a JSON object, or of a line of TOML, is another."""
+    """Replace one value of a JSON object or of a line of TOML."""
     key, equals, _ = line.partition(" = ")
     if equals:
         return f"{key} = {chance.choice(ODD)}"
@@ -94,14 +92,13 @@ def with_odd_value(line: str, chance: random.Random) -> str:
 
 
 def show(folder: Path, other: Path) -> None:
-    """What `diloco report` and a dashboard make of it."""
+    """Report on the run and serve it."""
     Console(file=io.StringIO()).print(terminal.table(read(folder)))
     Console(file=io.StringIO()).print(terminal.comparison([read(folder), read(other)]))
     html.write([folder], folder.parent / "report.html")
     html.write([folder, other], folder.parent / "comparison.html")
-    page = RunPage(Followed(folder))
-    page.whole()
-    page.news("")
+    page = Site(folder).page([])
+    assert page and page.html() and page.json()
 
 
 def test_damaged_runs_are_shown_as_far_as_they_can_be_read(good: Path, tmp_path: Path) -> None:
@@ -115,13 +112,12 @@ def test_damaged_runs_are_shown_as_far_as_they_can_be_read(good: Path, tmp_path:
         try:
             show(folder, good)
         except DiLoCoError:
-            pass  # in a sentence
+            pass  # a message for the user
         except Exception as error:
             failed.append((number, how, repr(error)[:300]))
         shutil.copytree(good, folder.parent / "good")
-        listed = ListPage("all", Site([str(folder.parent)])._find).whole()
-        code, out, err = run_here(folder.parent, "ls", ".")
-        assert "good" in listed and code == 0 and "good" in out, (number, how, err)
+        page = Site(folder.parent).page([])
+        assert page and "good" in page.html(), (number, how)
         shutil.rmtree(folder.parent)
     assert failed == []
 
@@ -131,10 +127,10 @@ def test_half_a_surrogate_pair_is_replaced_so_that_it_can_be_printed() -> None:
     assert summary and summary.method == "a?b" and summary.samples == ["ü"]
 
 
-def test_one_unreadable_run_leaves_the_list_of_all_runs_and_says_why_on_its_own_page(
+def test_an_unreadable_run_does_not_hide_the_others_and_its_page_says_why(
     good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever it raises: what is not foreseen is raised here by a reader that is broken."""
+    """A broken reader stands for every exception that nobody foresaw."""
     for name in ("one", "two"):
         shutil.copytree(good, tmp_path / "runs" / name)
 
@@ -143,11 +139,10 @@ def test_one_unreadable_run_leaves_the_list_of_all_runs_and_says_why_on_its_own_
             raise ZeroDivisionError("never foreseen")
         return {"method": "diloco"}
 
-    monkeypatch.setattr("diloco.runs.brief.read_config", broken)
     monkeypatch.setattr("diloco.runs.reader.read_config", broken)
-    code, out, _ = run_here(tmp_path, "ls")
+    code, out, _ = run_here(tmp_path, "report")
     assert code == 0 and "cannot be read: ZeroDivisionError: never foreseen" in " ".join(out.split())
-    with serving(open_dashboard(Site([str(tmp_path / "runs")]), "127.0.0.1", 0)) as dashboard:
+    with serving(tmp_path / "runs") as dashboard:
         page = urllib.request.urlopen(dashboard.address, timeout=60).read().decode()
         assert "one" in page and "cannot be read: ZeroDivisionError" in page
         with pytest.raises(urllib.error.HTTPError) as answer:

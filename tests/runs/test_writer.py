@@ -1,24 +1,24 @@
-"""What is written to a run directory and to the sinks, and what is read back."""
+"""Writing to a run directory and to trackers, and reading it back."""
 
+import fcntl
 import json
 import math
 import sys
-from dataclasses import fields, replace
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import assume, given
-from hypothesis import strategies as st
 
+from diloco.core.stats import RoundStats
 from diloco.errors import ConfigError
+from diloco.runs import folder as folders
 from diloco.runs import writer as writers
 from diloco.runs.reader import read
 from diloco.runs.schema import (
-    LARGEST,
     Evaluation,
     Event,
     Figures,
-    Round,
     Step,
     Summary,
     figures,
@@ -27,21 +27,19 @@ from diloco.runs.schema import (
     to_line,
     to_summary,
 )
-from diloco.runs.sinks import open_sinks
-from diloco.runs.writer import Writer
-from diloco.stats import RoundStats
+from diloco.runs.writer import Writer, open_sinks
 
 STEP = Step(3, 1.5, 96, 2.5, 0.01, 0.8, 0.25, 128.0, 1000, 900, 0.5, 0.125, 2)
 EVALUATION = Evaluation(3, 1.75, 96, 2.25, 3.25, 2.375)
-ROUND = Round(4.0, 12, 1, 2, 10, 3.0, 0.75, 0.25, 500, 400, 3, True, overlap=0)
 EVENT = Event("save", 2.0, 6, {"reason": "asked", "rounds": 8})
-STATS = RoundStats(fragment=1, index=2, sent_step=10, applied_step=12, sent_at=1003.0, bytes_sent=500,
+ROUND = RoundStats(fragment=1, index=2, sent_step=10, applied_step=12, sent_at=1003.0, bytes_sent=500,
                    bytes_received=400, seconds=0.75, seconds_exposed=0.25, seconds_waited=0.125,
-                   members=3, counted=True)  # fmt: skip
+                   members=3, counted=True, seconds_apart=0.5, seconds_transfer=0.25, seconds_device=0.0,
+                   overlap=2)  # fmt: skip
 
 
 class Clock:
-    """Time as the writer reads it."""
+    """The writer's clock."""
 
     def __init__(self, now: float) -> None:
         self.now = now
@@ -61,7 +59,7 @@ def written(folder, kind):
     return [json.loads(line) for line in (folder / f"{kind}.jsonl").read_text().splitlines()]
 
 
-def test_after_a_resume_what_came_later_is_gone_and_time_goes_on(tmp_path, clock):
+def test_a_resume_drops_what_came_after_the_checkpoint_and_continues_the_clock(tmp_path, clock):
     writer = Writer(tmp_path)
     writer.write(replace(STEP, step=1))
     writer.write(Event("start", 0.0, 0))
@@ -83,13 +81,13 @@ def test_after_a_resume_what_came_later_is_gone_and_time_goes_on(tmp_path, clock
     assert len(written(tmp_path, "events")) == 1
 
 
-def test_the_keys_on_disk_are_those_that_earlier_runs_have(tmp_path, clock):
+def test_the_keys_on_disk_are_stable(tmp_path, clock):
     writer = Writer(tmp_path / "replica-0")
     clock.now += 4.0
     for record in (STEP, EVALUATION, EVENT):
         writer.write(record)
-    writer.round(STATS)
-    writer.round(replace(STATS, sent_step=None, counted=False))
+    writer.round(ROUND)
+    writer.round(replace(ROUND, sent_step=None, counted=False), ranks=2)
     writer.close()
     step, evaluation = written(tmp_path / "replica-0", "metrics")
     event, counted, carried = written(tmp_path / "replica-0", "events")
@@ -102,28 +100,15 @@ def test_the_keys_on_disk_are_those_that_earlier_runs_have(tmp_path, clock):
                           "eval/replica_loss": 2.375}  # fmt: skip
     assert event == {"event": "save", "seconds": 2.0, "step": 6, "reason": "asked", "rounds": 8}
     assert counted == {
-        "event": "round", "seconds": 4.0, "step": 12, "fragment": 1, "index": 2, "sent_step": 10, "sent_seconds": 3.0,
-        "flight_seconds": 0.75, "exposed_seconds": 0.25, "bytes_sent": 500, "bytes_received": 400, "members": 3,
-        "counted": True, "overlap": 0,
+        "event": "round", "fragment": 1, "index": 2, "sent_step": 10, "applied_step": 12, "sent_at": 3.0,
+        "bytes_sent": 500, "bytes_received": 400, "seconds": 0.75, "seconds_exposed": 0.25, "seconds_waited": 0.125,
+        "members": 3, "counted": True, "seconds_apart": 0.5, "seconds_transfer": 0.25, "seconds_device": 0.0,
+        "overlap": 2,
     }  # fmt: skip
-    assert (carried["sent_step"], carried["counted"]) == (None, False)
+    assert (carried["sent_step"], carried["counted"], carried["bytes_sent"]) == (None, False, 1000)
     replica = read(tmp_path).replicas[0]
     assert (replica.steps, replica.evaluations, replica.events) == ((STEP,), (EVALUATION,), (EVENT,))
-    assert replica.rounds == (ROUND, replace(ROUND, sent_step=None, counted=False))
-
-
-@pytest.mark.slow
-@given(st.one_of(st.builds(Step), st.builds(Evaluation), st.builds(Round), st.builds(Event, details=st.just({"x": 1}))))
-def test_every_record_is_read_as_it_was_written(record):
-    if isinstance(record, Event) and record.event == "round":
-        return  # the name of another record
-    expected = {f.name: getattr(record, f.name) for f in fields(record)}
-    assume(all(abs(value) <= LARGEST for value in expected.values() if isinstance(value, int)))
-    back = from_line(json.dumps(to_line(record)).encode())
-    assert type(back) is type(record)
-    for name, value in expected.items():
-        found = getattr(back, name)
-        assert found == value or (math.isnan(value) and math.isnan(found)), name
+    assert replica.rounds[0] == replace(ROUND, sent_at=3.0) and not replica.rounds[1].counted
 
 
 SUMMARY = Summary(
@@ -134,7 +119,7 @@ SUMMARY = Summary(
 )  # fmt: skip
 
 
-def test_a_summary_has_the_keys_of_earlier_runs_and_is_read_as_it_was_written():
+def test_a_summary_has_stable_keys_and_is_read_as_it_was_written():
     written = to_summary(SUMMARY)
     assert written == {
         "method": "streaming", "replicas": 2, "parameters": 700, "steps": 40, "stopped": True, "tokens": 5120,
@@ -142,33 +127,27 @@ def test_a_summary_has_the_keys_of_earlier_runs_and_is_read_as_it_was_written():
         "bytes_sent": 1000, "bytes_data_parallel": 56_000, "largest_burst": 250, "seconds_hidden": 1.5,
         "seconds_exposed": 0.25, "corpus": {"name": "text", "bytes": 9}, "samples": ["def f"],
     }  # fmt: skip
-    for summary in (SUMMARY, replace(SUMMARY, predicted_utilization=0.75, stopped=False)):
+    for summary in (SUMMARY, replace(SUMMARY, stopped=False)):
         assert from_summary(json.dumps(to_summary(summary)).encode()) == summary
 
 
-def test_of_a_summary_a_value_of_another_type_is_missing_and_half_of_it_is_none():
+def test_a_summary_value_of_the_wrong_type_is_missing_and_a_truncated_summary_is_none():
     odd = {"steps": "forty", "eval/loss": None, "stopped": "yes", "corpus": "text", "samples": "def f", "tokens": 7}
     assert from_summary(json.dumps(odd).encode()) == Summary(tokens=7)
     assert from_summary(b"") is from_summary(b'{"steps": 4') is from_summary(b"[]") is None
 
 
-def test_what_a_summary_does_not_say_is_what_was_counted_so_far():
+def test_missing_figures_of_a_summary_are_those_counted_so_far():
     so_far = {"steps": 30, "tokens": 5, "loss": 3.0}
     assert figures(None, so_far) == Figures(30, 5, loss=3.0)
     assert figures(Summary(tokens=7, seconds=1.0), so_far) == Figures(30, 7, 1.0, loss=3.0)
 
 
-@pytest.mark.parametrize(("sent", "counted"), [(10, True), (None, False)])
-def test_a_round_of_an_earlier_run_counted_if_it_was_sent(sent, counted):
-    line = {key: value for key, value in to_line(ROUND).items() if key != "counted"} | {"sent_step": sent}
-    assert from_line(json.dumps(line).encode()) == replace(ROUND, sent_step=sent, counted=counted)
-
-
-def test_a_number_that_is_missing_is_zero_and_one_that_is_null_is_nan():
+def test_a_missing_number_is_zero_and_null_is_nan():
     step = from_line(b'{"step": 6, "train/loss": null}')
     assert isinstance(step, Step) and math.isnan(step.loss) and (step.step, step.tokens, step.lr) == (6, 0, 0.0)
     assert from_line(b'{"step": null, "train/loss": 1.0}') is None
-    assert from_line(b'{"event": "round", "fragment": 0, "index": 1, "sent_seconds": 1.0}') is None
+    assert from_line(b'{"event": "round", "fragment": 0, "index": 1, "sent_at": 1.0}') is None
     assert from_line(b'{"train/loss": 1.0}') is from_line(b'{"step": 1}') is from_line(b'{"step": 1') is None
 
 
@@ -182,10 +161,10 @@ def test_tensorboard_gets_every_value(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["wandb", "trackio"])
-def test_wandb_and_trackio_get_what_is_measured_under_the_same_names(tmp_path, monkeypatch, name):
+def test_wandb_and_trackio_get_the_metrics_under_the_same_names(tmp_path, monkeypatch, name):
     calls = []
     module = SimpleNamespace(
-        init=lambda **given: calls.append(("init", given)),
+        init=lambda **arguments: calls.append(("init", arguments)),
         log=lambda values, step: calls.append((step, values)),
         finish=lambda: calls.append("finish"),
     )
@@ -199,13 +178,13 @@ def test_wandb_and_trackio_get_what_is_measured_under_the_same_names(tmp_path, m
     assert calls == [begin, (3, measured[0]), (3, measured[1]), "finish"]
 
 
-def test_a_sink_that_is_not_installed_names_the_extra(tmp_path, monkeypatch):
+def test_a_missing_tracker_names_its_extra(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ConfigError, match=r"pip install .*\[wandb\]'"):
         open_sinks(["wandb"], "run", {}, tmp_path)
 
 
-def test_what_was_written_is_in_the_files_when_a_run_ends_early(tmp_path):
+def test_the_files_are_closed_when_a_run_fails(tmp_path):
     writer = Writer(tmp_path / "replica-0")
     writer.write(STEP)
     with pytest.raises(ConfigError, match="refused"), writer.closed_on_error():
@@ -213,3 +192,13 @@ def test_what_was_written_is_in_the_files_when_a_run_ends_early(tmp_path):
     assert len(written(tmp_path / "replica-0", "metrics")) == 1
     with pytest.raises(ValueError, match="closed file"):
         writer.write(STEP)
+
+
+def test_checking_the_lock_of_a_run_does_not_keep_it_from_starting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with (tmp_path / "lock").open("w") as looker:
+        fcntl.flock(looker, fcntl.LOCK_SH)
+        monkeypatch.setattr(folders.time, "sleep", lambda _: fcntl.flock(looker, fcntl.LOCK_UN))
+        with folders.locked(tmp_path):
+            assert folders.in_use(tmp_path)

@@ -6,12 +6,13 @@ import time
 import pytest
 
 from diloco import ConfigError, DiLoCoError
-from diloco.bucket.rounds import place_of, record_name
-from diloco.bucket.store.backend import Failure, open_store, probe
+from diloco.bucket.store.backend import Failure, open_store
+from diloco.bucket.store.contract import probe
 from diloco.bucket.store.operations import Create, Delete, List, Oversized, Read, Size, Write
 from studies.bucket.chaos import campaign
-from studies.bucket.faults import HOSTILE, FolderMedium, ServerMedium
 from studies.bucket.s3_server import PAGE, REFUSALS, STATUS, Server
+
+pytestmark = pytest.mark.slow  # each test starts a server
 
 
 @pytest.fixture
@@ -117,25 +118,6 @@ def test_a_stale_list_shows_what_was_there(server):
     assert set(store.attempt(List("old/"))) == {"old/kept", "old/gone"} and server.spoiled == 0
 
 
-def test_hostile_names_are_planted_where_members_look(tmp_path, server, monkeypatch):
-    on_disk, on_server = FolderMedium(tmp_path), ServerMedium()
-    try:
-        open_store(on_disk.url).attempt(Create(record_name(0, 7, 0), b""))
-        on_server.server.objects[f"run/{record_name(0, 7, 0)}"] = (b"", 0.0)
-        for medium in (on_disk, on_server):
-            assert HOSTILE in medium.faults and HOSTILE not in medium.stops
-            medium.fail(HOSTILE)
-            names = medium.watched().attempt(List("rounds/"))
-            medium.heal()
-            assert any(name.endswith("closed.0") and place_of(name)[1] in (8, 9) for name in names if place_of(name))
-        assert any("//" in name for name in names)
-        assert not any("//" in name for name in medium.watched().attempt(List("")))
-    finally:
-        on_disk.end()
-        on_server.end()
-
-
-@pytest.mark.slow
 def test_a_few_events_harm_nothing():
     found = campaign("s3", events=4, seed=3, clocks=False)
     assert sum(found["events"].values()) == 4

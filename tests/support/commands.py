@@ -52,7 +52,7 @@ class Command:
         file_limit: int | None = None,
     ) -> None:
         """`file_limit`: largest size of a file in bytes; writing more fails as on a full disk."""
-        self._folder = Path(tempfile.mkdtemp(prefix="said-", dir=place))
+        self._folder = Path(tempfile.mkdtemp(prefix="output-", dir=place))
         arguments = (place, self._folder, _environment(place) | (env or {}), file_limit, main, args)
         self._process = context.Process(target=_be_command, args=arguments, daemon=True)
         self._process.start()
@@ -97,7 +97,7 @@ class _Fork:
         self.pid = os.fork()
         if self.pid == 0:
             os.setsid()
-            _hear_signals()
+            _accept_signals()
             os.environ.clear()
             os.environ.update(env)
             _execute(stdout.fileno(), stdout.fileno(), main, list(words))
@@ -128,7 +128,7 @@ def _short_sample(model: Any, tokenizer: Any, prompt: str, count: int, *rest: An
     return sample(model, tokenizer, prompt, min(count, 5), *rest)
 
 
-def _hear_signals() -> None:
+def _accept_signals() -> None:
     """As in a terminal, also if the tests run in the background or under nohup, where signals are ignored."""
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
@@ -137,7 +137,7 @@ def _hear_signals() -> None:
 
 def _be_command(place: Path, folder: Path, env: dict[str, str], file_limit: int | None, main: Any, args: Any) -> None:
     torch.set_num_threads(1)
-    _hear_signals()
+    _accept_signals()
     os.environ.clear()
     os.environ.update(env)
     os.chdir(place)
@@ -244,7 +244,7 @@ def weights(place, name, step, replica=0):
     checkpoint = place / f"runs/{name}/replica-{replica}/checkpoints/step-{step:08d}"
     with tempfile.TemporaryDirectory() as folder:
         dcp_to_torch_save(checkpoint, Path(folder, "all.pt"))
-        found = torch.load(Path(folder, "all.pt"), weights_only=False)
+        saved = torch.load(Path(folder, "all.pt"), weights_only=False)
 
     def tensors(value, path=""):
         if isinstance(value, torch.Tensor):
@@ -253,7 +253,7 @@ def weights(place, name, step, replica=0):
             for key, part in value.items():
                 yield from tensors(part, f"{path}/{key}")
 
-    return dict(tensors(found))
+    return dict(tensors(saved))
 
 
 def wait_for(condition: Callable[[], bool], process: Any, seconds: float = HANG) -> None:
@@ -286,7 +286,7 @@ def check_same(place, name, step=40):
 def check_anchors(place, name, saved, shards=1):
     """The exported model is the anchors of the checkpoint, not the replica's own weights."""
     exported = load_file(place / name / "model.safetensors")
-    anchors = [saved[f"/diloco/shard {k} of {shards}/parts/{i}/anchor"] for k in range(shards) for i in range(3)]
+    anchors = [saved[f"/diloco/shard {k} of {shards}/fragments/{i}/anchor"] for k in range(shards) for i in range(3)]
     names = [name.removeprefix("/model/") for name in saved if name.startswith("/model/")]
     flat = torch.cat([exported[name].flatten() for name in names])
     assert torch.equal(flat.sort().values, torch.cat(anchors).sort().values)

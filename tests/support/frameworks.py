@@ -1,27 +1,23 @@
-"""docs/frameworks.md: what it shows, and processes that run it as torchrun would start them."""
+"""The blocks of docs/frameworks.md, and processes that run them as torchrun would."""
 
 import json
 import os
-import re
 import runpy
 import subprocess
 import sys
-from pathlib import Path
 
 from tests.support.commands import ended, start_ranks
+from tests.support.pages import ROOT, Block, blocks
 from tests.support.s3 import free_port
-
-ROOT = Path(__file__).parents[2]
-TEXT = (ROOT / "docs/frameworks.md").read_text()
 
 COMMON = """
 import hashlib, json, os, sys, torch
 torch.set_num_threads(1)
 torch.manual_seed(1)
-def said(model, **more):
+def report(model, **more):
     whole = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()]
     values = b"".join(p.detach().contiguous().numpy().tobytes() for p in whole)
-    print("SAID", json.dumps({"hash": hashlib.sha256(values).hexdigest(), **more}))
+    print("REPORT", json.dumps({"hash": hashlib.sha256(values).hexdigest(), **more}))
 class Layers(torch.nn.Module):
     def __init__(self):
         super().__init__()
@@ -48,21 +44,10 @@ small = {"per_device_train_batch_size": 4, "learning_rate": 1e-2, "report_to": [
 """
 
 
-def shown(title, kind="diff"):
+def shown(title, kind="diff") -> Block:
     """The only block of this kind in the section whose title begins so."""
-    (text,) = re.findall(rf"^## {title}.*?(?=^## |\Z)", TEXT, re.MULTILINE | re.DOTALL)
-    (block,) = re.findall(rf"^```{kind}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    (block,) = (block for block in blocks("docs/frameworks.md", title) if block.kind == kind)
     return block
-
-
-def after(diff):
-    """The code with the lines of the diff that are added, without those that are removed."""
-    return "\n".join(line[1:] for line in diff.splitlines() if not line.startswith("-"))
-
-
-def before(diff):
-    """The code without the lines that the diff adds."""
-    return "\n".join(line[1:] for line in diff.splitlines() if not line.startswith("+"))
 
 
 def launch(folder, code, replicas=2):
@@ -76,7 +61,7 @@ def launch(folder, code, replicas=2):
     outs = [process.communicate(timeout=800)[0] for process in processes]
     for process, out in zip(processes, outs, strict=True):
         assert process.returncode == 0, out
-    return _said(outs)
+    return _reports(outs)
 
 
 def launch_forked(folder, code, replicas=2):
@@ -84,7 +69,7 @@ def launch_forked(folder, code, replicas=2):
     processes = start_ranks(folder, replicas, _execute, str(_script(folder, code)))
     results = [ended(process) for process in processes]
     assert [code for code, _, _ in results] == [0] * replicas, results
-    return _said([out for _, out, _ in results])
+    return _reports([out for _, out, _ in results])
 
 
 def _execute(path):
@@ -97,6 +82,6 @@ def _script(folder, code):
     return path
 
 
-def _said(outs):
-    return [[json.loads(line.removeprefix("SAID ")) for line in out.splitlines() if line.startswith("SAID")]
+def _reports(outs):
+    return [[json.loads(line.removeprefix("REPORT ")) for line in out.splitlines() if line.startswith("REPORT")]
             for out in outs]  # fmt: skip

@@ -1,7 +1,7 @@
 /* Prints a digest of what the kernels compute from pseudo-random input, for each codec and rule: the same on every
  * kind of processor. Usage: kernels_digest plain|wide */
 
-#include "../../diloco/kernels.c"
+#include "../../diloco/codecs/kernels.c"
 
 #include <stdio.h>
 #include <stdlib.h>

@@ -42,7 +42,7 @@ class Member(threading.Thread):
         options = {"heartbeat": 0.2, "poll": 0.02} | options
         self.reduce = Bucket(str(url), name, backend=backend, **options)
         self.diloco = DiLoCo(self.model, self.optimizer, sync_every=10, overlap=2, fragments=Balanced(3),
-                             reduce=self.reduce)  # fmt: skip
+                             reducer=self.reduce)  # fmt: skip
         if saved:
             self.model.load_state_dict(saved[0])
             self.diloco.load_state_dict(saved[1])

@@ -37,12 +37,20 @@ def batch(replica: int, step: int, size: int = 16) -> tuple[Tensor, Tensor]:
 
 
 def loss_of(model: nn.Module, replica: int, step: int) -> Tensor:
-    x, y = batch(replica, step)
+    device = next(model.parameters()).device
+    x, y = (tensor.to(device) for tensor in batch(replica, step))
     return nn.functional.cross_entropy(model(x), y)
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)  # one call, not ten for each tensor
+
+
+def make(model: Any = None, *, optimizer: Any = adamw, **settings: Any) -> tuple[Any, Any, DiLoCo]:
+    """A model, by default a tiny one, with an optimizer and a DiLoCo."""
+    model = Tiny() if model is None else model
+    inner = optimizer(model)
+    return model, inner, DiLoCo(model, inner, **settings)
 
 
 def steps(model: nn.Module, optimizer: torch.optim.Optimizer, replica: int, first: int, last: int) -> Iterator[int]:
@@ -54,16 +62,21 @@ def steps(model: nn.Module, optimizer: torch.optim.Optimizer, replica: int, firs
         yield step
 
 
-def train(replica: int, count: int, *, seed: int = 0, optimizer: Any = adamw, **settings: Any) -> dict[str, Any]:
-    """A whole run; what it leaves behind."""
-    model = Tiny(seed)
-    inner = optimizer(model)
-    diloco = DiLoCo(model, inner, **settings)
+def train_steps(model: nn.Module, optimizer: torch.optim.Optimizer, replica: int, first: int, last: int) -> None:
+    for _ in steps(model, optimizer, replica, first, last):
+        pass
+
+
+def train(replica: int, count: int, **settings: Any) -> dict[str, Any]:
+    """A whole run with the settings of `make`; what it leaves behind."""
+    model, optimizer, diloco = make(**settings)
     history = []
     with diloco:
-        for _ in steps(model, inner, replica, 1, count):
-            history.append([part.state.fingerprint() for part in diloco._fragments])
-    return {"weights": flat(model), "history": history, "stats": diloco.stats, "anchors": anchors(diloco)}
+        for _ in steps(model, optimizer, replica, 1, count):
+            history.append(fingerprints(diloco))
+        local = flat(model)
+    return {"weights": flat(model), "local": local, "history": history, "anchors": anchors(diloco),
+            "stats": diloco.stats, "steps": diloco.step_count, "fragments": diloco.fragments}  # fmt: skip
 
 
 def flat(model: nn.Module) -> Tensor:
@@ -72,3 +85,8 @@ def flat(model: nn.Module) -> Tensor:
 
 def anchors(diloco: DiLoCo) -> Tensor:
     return torch.cat([part.state.anchor for part in diloco._fragments]).clone()
+
+
+def fingerprints(diloco: DiLoCo) -> dict[tuple[int, int], int]:
+    """Of the state of each fragment, by its number and round."""
+    return {(part.number, part.state.index): part.state.fingerprint() for part in diloco._fragments}

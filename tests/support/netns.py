@@ -108,8 +108,8 @@ def _remove_orphans() -> None:
     """The namespaces of processes that were killed before they could remove them."""
     listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=False).stdout.split()
     for name in listed:
-        found = re.fullmatch(r"diloco-(\d+)-\d+", name)
-        if found and not Path(f"/proc/{found[1]}").exists():
+        owner = re.fullmatch(r"diloco-(\d+)-\d+", name)
+        if owner and not Path(f"/proc/{owner[1]}").exists():
             subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
 
 

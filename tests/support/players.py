@@ -1,8 +1,8 @@
 """Members of a bucket without threads: the production code, driven one store operation at a time.
 
-A `World` holds a store in memory, a clock, and puts that are still on their way. A `Player` is one life of a member: a
-model (by default of one parameter a fragment), the real core, the real reducer. What it wants from the store it gets
-when the test says so; it may die before, after or while the store does it.
+A `World` holds a store in memory, a clock, and puts that are still in flight. A `Player` is one incarnation of a
+member: a model (by default of one parameter per fragment), the real core, the real reducer. The test decides when each
+store operation happens; a player may die before, during or after it.
 """
 
 import copy
@@ -16,7 +16,8 @@ from diloco.bucket import Bucket
 from diloco.bucket.rounds import Branched, Link, read_record, record_name
 from diloco.bucket.store.envelope import Envelope, Invalid
 from diloco.bucket.store.operations import All, Create, Delete, List, Oversized, Pause, Read, Size, Work, Write, advance
-from diloco.reduce import Jump, Round
+from diloco.core.sync import advance_of
+from diloco.exchange.reducer import Join, Jump, Round
 
 FRAGMENTS = 2
 SYNC_EVERY = 2
@@ -82,9 +83,9 @@ class World:
             previous, index = Link(), 1
             while True:
                 record = self.record(fragment, index, previous)
-                known = self.records.get((fragment, index))
-                replaced = record is not None and record.voids == known
-                if known and (record is None or record.digest != known) and not replaced and not self.tolerant:
+                digest = self.records.get((fragment, index))
+                replaced = record is not None and record.voids == digest
+                if digest and (record is None or record.digest != digest) and not replaced and not self.tolerant:
                     raise Violation(f"the record of fragment {fragment}, round {index} is gone or another")
                 if record is None:
                     break
@@ -95,13 +96,12 @@ class World:
                 counted |= set(digests)
                 previous, index = record.link, index + 1
 
-    def record(self, fragment, index, previous, slot=0, voided=None):
+    def record(self, fragment, index, previous, attempt=0, voided=None):
         """`voided`: only what stands in for this record counts."""
-        while (data := self.objects.get(name := record_name(fragment, index, slot))) is not None:
-            held = self._read.get(name)
-            if held and held[0] is data and held[1] == previous and (not voided or held[2].voids == voided.digest):
-                record = held[2]
-                return self.record(fragment, index, previous, slot + 1, record) or record
+        while (data := self.objects.get(name := record_name(fragment, index, attempt))) is not None:
+            body, link, record = self._read.get(name, (None, None, None))
+            if body is data and link == previous and (not voided or record.voids == voided.digest):
+                return self.record(fragment, index, previous, attempt + 1, record) or record
             try:
                 record = read_record(
                     Envelope(self.run, self.key).open(name, "record", data, None), fragment, index, previous
@@ -109,13 +109,13 @@ class World:
             except Invalid as reason:
                 if data != GARBAGE and not isinstance(reason, Branched):
                     raise Violation(f"a member has written {name}, which is not valid: {reason}") from reason
-                slot += 1
+                attempt += 1
                 continue
             if voided is not None and record.voids != voided.digest:
-                slot += 1
+                attempt += 1
                 continue
             self._read[name] = data, previous, record
-            return self.record(fragment, index, previous, slot + 1, record) or record
+            return self.record(fragment, index, previous, attempt + 1, record) or record
         return None
 
     def closed(self, fragment):
@@ -145,39 +145,55 @@ class Driven(Bucket):
     def __init__(self, world, name, **options):
         super().__init__("", name, backend=world, heartbeat=2.0, poll=0.5, **options)
         self._clock = lambda: world.now
-        self.world, self.indices = world, {}
+        self.world, self.indices, self.anchors = world, {}, {}
         self.outcomes = []
 
-    def join(self, contract, states, codecs):
+    def join(self, job):
         self._entering = False
-        for fragment, (mine, entered) in enumerate(zip(states, self.entered, strict=True)):
-            state = entered or mine
-            self.indices[fragment] = state.index
-            self.world.holds(fragment, state.index, state.fingerprint())
+        for fragment, (mine, entered) in enumerate(zip(job.states, self.entered, strict=True)):
+            self._holds(fragment, entered or mine)
         return self.entered
 
-    def take(self, fragment, index):
-        outcome = super().take(fragment, index)
-        if isinstance(outcome, Jump):
-            self.indices[fragment] = outcome.state.index
-            self.world.holds(fragment, outcome.state.index, outcome.state.fingerprint())
-        elif isinstance(outcome, Round):  # guarantee 3: in order, once
-            if outcome.index != self.indices[fragment] + 1:
-                raise Violation(f"round {outcome.index} after {self.indices[fragment]}")
-            self.indices[fragment] = outcome.index
+    def _holds(self, fragment, state):
+        self.indices[fragment] = state.index
+        self.anchors[fragment, state.index] = state.anchor.clone()  # the core uses the memory again
+        self.world.holds(fragment, state.index, state.fingerprint())
+
+    def poll(self, fragment, index):
+        outcome = super().poll(fragment, index)
+        if isinstance(outcome, Round) and outcome.state.index != self.indices[fragment] + 1:
+            raise Violation(
+                f"round {outcome.state.index} after {self.indices[fragment]}"
+            )  # guarantee 3: in order, once
+        if isinstance(outcome, (Round, Jump)):
+            self._holds(fragment, outcome.state)
         if outcome is not None:
             self.outcomes.append((fragment, outcome))
         return outcome
 
-    def applied(self, fragment, state):
-        super().applied(fragment, state)
-        self.world.holds(fragment, state.index, state.fingerprint())
+
+def mean_of(player, index, fragment=0):
+    """The mean delta of a round, up to rounding: the outer optimizer is SGD(1)."""
+    anchors = player.reduce.anchors
+    return anchors[fragment, index - 1] - anchors[fragment, index]
 
 
-def joining(reduce, contract, states, codecs):
+def joining(reducer, job):
     """The part of a bucket's `join` that uses the store, as a task."""
-    yield from reduce.introducing(contract, states, codecs)
-    return (yield from reduce.entering(states))
+    yield from reducer.introducing(job)
+    return (yield from reducer.entering(job.states))
+
+
+def job_of(diloco):
+    """What the core hands over when it joins."""
+    fragments, sync_every = diloco._replica.all, diloco.schedule.sync_every
+    return Join(
+        diloco._replica.contract(sync_every, diloco.codec),
+        [fragment.state for fragment in fragments],
+        [fragment.codec for fragment in fragments],
+        advance_of(fragments),
+        sync_every,
+    )
 
 
 class Player:
@@ -189,13 +205,11 @@ class Player:
             options.setdefault("shares_from", 2 if world.values > 1 else 4)
             nn.init.constant_(self.model.weight, start)
         self.reduce = Driven(world, name, **options)
-        self.diloco = DiLoCo(self.model, reduce=self.reduce, fragments=Balanced(world.fragments), **settings)
+        self.diloco = DiLoCo(self.model, reducer=self.reduce, fragments=Balanced(world.fragments), **settings)
         if checkpoint is not None:
             self.model.load_state_dict(checkpoint["model"])
             self.diloco.load_state_dict(copy.deepcopy(checkpoint["diloco"]))
-        parts = self.diloco._all_fragments()
-        how = self.diloco._contract(), [p.state for p in parts], [p.codec for p in parts]
-        self.tasks: dict[int, Any] = {-1: joining(self.reduce, *how)}  # job: generator
+        self.tasks: dict[int, Any] = {-1: joining(self.reduce, job_of(self.diloco))}  # job: generator
         self.wanted: dict[int, Any] = {}  # job: what it waits for
         self.joined = False
 
@@ -283,6 +297,30 @@ class Player:
     @property
     def held(self):
         return [part.state.index for part in self.diloco._fragments]
+
+
+def one_member(fragments=FRAGMENTS, **options):
+    """A world with one member, which has joined."""
+    world = World(fragments)
+    world.key = options.get("key")
+    player = Player(world, "a", **options)
+    player.turn()
+    return world, player
+
+
+def meet(*players):
+    """Let players join, and see each other."""
+    for player in (*players, *players):
+        player.turn()
+
+
+def train(world, players, turns, seconds=0.5):
+    """Steps of all players, each followed by a fair turn."""
+    for _ in range(turns):
+        for player in players:
+            player.step()
+            player.turn()
+        world.now += seconds
 
 
 class Paced:

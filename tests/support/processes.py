@@ -18,9 +18,9 @@ import torch.distributed as dist
 
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload([
-    "torch._dynamo", "torch.distributed.fsdp", "diloco.diloco", "diloco.reduce.collective", "diloco.cli.compare",
-    "diloco.cli.export", "diloco.cli.train", "diloco.report.html", "diloco.report.live", "diloco.train.elastic",
-    "diloco.train.export", "diloco.train.run", "fsspec", "numpy.ma", "pytest", "tests.support.commands",
+    "torch._dynamo", "torch.distributed.fsdp", "diloco.core.diloco", "diloco.exchange.collective", "diloco.cli.compare",
+    "diloco.cli.export", "diloco.cli.train", "diloco.report.html", "diloco.report.live", "diloco.train.members",
+    "diloco.train.run", "fsspec", "numpy.ma", "pytest", "tests.support.commands",
     "tests.support.freeze",
 ])  # fmt: skip
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from diloco.schedule import Schedule
+from diloco.core.schedule import Schedule
 
 STEPS, SYNC_EVERY, FRAGMENTS, OVERLAP = 300, 50, 5, 2
 PARAMETERS, ROUND_BYTES, STEP_SECONDS, TOKENS = 1_200_000, 121_000, 0.2, 2048
@@ -49,11 +49,10 @@ def _replica(folder: Path, number: int, method: str, seed: int, steps: int, fina
         now += length
         for round in [round for round in flying if round["sent_step"] + OVERLAP == step]:
             flying.remove(round)
-            waited += max(0.0, round["sent_seconds"] + round["flight_seconds"] - now - waited)
-            late = {"event": "round", "seconds": now + waited, "step": step, "exposed_seconds": waited}
-            events.append(late | round)
+            waited += max(0.0, round["sent_at"] + round["seconds"] - now - waited)
+            events.append(round | {"applied_step": step, "seconds_exposed": waited, "seconds_waited": waited})
             sent += round["bytes_sent"]
-            hidden += round["flight_seconds"] - waited
+            hidden += round["seconds"] - waited
         if method == "dp":
             sent += 2 * PARAMETERS
             largest = 2 * PARAMETERS
@@ -64,9 +63,9 @@ def _replica(folder: Path, number: int, method: str, seed: int, steps: int, fina
             size = ROUND_BYTES + 1000 * fragment
             largest = max(largest, size)
             flying.append({
-                "fragment": fragment, "index": step // SYNC_EVERY - 1, "sent_step": step, "sent_seconds": now,
-                "flight_seconds": 0.24 + 0.02 * fragment + slow, "members": 2,
-                "bytes_sent": size, "bytes_received": size,
+                "event": "round", "fragment": fragment, "index": step // SYNC_EVERY - 1, "sent_step": step,
+                "sent_at": now, "seconds": 0.24 + 0.02 * fragment + slow, "members": 2, "counted": True,
+                "bytes_sent": size, "bytes_received": size, "overlap": OVERLAP,
             })  # fmt: skip
         at = final + 1.9 * (math.exp(-5 * step / steps) - math.exp(-5))
         value = at + 0.06 * math.sin(step * 12.9 + 7 * number + 3 * seed) * math.cos(step * 3.3 + number)
@@ -106,8 +105,9 @@ def carry(replica: Path, unsent: Iterable[int] = (), uncounted: Iterable[int] = 
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     rounds = [line for line in lines if line["event"] == "round"]
     for k in unsent:
-        nothing = {"sent_seconds": rounds[k]["seconds"], "flight_seconds": 0.0, "exposed_seconds": 0.0, "bytes_sent": 0}
-        rounds[k] |= {"sent_step": None, **nothing}  # an old line: without `counted`
+        arrival = rounds[k]["sent_at"] + rounds[k]["seconds"]
+        rounds[k] |= {"sent_step": None, "sent_at": arrival, "seconds": 0.0, "seconds_exposed": 0.0, "bytes_sent": 0,
+                      "counted": False}  # fmt: skip
     for k in uncounted:
         rounds[k] |= {"counted": False}
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -128,8 +128,8 @@ def steer(replica: Path, overlaps: Iterable[int]) -> None:
 def wait_at_end(replica: Path, seconds: float) -> None:
     """The last round, during which there is nothing left to train, takes this long."""
     end = {
-        "event": "round", "seconds": 51.0 + seconds, "step": STEPS, "fragment": 0, "index": 5, "sent_step": STEPS,
-        "members": 2, "sent_seconds": 51.0, "flight_seconds": seconds, "exposed_seconds": seconds, "bytes_sent": 0,
+        "event": "round", "applied_step": STEPS, "fragment": 0, "index": 5, "sent_step": STEPS, "members": 2,
+        "sent_at": 51.0, "seconds": seconds, "seconds_exposed": seconds, "bytes_sent": 0, "counted": True,
     }  # fmt: skip
     with (replica / "events.jsonl").open("a") as file:
         file.write(json.dumps(end) + "\n")
@@ -139,7 +139,11 @@ def copy_until(step: int, source: Path, target: Path, rest: str = "") -> None:
     """The run as it was when all replicas had done this step."""
     shutil.copy(source / "config.toml", target)
     for path in source.glob("replica-*/*.jsonl"):
-        lines = [line for line in path.read_text().splitlines(keepends=True) if json.loads(line)["step"] <= step]
+        lines = [line for line in path.read_text().splitlines(keepends=True) if _step(json.loads(line)) <= step]
         copy = target / path.relative_to(source)
         copy.parent.mkdir(parents=True, exist_ok=True)
         copy.write_text("".join(lines) + rest)
+
+
+def _step(record: dict[str, Any]) -> int:
+    return record["applied_step"] if record.get("event") == "round" else record["step"]

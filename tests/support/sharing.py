@@ -1,8 +1,8 @@
 """Members in virtual time that average shares for each other."""
 
 from diloco.bucket import deltas
-from diloco.reduce import Round
-from tests.support.players import Player
+from diloco.exchange.reducer import Round
+from tests.support.players import Player, meet
 
 SHARES = 3
 
@@ -16,8 +16,7 @@ def small_pieces(monkeypatch):
 def crowd(world, count=4, **options):
     """Members that know each other."""
     players = [Player(world, "abcdefgh"[k], rate=float(1 + k), **options) for k in range(count)]
-    for player in (*players, *players):
-        player.turn()
+    meet(*players)
     return players
 
 

@@ -40,8 +40,8 @@ PartitionName=all Nodes=ALL Default=YES State=UP
 
 
 def _free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as held:
-        return [held.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1] for _ in range(count)]
+    with contextlib.ExitStack() as sockets:
+        return [sockets.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1] for _ in range(count)]
 
 
 class Cluster:

@@ -88,5 +88,5 @@ def test_batches_resume_at_any_position(position, replica, seed):
 
 
 def test_a_replica_that_does_not_exist_is_refused():
-    with pytest.raises(ConfigError, match="replica=2: give a number from 0 to 1"):
+    with pytest.raises(ConfigError, match="replica=2: use a number from 0 to 1"):
         _batches(np.arange(100), replica=2, replicas=2)

@@ -20,7 +20,7 @@ def _save(rank, folder):
     for name in ("step-x", "step-00000009.old"):
         (folder / name).mkdir()
         (folder / name / ".metadata").touch()
-    checkpoints = Checkpoints(folder, keep=2)
+    checkpoints = Checkpoints(folder)
     seen = [checkpoints.steps(), checkpoints.newest_common()]
     for step in (6, 7, 8):
         checkpoints.save(step, {"x": torch.full((3,), float(step))})
@@ -37,47 +37,39 @@ def test_only_whole_checkpoints_are_found_and_the_last_few_are_kept(tmp_path):
     assert not any(name.startswith("writing") for name in names)
 
 
-CHANGES = ("os.rename", "os.remove", "os.rmdir", "os.mkdir")
-
-
-def _saved_again(folder, k):
-    """Save step 8 in a child that dies before its k-th change of a name; returns whether it did not come so far."""
-    pid = os.fork()
-    if pid:
-        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-    left = [k]
+def _killed_while_saving(rank, folder, k):
+    """Save steps 7 and 8, then 8 again, and die before the k-th change of a name in that."""
+    checkpoints, left = Checkpoints(folder), [k]
+    for step, value in ((7, 1.0), (8, 2.0)):
+        checkpoints.save(step, {"x": torch.full((3,), value)})
 
     def die(event, args):
-        if event in CHANGES:
+        if event in ("os.rename", "os.remove", "os.rmdir", "os.mkdir"):
             left[0] -= 1
             if not left[0]:
                 os._exit(9)
 
     sys.addaudithook(die)
-    try:
-        Checkpoints(folder, keep=2).save(8, {"x": torch.full((3,), 2.0)})
-        os._exit(0)
-    finally:
-        os._exit(1)
+    checkpoints.save(8, {"x": torch.full((3,), 3.0)})
 
 
-def _killed_while_saving_again(rank, folder):
-    folder, kills, values = Path(folder), 0, set()
-    while True:
-        Checkpoints(folder, keep=2).save(8, {"x": torch.ones(3)})
-        whole = _saved_again(folder, kills + 1)
-        checkpoints, state = Checkpoints(folder, keep=2), {"x": torch.zeros(3)}
-        checkpoints.load(checkpoints.newest_common(), state)
-        values.add(state["x"].tolist()[0])
-        if whole:
-            return kills, values
-        kills += 1
+def _newest(rank, folder):
+    checkpoints, state = Checkpoints(folder), {"x": torch.zeros(3)}
+    newest = checkpoints.newest_common()
+    checkpoints.load(newest, state)
+    return newest, state["x"].tolist()[0]
 
 
-def test_a_kill_while_a_step_is_saved_again_leaves_the_old_or_the_new_checkpoint(tmp_path):
-    ((kills, values),) = run(1, _killed_while_saving_again, str(tmp_path))
-    assert kills > 5 and values == {1.0, 2.0}
-    assert [path.name for path in tmp_path.iterdir()] == ["step-00000008"]
+def test_a_kill_at_any_change_of_a_save_leaves_a_whole_checkpoint(tmp_path):
+    left = []
+    for k in range(1, 20):
+        (died,) = run(1, _killed_while_saving, tmp_path / str(k), k, may_die=True)
+        left += run(1, _newest, tmp_path / str(k))
+        if died is None:
+            break
+        assert died.exitcode == 9
+    assert left[0] == (8, 2.0) and left[-1] == (8, 3.0)
+    assert set(left) == {(8, 2.0), (7, 1.0), (8, 3.0)}  # for a moment the one before it is the newest
 
 
 def _synced(rank, folder):
@@ -88,7 +80,7 @@ def _synced(rank, folder):
         fsync(descriptor)
 
     os.fsync = note
-    Checkpoints(Path(folder), keep=2).save(8, {"x": torch.ones(3)})
+    Checkpoints(Path(folder)).save(8, {"x": torch.ones(3)})
     return synced
 
 

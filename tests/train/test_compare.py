@@ -19,7 +19,7 @@ def test_compare_runs_the_methods_at_equal_tokens_and_goes_on_where_it_was_inter
     assert code == 0, err
     assert "3 runs in runs/compared" in err  # none of the three reads the overlap
     assert "run 1 of 3: dp-seed0\n" in err
-    assert re.search(r"run 3 of 3: local-seed0; about .+ for all that are left", err)
+    assert re.search(r"run 3 of 3: local-seed0; about .+ left", err)
     summaries = {summary["method"]: summary for summary in json.loads(out)}
     assert {summary["tokens"] for summary in summaries.values()} == {20 * 4 * 32}
     parameters = summaries["dp"]["parameters"]
@@ -37,7 +37,7 @@ def test_compare_runs_the_methods_at_equal_tokens_and_goes_on_where_it_was_inter
     assert "%" in out and "report.html" in out
     assert (place / "runs/compared/dp-seed0/summary.json").stat().st_mtime == before
     code, _, err = run_here(place, *words, "--lr", "0.1")
-    assert code == 2 and "compared/dp-seed0 was run with lr 0.008, not 0.1: give another --name" in err
+    assert code == 2 and "compared/dp-seed0 was run with lr 0.008, not 0.1: use another --name" in err
 
 
 def test_a_run_that_was_stopped_is_not_compared_as_it_is(tmp_path):
@@ -54,9 +54,9 @@ def test_compare_plans_every_combination_that_a_method_reads_for_every_seed():
     assert labels[:2] == ["dp-seed0", "dp-seed1"]
     chosen = dict(plan(config))["streaming-overlap=1-codec=twobit-seed1"]
     assert (chosen.overlap, chosen.codec, chosen.seed, chosen.method) == (1, "twobit", 1, "streaming")
-    for wrong, message in (({"methods": "dp,sgd"}, "is not a method"), ({"vary": ("speed=1",)}, "with a setting of"),
-                           ({"vary": ("overlap=a",)}, "--overlap a: give a whole number"), ({"seeds": 0}, "seeds=0"),
-                           ({"vary": ("codec=fp32",)}, "give e3m0, bfloat16"),
-                           ({"vary": ("compile=yes",)}, "give true or false")):  # fmt: skip
+    for wrong, message in (({"methods": "dp,sgd"}, "is not a method"), ({"vary": ("speed=1",)}, "vary=.speed=1"),
+                           ({"vary": ("overlap=a",)}, "--overlap a: use a whole number"), ({"seeds": 0}, "seeds=0"),
+                           ({"vary": ("codec=fp32",)}, "use e3m0, bfloat16"),
+                           ({"vary": ("compile=yes",)}, "use true or false")):  # fmt: skip
         with pytest.raises(ConfigError, match=message):
             plan(CompareConfig(**wrong))

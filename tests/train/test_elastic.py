@@ -13,10 +13,10 @@ from torch import nn
 import diloco.train.run
 from diloco import Balanced, DiLoCo
 from diloco.errors import ConfigError
+from diloco.exchange.world import World
 from diloco.runs.config import TrainConfig
 from diloco.train.data.corpus import prepare
-from diloco.train.elastic import Elastic, member_folder
-from diloco.world import World
+from diloco.train.members import Elastic, member_folder
 from studies.bucket.restarts import chaos
 from tests.support.commands import (
     Command,
@@ -33,8 +33,8 @@ from tests.support.commands import (
 
 
 def member(place, name, *words, steps=40, bucket="bucket"):
-    own = ["--bucket", bucket, "--member", name, "--steps", steps, "--save-every", 10]
-    return start(place, *training(f"{bucket}-{name}", *own, *words))
+    options = ["--bucket", bucket, "--member", name, "--steps", steps, "--save-every", 10]
+    return start(place, *training(f"{bucket}-{name}", *options, *words))
 
 
 @pytest.mark.slow
@@ -43,7 +43,7 @@ def test_one_command_begins_a_run_and_joins_it_and_it_ends_for_all(place):
     wait_for((place / "bucket/run.json").exists, a)
     b = member(place, "b", "--quorum", 2, "--lr", "0.1")  # what the run has settled is taken from the bucket
     code, _, err = run_here(place, *training("bucket-a", "--bucket", "bucket", "--member", "a"))
-    assert code == 2 and "member 'a' trains here already" in err and "another --member" in err
+    assert code == 2 and "member 'a' already trains here" in err and "another --member" in err
     results = [ended(process) for process in (a, b)]
     assert [code for code, _, _ in results] == [0, 0], results
     assert re.search(r"created run (\w+), as a", results[0][2]).group(1) in results[1][2]
@@ -55,7 +55,7 @@ def test_one_command_begins_a_run_and_joins_it_and_it_ends_for_all(place):
     assert code == 0 and "left" in out and " a " in out and " b " in out
     assert re.search(r"a +left +4–4", out)  # 40 steps of 10
     code, out, err = ended(member(place, "c", "--json", "--eval-tokens", 1024))
-    assert code == 0 and "it has ended, after 4 rounds" in err, err
+    assert code == 0 and "it ended after 4 rounds" in err, err
     assert json.loads(out)["steps"] == 0 and json.loads(out)["eval/loss"] == last[0]["eval/loss"]
     assert "--eval-tokens 1024 is ignored: the run has 512" in err and "Warning" not in err
     code, out, err = ended(member(place, "d"))
@@ -71,15 +71,15 @@ def test_one_command_begins_a_run_and_joins_it_and_it_ends_for_all(place):
 
 
 def test_each_run_in_a_bucket_gets_a_folder_of_its_own_and_a_member_finds_it_again(tmp_path):
-    def folder(bucket, **given):
-        config = TrainConfig(bucket=str(tmp_path / bucket), member="a", out=tmp_path / "runs", **given)
+    def folder(bucket, **settings):
+        config = TrainConfig(bucket=str(tmp_path / bucket), member="a", out=tmp_path / "runs", **settings)
         place, resume = member_folder(config)
         place.mkdir(parents=True, exist_ok=True)
         if not resume:
             elastic = Elastic(replace(config, steps=10, sync_every=5, name=place.name), 16, World(0, 1, 0), "")
             model = nn.Linear(2, 2)
-            elastic.begin(DiLoCo(model, fragments=Balanced(1), sync_every=5, reduce=elastic.reduce), 0, place)
-            elastic.reduce.leave()
+            elastic.begin(DiLoCo(model, fragments=Balanced(1), sync_every=5, reducer=elastic.reducer), 0, place)
+            elastic.reducer.leave()
         return place.name, resume
 
     assert folder("one/run") == ("run-a", False)
@@ -115,8 +115,8 @@ def test_a_member_leaves_returns_with_its_checkpoint_and_a_killed_one_stops_nobo
     a = member(place, "a", bucket="second", steps=1_000_000)
 
     def rounds_after_the_return():
-        found = [event["event"] for event in lines(place, "second-a", kind="events")]
-        return found[found.index("resume") :].count("round") if "resume" in found else 0
+        kinds = [event["event"] for event in lines(place, "second-a", kind="events")]
+        return kinds[kinds.index("resume") :].count("round") if "resume" in kinds else 0
 
     wait_for(lambda: rounds_after_the_return() > 6, a)  # with the other one dead
     a.send_signal(signal.SIGINT)
@@ -132,11 +132,11 @@ def first_windows(tmp_path, folder, start=0, position=0):
     config = TrainConfig(bucket=str(tmp_path / "bucket"), member="a", steps=10, sync_every=5, context=16)
     elastic = Elastic(config, 16, World(0, 1, 0), "")
     folder.mkdir(exist_ok=True)
-    elastic.begin(DiLoCo(nn.Linear(2, 2), fragments=Balanced(1), sync_every=5, reduce=elastic.reduce), start, folder)
+    elastic.begin(DiLoCo(nn.Linear(2, 2), fragments=Balanced(1), sync_every=5, reducer=elastic.reducer), start, folder)
     data = elastic.batches(corpus, 4)
     if start:
         data.load_state_dict({"position": position})
-    elastic.reduce.leave()
+    elastic.reducer.leave()
     return [window for _ in range(3) for window in data.take().tolist()], data.state_dict()["position"]
 
 
@@ -180,31 +180,16 @@ def test_the_ranks_of_a_member_are_started_by_torchrun(place):
 
 
 @pytest.mark.slow
-def test_wrong_use_is_one_line(place):
-    for words, text in (
-        (["--bucket", "nowhere", "--join-only"], "there is no folder"),
-        (["--bucket", "b", "--method", "dp"], "give streaming or diloco"),
-        (["--bucket", "b", "--member", "A B"], "member name"),
-        (["--bucket", "ftp://x"], "s3://"),
-        (["--bucket", "b", "--key-file", "missing"], "No such file"),
-        (["--bucket", "b", "--shards", "2"], "torchrun --nproc-per-node 2"),
-        (["--bucket", "b", "--batch", "30", "--replicas", "4"], "batch=30: give a multiple of ranks · accumulate, 4"),
-    ):
-        code, _, err = run_here(place, *training("wrong", "--steps", 10, *words))
-        assert code == 2 and text in err and "Traceback" not in err, err
-
-
-@pytest.mark.slow
 def test_chaos_in_short(place, tmp_path, monkeypatch):
     def popen(words, **_):
         return Command(tmp_path, main, words[3:])  # what comes after `python -m diloco`
 
     monkeypatch.setattr("studies.bucket.restarts.subprocess.Popen", popen)
     words = ["--model", "nano", "--eval-tokens", "512", "--inner", "adamw", "--data", str(place / "corpus.txt")]
-    found = chaos(tmp_path, 3, events=3, steps=60, every=0.0, between=4, seed=1, kill_all=True, words=words)
-    assert sum(found["events"].values()) == 3
-    assert found["records changed or lost"] == 0
-    assert found["states with several fingerprints"] == 0 and found["states compared"] > 10
-    assert found["rounds"] == 3 * 6
-    assert set(found["exit codes"].values()) == {0}
+    results = chaos(tmp_path, 3, events=3, steps=60, every=0.0, between=4, seed=1, kill_all=True, words=words)
+    assert sum(results["events"].values()) == 3
+    assert results["records changed or lost"] == 0
+    assert results["states with several fingerprints"] == 0 and results["states compared"] > 10
+    assert results["rounds"] == 3 * 6
+    assert set(results["exit codes"].values()) == {0}
     assert os.listdir(tmp_path / "bucket")

@@ -9,13 +9,17 @@ import pytest
 import torch
 
 from diloco.errors import ConfigError
-from diloco.presets import Shape
+from diloco.runs.presets import Shape
 from diloco.train.data.tokenizer import BPE, Bytes
-from diloco.train.export import export, export_module
-from diloco.train.model import Decoder, build
+from diloco.train.model import Decoder, build, export
 
-transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.slow  # importing transformers takes seconds
 TEXT = "def f(x):\n\treturn 'naïve 你好 🙂' <|endoftext|>  \x00\x7f\r\n"
+
+
+@pytest.fixture(scope="module")
+def transformers():
+    return pytest.importorskip("transformers")
 
 
 def _decoder(tied, theta=10_000.0):
@@ -24,17 +28,16 @@ def _decoder(tied, theta=10_000.0):
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() == 1:  # norms that are not all ones, so that a swapped one would show
-                parameter.normal_(1.0, 0.1, generator=torch.Generator().manual_seed(len(name)))
+                parameter.normal_(1.0, 0.1, generator=torch.Generator().manual_seed(sum(name.encode())))
             else:
                 parameter.mul_(5)
     return model
 
 
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("theta", [10_000.0, 500.0])
-def test_transformers_gives_the_same_logits(tmp_path, tied, theta):
+@pytest.mark.parametrize(("tied", "theta"), [(True, 10_000.0), (False, 500.0)])
+def test_transformers_gives_the_same_logits(tmp_path, tied, theta, transformers):
     model = _decoder(tied, theta)
-    export(model.state_dict(), model.shape, Bytes(), tmp_path, context=64, theta=theta)
+    export(model, Bytes(), tmp_path)
     theirs, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert not any(report.values()), report  # nothing missing, nothing left over
     tokens = torch.randint(0, 257, (3, 64), generator=torch.Generator().manual_seed(0))
@@ -45,28 +48,21 @@ def test_transformers_gives_the_same_logits(tmp_path, tied, theta):
     assert theirs.config.eos_token_id == 256 and theirs.config.max_position_embeddings == 64
 
 
-def test_tied_weights_are_written_once(tmp_path):
+def test_bf16_and_tied_weights_are_written_once_and_as_such(tmp_path, transformers):
     from safetensors import safe_open
 
-    model = _decoder(tied=True)
-    export(model.state_dict(), model.shape, Bytes(), tmp_path)
+    model = _decoder(tied=True).bfloat16()
+    export(model, Bytes(), tmp_path)
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
         assert set(file.keys()) == {name for name, _ in model.named_parameters()}
         assert file.metadata() == {"format": "pt"}
-
-
-def test_bf16_weights_are_written_as_such(tmp_path):
-    model = _decoder(tied=True).bfloat16()
-    export(model.state_dict(), model.shape, Bytes(), tmp_path)
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert theirs.dtype == torch.bfloat16
+    assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path).dtype == torch.bfloat16
     assert json.loads((tmp_path / "config.json").read_text())["torch_dtype"] == "bfloat16"
 
 
-@pytest.mark.slow
 def test_it_loads_offline_in_a_process_that_does_not_know_us(tmp_path):
     model = _decoder(tied=True)
-    export_module(model, Bytes(), tmp_path)
+    export(model, Bytes(), tmp_path)
     code = (
         "import sys, torch, transformers\n"
         "model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1])\n"
@@ -82,8 +78,8 @@ def test_it_loads_offline_in_a_process_that_does_not_know_us(tmp_path):
     assert done.stdout.split() == ["97", "98", "99", str(best)], done.stderr
 
 
-def test_the_exported_bytes_are_ours_on_any_text(tmp_path):
-    export_module(_decoder(tied=True), Bytes(), tmp_path)
+def test_the_exported_bytes_are_ours_on_any_text(tmp_path, transformers):
+    export(_decoder(tied=True), Bytes(), tmp_path)
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
     everything = "".join(chr(c) for c in range(0x3000) if not 0xD800 <= c < 0xE000)
     for text in (TEXT, everything, "", " ", " a  b ", "\n\n", "<|endoftext|>"):
@@ -94,7 +90,7 @@ def test_the_exported_bytes_are_ours_on_any_text(tmp_path):
     assert len(theirs) == Bytes().vocabulary
 
 
-def test_the_exported_bpe_is_ours(tmp_path):
+def test_the_exported_bpe_is_ours(tmp_path, transformers):
     ours = BPE.train([TEXT.encode() * 20, b"the cat sat on the mat " * 50], 300)
     ours.save(tmp_path)
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
@@ -106,25 +102,17 @@ def test_the_exported_bpe_is_ours(tmp_path):
     assert BPE.read(tmp_path / "tokenizer.json").end == ours.end
 
 
-def test_a_hugging_face_model_is_exported_by_its_own_library(tmp_path):
+def test_a_hugging_face_model_is_exported_by_its_own_library(tmp_path, transformers):
     first, second = tmp_path / "first", tmp_path / "second"
-    export_module(_decoder(tied=True), Bytes(), first)
+    export(_decoder(tied=True), Bytes(), first)
     model = build(f"hf:{first}", 257, 32, seed=0)
-    export_module(model, Bytes(), second)
+    export(model, Bytes(), second)
     again = build(f"hf:{second}", 257, 32, seed=0)
     tokens = torch.arange(32)[None]
     assert torch.equal(model(tokens), again(tokens))
     assert transformers.AutoTokenizer.from_pretrained(second)("ab").input_ids == [97, 98]
 
 
-def test_weights_of_another_model_are_refused_and_what_was_there_stays(tmp_path):
-    model = _decoder(tied=True)
-    export_module(model, Bytes(), tmp_path)
-    before = (tmp_path / "model.safetensors").read_bytes()
-    other = Shape(layers=3, width=32, heads=2, mlp=48, vocabulary=257)
-    with pytest.raises(ConfigError, match="do not fit") as caught:
-        export(model.state_dict(), other, Bytes(), tmp_path)
-    assert "\n" not in str(caught.value)
-    assert (tmp_path / "model.safetensors").read_bytes() == before
+def test_a_model_that_is_not_ours_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="cannot export a Linear"):
-        export_module(torch.nn.Linear(1, 1), Bytes(), tmp_path)
+        export(torch.nn.Linear(1, 1), Bytes(), tmp_path)

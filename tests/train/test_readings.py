@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from diloco.runs.schema import Step
-from diloco.train.run import Reading, Readings, start_reading, train_step
+from diloco.train.run import Readings, start_reading, train_step
 
 REST = {"lr": 0.0, "step_seconds": 0.0, "tokens_per_second": 0.0, "bytes_sent": 0, "bytes_received": 0,
         "seconds_hidden": 0.0, "seconds_exposed": 0.0, "in_flight": 0}  # fmt: skip
@@ -17,10 +17,14 @@ REST = {"lr": 0.0, "step_seconds": 0.0, "tokens_per_second": 0.0, "bytes_sent": 
 def test_a_step_is_waited_for_only_when_it_is_written():
     waited, written = [], []
     readings = Readings(written.append)
+
+    def read(step):
+        waited.append(step)
+        return [float(step), 10.0 * step]
+
     for step in range(1, 6):
-        readings.write(but=1)
-        reading = Reading(torch.tensor([float(step), 10.0 * step]), partial(waited.append, step))
-        readings.add(reading, partial(Step, step, 0.0, 0, **REST))
+        readings.write(pending=1)
+        readings.add(partial(read, step), partial(Step, step, 0.0, 0, **REST))
         assert waited == list(range(1, step - 1))
     assert readings.last == written[-1] and readings.last.step == 3
     readings.write()
@@ -30,9 +34,9 @@ def test_a_step_is_waited_for_only_when_it_is_written():
 
 def test_what_was_begun_to_be_read_does_not_change_with_its_source():
     loss, norm = torch.tensor(1.5), torch.tensor(2.5)
-    reading = start_reading(loss, norm)
+    read = start_reading(loss, norm)
     loss.zero_()
-    assert reading.values.tolist() == [1.5, 2.5]
+    assert read() == [1.5, 2.5]
 
 
 class Scalars(TorchDispatchMode):
@@ -60,7 +64,7 @@ def test_a_training_step_asks_the_device_for_no_value():
     with torch.no_grad():
         expected = forward(torch.ones(2, 3), torch.zeros(2, 1)).loss.item()
     with Scalars() as scalars:
-        reading = train_step(run, 0.1)
+        read = train_step(run, 0.1)
         assert scalars.asked == 0
-        loss, norm = reading.values.tolist()
+        loss, norm = read()
     assert loss == expected and norm > 0

@@ -7,9 +7,9 @@ import sys
 import pytest
 import torch.distributed as dist
 
-from diloco import rendezvous
 from diloco.errors import PeerLost
-from diloco.world import World, own_world
+from diloco.exchange import rendezvous
+from diloco.exchange.world import World, own_world
 from tests.support.commands import Command, ended
 from tests.support.s3 import free_port
 
@@ -57,12 +57,12 @@ def _reached(address, port):
 @pytest.mark.parametrize("at", ["127.0.0.1", "localhost", "127.0.0.3"])
 def test_the_store_listens_at_the_given_address_only(at):
     port = free_port()
-    own = "127.0.0.1" if at == "localhost" else at
+    address = "127.0.0.1" if at == "localhost" else at
     store = rendezvous.meet_at(f"{at}:{port}", 0, 0, 1, 60.0)
     again = rendezvous.meet_at(f"{at}:{port}", 0, 0, 1, 60.0)  # a second reducer in the same process
     store.set("key", "value")
     assert again.get("key") == b"value"
-    assert _reached(own, port) and not _reached("127.0.0.2", port)
+    assert _reached(address, port) and not _reached("127.0.0.2", port)
 
 
 def test_the_store_of_a_run_that_diloco_train_starts_is_closed_to_other_machines(monkeypatch):

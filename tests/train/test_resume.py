@@ -12,7 +12,7 @@ import diloco.train.run
 from diloco.cli import main
 from diloco.cli.train import complete
 from diloco.errors import ConfigError
-from diloco.runs.folder import locked
+from diloco.runs.folder import holders, locked
 from tests.support.commands import (
     Command,
     check_anchors,
@@ -63,14 +63,15 @@ def test_ctrl_c_leaves_a_checkpoint_of_one_step_and_a_report_and_resumes(place):
     assert len(stops) == 2 and len(set(stops)) == 1 and stops[0] < 2000
     assert (place / "runs/stopped/report.html").exists()
     assert "saving a checkpoint and stopping" in err
-    command = "go on with: diloco train --resume --name stopped"
+    command = "continue with: diloco train --resume --name stopped"
     assert err.splitlines()[-1] == f"diloco: stopped at step {stops[0]} of 2000, which is saved; {command}"
     assert out == ""
-    # Only what is given changes; all else is as the run had it.
+    # Only what is words changes; all else is as the run had it.
     before = (place / "runs/stopped/config.toml").read_text()
     code, out, err = run(place, "train", "--resume", "--name", "stopped", "--steps", str(stops[0] + 5), "--json")
     assert code == 0, err
     assert f"changed: steps 2000 → {stops[0] + 5}\n" in err
+    assert "warmup 200, weight_decay 0.0005, eval_every 1000 stay as they were for 2000 steps" in err
     assert json.loads(out)["steps"] == stops[0] + 5
     assert (place / "runs/stopped/config.toml").read_text() == before.replace("= 2000", f"= {stops[0] + 5}")
 
@@ -109,7 +110,7 @@ def test_replicas_whose_launcher_was_killed_stop_with_a_checkpoint_and_the_run_i
         os.kill(replica, signal.SIGSTOP)
     process.kill()
     process.wait()
-    assert not _is_free(place / "runs/orphans")
+    assert not _is_free(place / "runs/orphans") and holders(place / "runs/orphans") == sorted(replicas)
     for replica in replicas:
         os.kill(replica, signal.SIGCONT)
     try:
@@ -130,9 +131,8 @@ def test_resume_takes_the_settings_of_the_run_that_is_named_not_of_the_newest(tm
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.toml").write_text(f'name = "{name}"\ninner = "muon"\nsteps = 7\n')
         os.utime(tmp_path / name / "config.toml", (len(name), len(name)))
-    given = ["--resume", *spelled, f"--out={tmp_path}"]
-    assert complete(given) == ["--name", "first", "--inner", "muon", "--steps", "7", *given]
-    assert complete([*given, "--tokens", "99"]) == ["--name", "first", "--inner", "muon", *given, "--tokens", "99"]
+    words = ["--resume", *spelled, f"--out={tmp_path}"]
+    assert complete(words) == ["--name", "first", "--inner", "muon", "--steps", "7", *words]
     assert complete(["--resume", "--out", str(tmp_path)])[1] == "second"
     (tmp_path / "recipe.toml").write_text("steps = 9\n")
     with pytest.raises(ConfigError, match=r"which run\? Add --name"):
@@ -171,20 +171,6 @@ def test_sharded_replicas_with_accumulation_save_export_and_resume(place):
 
 
 @pytest.mark.slow
-def test_a_run_whose_config_knows_fewer_settings_resumes_with_their_defaults(place, whole):
-    shutil.copytree(place / "runs/whole", place / "runs/older")
-    config = place / "runs/older/config.toml"
-    lines_then = [line for line in config.read_text().splitlines() if line.split(" = ")[0] not in ("outer", "feedback")]
-    config.write_text("\n".join(lines_then).replace('"whole"', '"older"') + "\n")
-    code, out, err = run(place, "train", "--resume", "--name", "older", "--steps", "42", "--json")
-    assert code == 0, err
-    assert json.loads(out)["steps"] == 42 and "changed: steps 40 → 42\n" in err
-    assert "warmup 4, weight_decay 0.025, eval_every 1000 stay as they were for 40 steps" in err
-    written = config.read_text()
-    assert 'outer = "nesterov"\n' in written and "feedback = 0.0\n" in written and "mean_codec" not in written
-
-
-@pytest.mark.slow
 def test_two_machines_resume_each_with_the_settings_that_it_has_stored(tmp_path, place):
     sites = [tmp_path / "one", tmp_path / "two"]
     for site in sites:
@@ -202,8 +188,6 @@ def test_two_machines_resume_each_with_the_settings_that_it_has_stored(tmp_path,
     assert one == two and "lr = 0.003\n" in one
     again = both("train", "--resume", "--name", "apart", "--steps", "12")
     assert again == [one.replace("steps = 10", "steps = 12")] * 2
-    code, _, err = run_here(sites[0], "plan", "--check", "runs/apart")
-    assert code == 2 and "has the records of 1 of 2 replicas: copy the folders replica-*" in err
 
 
 @pytest.mark.slow
@@ -216,12 +200,6 @@ def test_a_full_disk_ends_the_run_with_the_remedy_and_the_old_checkpoint_survive
 
 
 @pytest.mark.slow
-def test_a_run_is_not_overwritten_and_not_shared(place, whole):
+def test_a_run_is_not_overwritten(place, whole):
     code, _, err = run_here(place, *training("whole", "--steps", "5"))
     assert code == 2 and "already holds a run: add --resume" in err
-    process = start(place, *training("busy", "--steps", "3000"))
-    wait_for(lambda: len(children(process)) == 2, process)
-    with pytest.raises(ConfigError, match="is in use by another process"), locked(place / "runs/busy"):
-        pass
-    process.send_signal(signal.SIGTERM)
-    process.wait()

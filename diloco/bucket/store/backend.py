@@ -1,11 +1,12 @@
-"""One try of one operation: a folder or a bucket behind `obstore`, and the probe that refuses unfit stores."""
+"""One try of one operation: in a folder, or in an object store through `obstore`. A probe rejects unfit stores."""
 
 import logging
 import os
 import re
 import secrets
+import stat
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -14,46 +15,53 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 from urllib.parse import urlsplit
 
-from diloco.bucket.store.folder import Folder
-from diloco.bucket.store.operations import Create, Delete, List, Operation, Oversized, Read, Size, Write
+from diloco.bucket.store.operations import Create, Delete, Forbidden, List, Operation, Oversized, Read, Size, Write
 from diloco.errors import ConfigError, DiLoCoError, install_command
 
 TIMEOUT = 60.0
-"""Seconds of one request. A part of 16 MB needs 2.2 Mbit/s if it travels alone, as `TransferLimit` makes it on a slow
-link."""
+"""Seconds allowed for one request. A part of 16 MB needs 2.2 Mbit/s when it travels alone, as `TransferLimit` makes it
+on a slow link."""
 FOLDERS = 8
-"""Folders that are listed at once, where they have to be listed one by one."""
+"""Folders listed concurrently when each must be listed separately."""
 PAUSES = (0.2, 0.5, 1.0, 2.0)
-"""Seconds between the tries of what is asked before a member takes part."""
+"""Seconds between tries before training starts."""
 METADATA = "169.254.169.254"
 """Where clients look for a role's credentials when the environment has none."""
-T = TypeVar("T")
+STAGING = "staging"
+"""The subfolder where objects are written before an atomic link or rename gives them their names."""
+LEFT_OVER = 86_400.0
+"""Seconds after which a staged file must belong to a process that died."""
 SCHEMES = "a folder, file://, s3://, gs://, az:// or memory://"
+T = TypeVar("T")
 log = logging.getLogger("diloco")
+_MEMORIES: dict[str, "Backend"] = {}
+_FLAGS = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+_REFUSED = ("403 Forbidden", "401 Unauthorized", "InvalidAccessKeyId", "SignatureDoesNotMatch", "AccessDenied",
+            "NoSuchBucket", "ExpiredToken", "InvalidToken", "RequestTimeTooSkewed")  # fmt: skip
 
 
 class Failure(Exception):
-    """An operation that may succeed when it is repeated."""
+    """An operation failed and may succeed when it is retried."""
 
 
 class Refused(Failure):
-    """The store answers, and does not allow the operation: wrong credentials, or for a moment the right ones."""
+    """The store answers but does not allow the operation. The credentials may be wrong, or only late to take effect."""
 
 
 class Backend(Protocol):
-    """One try of one operation. Raises Failure, or a DiLoCoError if there is no point in repeating it."""
+    """One try of one operation. Raises Failure, or a DiLoCoError if retrying is pointless."""
 
     def attempt(self, operation: Operation) -> Any: ...
 
 
 def open_store(url: str, *, create: bool = True) -> Backend:
-    """A backend for a URL or the path of a folder. `Encrypted` encrypts what it holds."""
+    """The backend for a URL or a folder's path. Wrap it in `Encrypted` to encrypt the objects."""
     scheme, separator, rest = url.partition("://")
     if not separator or scheme == "file":
         folder = Path(rest if separator else url).expanduser().absolute()
         if not folder.is_dir():
             _make(folder, url, create)
-        return FolderStore(Folder(folder), url)
+        return Folder(folder, url)
     try:
         import obstore.store as stores
     except ImportError:
@@ -61,20 +69,17 @@ def open_store(url: str, *, create: bool = True) -> Backend:
     if scheme == "memory":
         return _MEMORIES.setdefault(rest, Obstore(stores.MemoryStore(), url))
     if scheme not in ("s3", "gs", "az"):
-        raise ConfigError(f"{url}: give {SCHEMES}")
-    # http is for a server of one's own that was given as the endpoint; the clouds' addresses are all https.
+        raise ConfigError(f"{url}: use {SCHEMES}")
+    # Plain http serves only a custom endpoint; the clouds' own addresses are all https.
     for name, endpoint in os.environ.items():
         if name.startswith(("AWS_", "AZURE_", "GOOGLE_")) and "ENDPOINT" in name:
             _warn_unencrypted(name, endpoint)
     options: Any = {"timeout": f"{TIMEOUT:.0f}s", "connect_timeout": "10s", "allow_http": True}
-    retries: Any = {"max_retries": 0}  # `Store` repeats what fails
+    retries: Any = {"max_retries": 0}  # `Store` retries
     try:
         return Obstore(stores.from_url(url, client_options=options, retry_config=retries), url)
     except Exception as error:
         raise ConfigError(f"{url}: {_first_line(error)}") from None
-
-
-_MEMORIES: dict[str, Backend] = {}
 
 
 def _make(folder: Path, url: str, create: bool) -> None:
@@ -98,8 +103,7 @@ def _warn_unencrypted(name: str, endpoint: str) -> None:
 
 
 def patiently(attempt: Callable[[], T], url: str = "") -> T:
-    """Repeat what fails a few times, for some seconds: before training there is nothing to do meanwhile. Raises
-    DiLoCoError."""
+    """Retry a failing operation for a few seconds, before training starts. Raises DiLoCoError."""
     for pause in (*PAUSES, None):
         try:
             return attempt()
@@ -114,56 +118,130 @@ def patiently(attempt: Callable[[], T], url: str = "") -> T:
     raise AssertionError
 
 
-def probe(backend: Backend) -> None:
-    """Refuse a store whose create-only puts are not. Eight race for one name: a store that looks first and writes
-    afterwards would pass if they came one by one."""
-    patiently(lambda: _race(backend))
+class Folder:
+    """A folder as a store.
 
+    A name that is not a regular file (a directory, a link, a pipe, a device) is listed, and reads as an empty object.
+    So all members see the same unusable object, and none of them blocks on it or follows it.
+    """
 
-def _race(backend: Backend) -> None:
-    name = f"probe/{secrets.token_hex(8)}"
-    won: list[bytes] = []
-
-    def attempt(body: bytes) -> None:
-        if backend.attempt(Create(name, body)) is True:
-            won.append(body)
-
-    bodies = [f"{i}".encode() for i in range(9)]
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(attempt, bodies[:8]))
-        read = pool.submit(backend.attempt, Read(name, 16))
-        attempt(bodies[8])
-        first, second = read.result(), backend.attempt(Read(name, 16))
-    backend.attempt(Delete(name))
-    if len(won) < 2 and not (isinstance(first, bytes) and isinstance(second, bytes)):
-        raise Failure(f"the store stored {name} and could not read it back")
-    if not won and first == second:
-        raise Failure("9 puts raced for one name, and none was told that it won: replies were lost")
-    if len(won) != 1 or first != won[0] or second != first:
-        raise ConfigError(
-            f"the store has no create-only puts: 9 puts raced for one name, {len(won)} were told that they won, and "
-            f"{'the name was' if first == second else 'it was overwritten: it'} read as {second!r}. Members could "
-            "disagree on who is in a round. Use S3, R2, GCS, Azure, MinIO, a local folder or NFS."
-        )
-
-
-class FolderStore:
-    """One try in a folder."""
-
-    def __init__(self, folder: Folder, url: str) -> None:
-        self._folder, self._url = folder, url
+    def __init__(self, root: Path, url: str = "") -> None:
+        self.root, self._url, self._swept = root, url or str(root), False
 
     def attempt(self, operation: Operation) -> Any:
         try:
-            return self._folder.attempt(operation)
+            return self._attempt(operation)
         except PermissionError as error:
             raise Refused(f"{self._url}: access is refused ({_first_line(error)}); check the permissions") from None
         except OSError as error:
             raise Failure(_first_line(error)) from None
 
+    def _attempt(self, operation: Operation) -> Any:
+        if isinstance(operation, (Read, Size, List)):
+            self.root.lstat()  # fails if the folder is unmounted for a while: do not mistake it for an empty one
+        match operation:
+            case Create(name, data):
+                return self._create(name, data)
+            case Write(name, data):
+                staged = self._stage(data)
+                os.replace(staged, self._place(name))
+            case Read(name, limit, first):
+                return self._read(self.root / name, limit, first, operation.at)
+            case Size(name):
+                return _size(self.root / name)
+            case List(prefix, after):
+                return dict(_below(self.root / prefix, prefix, after))
+            case Delete(name):
+                with suppress(IsADirectoryError, PermissionError):  # another user's: retrying would not help
+                    (self.root / name).unlink(missing_ok=True)
+            case _:
+                raise TypeError(f"{operation} is not a store operation")
+        return None
+
+    def _create(self, name: str, data: bytes) -> bool:
+        staged = self._stage(data)
+        try:
+            os.link(staged, self._place(name))  # fails if the name is taken
+            return True
+        except FileExistsError:
+            return False
+        finally:
+            staged.unlink(missing_ok=True)
+
+    def _place(self, name: str) -> Path:
+        place = self.root / name
+        try:
+            place.parent.mkdir(parents=True, exist_ok=True)
+        except FileExistsError as error:  # its folder is a file, so the name itself is not taken
+            raise NotADirectoryError(str(error)) from None
+        return place
+
+    def _stage(self, data: bytes) -> Path:
+        staged = self.root / STAGING / secrets.token_hex(8)
+        staged.parent.mkdir(exist_ok=True)  # not its parents: the folder may be unmounted for a while
+        staged.write_bytes(data)
+        if not self._swept:
+            self._swept = True
+            self._sweep(staged.stat().st_mtime)
+        return staged
+
+    def _sweep(self, now: float) -> None:
+        """Delete files of dead processes. `now` comes from the clock that stamps the files."""
+        with os.scandir(self.root / STAGING) as entries:
+            for entry in entries:
+                with suppress(FileNotFoundError):  # another member sweeps too, or has just moved its own file
+                    if entry.is_file(follow_symlinks=False) and now - entry.stat().st_mtime > LEFT_OVER:
+                        Path(entry.path).unlink()
+
+    def _read(self, path: Path, limit: int, first: int | None, at: int) -> bytes | Oversized | Forbidden | None:
+        size = _size(path)
+        if size is None or not stat.S_ISREG(path.lstat().st_mode):
+            return None if size is None else b""
+        try:
+            file = os.fdopen(os.open(path, _FLAGS), "rb")
+        except PermissionError:
+            return Forbidden()
+        with file:
+            size = os.fstat(file.fileno()).st_size
+            if first is None and size > limit:
+                return Oversized(size)
+            file.seek(at)
+            return file.read(size if first is None else first)
+
+
+def _size(path: Path) -> int | None:
+    try:
+        status = path.lstat()
+    except FileNotFoundError:
+        return None
+    return status.st_size if stat.S_ISREG(status.st_mode) else 0
+
+
+def _below(folder: Path, prefix: str, after: str) -> Iterator[tuple[str, int]]:
+    """Everything below a folder, including directories, without following links. Names that are not UTF-8 are
+    escaped."""
+    try:
+        entries = list(os.scandir(folder))
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    for entry in entries:
+        name = prefix + entry.name
+        if name <= after and not after.startswith(f"{name}/"):
+            continue
+        try:
+            regular = entry.is_file(follow_symlinks=False)
+            size = entry.stat(follow_symlinks=False).st_size if regular else 0
+        except FileNotFoundError:
+            continue  # deleted meanwhile
+        if name > after:
+            yield name, size
+        if entry.is_dir(follow_symlinks=False):
+            with suppress(PermissionError):  # another user's directory: its content does not matter
+                yield from _below(folder / entry.name, f"{name}/", after)
+
 
 class Obstore:
-    """One try through obstore."""
+    """An object store through obstore."""
 
     def __init__(self, store: Any, url: str) -> None:
         self._store, self._url = store, url
@@ -184,7 +262,7 @@ class Obstore:
         except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError, PermissionError) as error:
             raise self._refused(error) from None
         except (exceptions.NotSupportedError, exceptions.InvalidPathError, NotImplementedError) as error:
-            if isinstance(operation, List):  # because of a key that somebody has put, and may delete
+            if isinstance(operation, List):  # caused by a key that someone put and may delete
                 raise Failure(_first_line(error)) from None
             raise ConfigError(f"{self._url}: {_first_line(error)}") from None
         except (exceptions.BaseError, OSError) as error:
@@ -216,7 +294,7 @@ class Obstore:
                     return Oversized(size)
                 data = bytes(result.bytes())
                 if len(data) != size:
-                    raise Failure(f"{name}: {len(data)} of {size} bytes came")
+                    raise Failure(f"{name}: received {len(data)} of {size} bytes")
                 return data
             case Size(name):
                 return obstore.head(self._store, name)["size"]
@@ -227,32 +305,27 @@ class Obstore:
         raise TypeError(f"{operation} is not a store operation")
 
     def _list(self, folder: str, after: str) -> dict[str, int]:
-        """obstore has no name for a key with an empty segment, as `a//b`, and fails for all that is listed with it. If
-        it lies in this folder, look behind it: what members put there begins with a letter or a digit. Otherwise look
-        into each folder below by itself."""
+        """obstore cannot represent a key with an empty segment, as in `a//b`, and fails for the whole listing. If
+        such a key is in this folder, list the names after it: those that members put start with a letter or a digit.
+        Otherwise list each folder below separately."""
         import obstore
         from obstore import exceptions
 
         for start in (after, max(after, f"{folder}0")):
             with suppress(exceptions.InvalidPathError):
-                return self._list_all(folder, start)
-        found = obstore.list_with_delimiter(self._store, folder)
-        names = {m["path"]: m["size"] for m in found["objects"] if m["path"] > after}
-        each = (f"{below.rstrip('/')}/" for below in found["common_prefixes"])
-        wanted = [below for below in each if below > after or after.startswith(below)]
+                pages = obstore.list(self._store, folder, offset=start or None, chunk_size=1000)
+                return {m["path"]: m["size"] for page in pages for m in page}
+        level = obstore.list_with_delimiter(self._store, folder)
+        names = {m["path"]: m["size"] for m in level["objects"] if m["path"] > after}
+        prefixes = (f"{prefix.rstrip('/')}/" for prefix in level["common_prefixes"])
+        prefixes = [prefix for prefix in prefixes if prefix > after or after.startswith(prefix)]
         with ThreadPoolExecutor(FOLDERS) as pool:
-            for below in pool.map(lambda below: self._list(below, after), wanted):
-                names |= below
+            for listing in pool.map(lambda prefix: self._list(prefix, after), prefixes):
+                names |= listing
         return names
 
-    def _list_all(self, folder: str, after: str) -> dict[str, int]:
-        import obstore
-
-        found = obstore.list(self._store, folder, offset=after or None, chunk_size=1000)
-        return {m["path"]: m["size"] for part in found for m in part}
-
     def _range(self, name: str, at: int, length: int) -> bytes:
-        """What there is of a range: a store refuses one that begins behind the end, as often as it is asked."""
+        """The available part of a range: a store refuses one that begins after the end, however often it is asked."""
         import obstore
         from obstore import exceptions
 
@@ -283,12 +356,8 @@ class Below:
         raise TypeError(f"{operation} is not a store operation")
 
 
-_REFUSED = ("403 Forbidden", "401 Unauthorized", "InvalidAccessKeyId", "SignatureDoesNotMatch", "AccessDenied",
-            "NoSuchBucket", "ExpiredToken", "InvalidToken", "RequestTimeTooSkewed")  # fmt: skip
-
-
 def _first_line(error: BaseException) -> str:
-    """What the store says, without the XML around it."""
+    """The store's message, without the XML around it."""
     if message := re.search(r"<Message>(.+?)</Message>", str(error)):
         return message[1][:300]
     return str(error).strip().splitlines()[0][:300] if str(error).strip() else type(error).__name__

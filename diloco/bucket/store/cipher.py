@@ -1,26 +1,53 @@
-"""Encryption of what the store holds, with a key of the run: its owner learns names, sizes and times, nothing else.
+"""Encryption of all objects with a key of the run: the store's owner learns names, sizes and times, nothing else.
 
-An object is four bytes that say so, and chunks of 64 kB. Each chunk is sealed by itself (AES-256-GCM, a nonce of its
-own), bound to the object's name and its place in it, so a range can be read and opened without the rest. That an object
-is complete is not checked here: its header, inside, says how long it is and what its payload's checksum is.
+An encrypted object is a magic number and chunks of 64 kB. Each chunk is sealed separately (AES-256-GCM, random nonce)
+and bound to the object's name and its position, so a range can be decrypted without the rest. Completeness is not
+checked here: the header inside holds the payload's length and checksum.
 """
 
 import hashlib
 import hmac
+import logging
 import os
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 from diloco.bucket.store.backend import Backend, open_store
 from diloco.bucket.store.envelope import ENCRYPTED
 from diloco.bucket.store.operations import Create, List, Operation, Oversized, Read, Size, Undeciphered, Write
-from diloco.errors import ConfigError
+from diloco.errors import ConfigError, install_command
 
 CHUNK = 64 << 10
 NONCE, TAG = 12, 16
 SEALED = NONCE + CHUNK + TAG
+SHORTEST = 32
+"""Minimum bytes of a secret. Anyone who can read the bucket can guess offline, so it must be random, not typed."""
 _LABEL = b"diloco object encryption 1|"
+log = logging.getLogger("diloco")
+
+
+def read_secret(path: Path | None) -> bytes | None:
+    """The secret in a file; None without a path. Raises ConfigError."""
+    if path is None:
+        return None
+    try:
+        content, mode = path.read_bytes().strip(), path.stat().st_mode
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from None
+    if len(content) < SHORTEST:
+        raise ConfigError(f"{path} holds {len(content)} bytes; a secret needs at least {SHORTEST} random ones: make "
+                          "one with `openssl rand -hex 32`")  # fmt: skip
+    if mode & 0o077:
+        _warn_readable(path)
+    return content
+
+
+@cache
+def _warn_readable(path: Path) -> None:
+    log.warning("%s can be read by other users of this machine: chmod 600 %s", path, path)
 
 
 def sealed_size(size: int) -> int:
@@ -33,7 +60,7 @@ def sealed_size(size: int) -> int:
 
 
 def opened_size(size: int) -> int:
-    """Bytes of an object before it was encrypted; what is too short for one counts as empty.
+    """Bytes of an object before encryption; 0 if it is too short to be encrypted.
 
     >>> [opened_size(sealed_size(n)) for n in (0, 1, 65536, 65537, 999_999)]
     [0, 1, 65536, 65537, 999999]
@@ -43,7 +70,7 @@ def opened_size(size: int) -> int:
 
 
 def span(start: int, stop: int) -> tuple[int, int, int]:
-    """The bytes of the encrypted object that hold a range of the object, and the number of their first chunk."""
+    """The bytes of the encrypted object that cover a range of the object, and the number of their first chunk."""
     first, last = start // CHUNK, max(-(-stop // CHUNK), start // CHUNK + 1)
     return len(ENCRYPTED) + first * SEALED, len(ENCRYPTED) + last * SEALED, first
 
@@ -55,7 +82,7 @@ class Cipher:
         self._secret = secret
 
     def seal(self, name: str, data: bytes) -> bytes:
-        """The complete object, encrypted."""
+        """Encrypt a complete object."""
         aead, view = self._aead(name), memoryview(data)
         out = [ENCRYPTED]
         for number, at in enumerate(range(0, max(len(data), 1), CHUNK)):
@@ -64,8 +91,7 @@ class Cipher:
         return b"".join(out)
 
     def open(self, name: str, data: bytes, first: int = 0) -> bytes | None:
-        """Chunks from number `first` on, without the bytes before them; None if one of them was changed, is of another
-        object or place, or sealed with another key."""
+        """Decrypt chunks, starting with number `first`. None if a chunk was altered or moved, or has another key."""
         try:
             return b"".join(self._opened(name, memoryview(data), first))
         except ValueError:
@@ -83,11 +109,11 @@ class Cipher:
                 raise ValueError(name) from None
 
     def _aead(self, name: str) -> Any:
-        """A key for each name, so that nonces need to differ among the chunks of one name only."""
+        """Each name has its own key, so nonces must differ only among the chunks of one name."""
         try:
             from cryptography.hazmat.primitives.ciphers.aead import AESGCM
         except ImportError:
-            raise ConfigError("encryption needs cryptography: pip install 'diloco[bucket]'") from None
+            raise ConfigError(f"encryption needs cryptography: {install_command('bucket')}") from None
         return AESGCM(hmac.new(self._secret, _LABEL + name.encode(errors="surrogateescape"), hashlib.sha256).digest())
 
 
@@ -96,7 +122,7 @@ def _place(name: str, number: int) -> bytes:
 
 
 class Encrypted:
-    """One try in another store, of which only names and sizes are in clear."""
+    """Another store, where only names and sizes are in clear."""
 
     def __init__(self, backend: Backend, secret: bytes) -> None:
         self._backend, self._cipher = backend, Cipher(secret)
@@ -126,7 +152,7 @@ class Encrypted:
             return answer
         chunk, skipped = divmod(read.at, CHUNK)
         if not answer and read.at:
-            return b""  # it ends before
+            return b""  # the object ends earlier
         if not read.at and not answer.startswith(ENCRYPTED):
             return Undeciphered()
         data = self._cipher.open(read.name, answer if read.at else answer[len(ENCRYPTED) :], chunk)
@@ -136,7 +162,7 @@ class Encrypted:
 
 
 def open_encrypted(url: str, secret: bytes | None, *, create: bool = True) -> Backend:
-    """The store at a URL; with a secret, all that is in it is encrypted."""
+    """The store at a URL; with a secret, all its objects are encrypted."""
     return encrypted(open_store(url, create=create), secret)
 
 

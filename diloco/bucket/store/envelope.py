@@ -1,18 +1,18 @@
 """The envelope of every object in the store: a JSON header and a payload, checked completely before any of it is used.
 
 Body: magic, length of the header, signature, header, payload. The header holds the payload's size and SHA-256; a name
-that ends in a digest holds the header's SHA-256. So a name commits to every byte. A payload of more than 16 MB lies in
-parts beside the object, which are put first: once the named object is there, all of it is.
+that ends in a digest holds the header's SHA-256, so it commits to every byte. A payload of more than 16 MB is split
+into separate parts, which are put first: once the named object exists, all of it does.
 
-The signature is an HMAC-SHA256 with the secret that all members share, over run id, name and header, and through the
-header the payload. It is zeros in a run without a secret.
+The signature is an HMAC-SHA256 over run id, name and header (and through the header the payload), with the secret that
+all members share. It is all zeros in a run without a secret.
 """
 
 import hashlib
 import hmac
 import json
 import struct
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
@@ -33,32 +33,31 @@ from diloco.bucket.store.operations import (
 
 T = TypeVar("T")
 P = ParamSpec("P")
-PROTOCOL = 5
+PROTOCOL = 6
 MAGIC = b"DLCO"
 ENCRYPTED = b"DLCE"
-"""How an encrypted object begins."""
-SIGNATURE = 32
-"""Bytes."""
+"""The magic number of an encrypted object."""
+SIGNATURE = 32  # bytes
 PREFIX = struct.Struct("<4sI32s")
 HEADER = 64 << 10
 PART = 16 << 20
 READS = 8
-"""Reads of an object that is different each time."""
+"""Maximum reads of an object that reads differently each time."""
 DIGEST = "{digest}"
-"""Stands in a name for the digest of the header, until the object is sealed."""
-
+"""Placeholder in a name for the digest of the header, until the object is sealed."""
 
 Answer = bytes | Oversized | Forbidden | Undeciphered
-"""What reading an object that is there may give."""
+"""The possible answers to reading an existing object."""
+Reject = Callable[[str, "Invalid"], None]
+"""Reports an unusable object by name."""
 
 
 class Invalid(Exception):
-    """Why an object is not used. Caught where objects are read; there it is counted and reported by name."""
+    """Why an object is not used. Caught where objects are read, and reported by name."""
 
 
 def refuses(read: Callable[P, T]) -> Callable[P, T]:
-    """For whatever reads what others have put. Anything can be in there, so whatever it raises refuses the object:
-    nothing that is read may end a member."""
+    """Turn any exception of a reader into Invalid: objects can contain anything, and none may stop a member."""
 
     @wraps(read)
     def guarded(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -67,20 +66,20 @@ def refuses(read: Callable[P, T]) -> Callable[P, T]:
         except (Invalid, MemoryError):
             raise
         except Exception as error:
-            raise Invalid(f"reading it fails: {type(error).__name__}: {error!s:.200}") from None
+            raise Invalid(f"it cannot be read: {type(error).__name__}: {error!s:.200}") from None
 
     return guarded
 
 
 @dataclass(frozen=True)
 class Opened:
-    """An object that was read and passed all checks."""
+    """An object that passed all checks."""
 
     name: str
     digest: str  # of the header, and through it of everything
     header: Mapping[str, Any]
     payload: bytes
-    nbytes: int  # read from the store
+    nbytes: int  # bytes read from the store
 
     def number(self, key: str, low: float, high: float) -> float:
         return number(self.header.get(key), key, low, high)
@@ -94,7 +93,7 @@ class Opened:
 
 @dataclass(frozen=True)
 class Sealed:
-    """An object ready to be put: the parts in order, then the body under its name."""
+    """An object ready to be put: the parts in order, then the body."""
 
     name: str
     digest: str
@@ -108,47 +107,47 @@ class Sealed:
 
 @dataclass(frozen=True)
 class Envelope:
-    """Makes and checks the objects of one run. With a key, objects that are not signed with it are invalid."""
+    """Seals and checks the objects of one run. With a key, objects that are not signed with it are invalid."""
 
     run: str
     key: bytes | None = None
 
     def seal(self, name: str, kind: str, fields: Mapping[str, Any], payload: bytes = b"") -> Sealed:
-        pieces = [payload[at : at + PART] for at in range(0, len(payload), PART)]
-        header, digest = self.header(kind, fields, payload)
+        parts = tuple(payload[at : at + PART] for at in range(0, len(payload), PART))
+        header = self.header(kind, fields, parts)
+        digest = hashlib.sha256(header).hexdigest()
         name = name.replace(DIGEST, digest)
-        inline = len(pieces) < 2
         body = PREFIX.pack(MAGIC, len(header), self._sign(self.run, name, header)) + header
-        return Sealed(name, digest, body + payload if inline else body, () if inline else tuple(pieces))
+        return Sealed(name, digest, body, parts) if len(parts) > 1 else Sealed(name, digest, body + payload, ())
 
-    def header(self, kind: str, fields: Mapping[str, Any], *payload: bytes | memoryview) -> tuple[bytes, str]:
-        """The header of an object and its digest. The payload may be given in pieces."""
-        size = sum(map(len, payload))
-        head = {"protocol": PROTOCOL, "run": self.run, "kind": kind, "size": size, "sha256": _sums(payload), **fields}
+    def header(self, kind: str, fields: Mapping[str, Any], parts: Sequence[bytes]) -> bytes:
+        sums = [hashlib.sha256(part).hexdigest() for part in parts]
+        size = sum(map(len, parts))
+        head = {"protocol": PROTOCOL, "run": self.run, "kind": kind, "size": size, "sha256": sums, **fields}
         header = json.dumps(head, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
         if len(header) > HEADER:
-            raise ValueError(f"a header of {len(header)} bytes; {HEADER} are allowed")
-        return header, hashlib.sha256(header).hexdigest()
+            raise ValueError(f"the header has {len(header)} bytes; {HEADER} are allowed")
+        return header
 
     @refuses
     def open(self, name: str, kind: str, data: Answer, size: int | None, *, head: bool = False) -> Opened:
-        """Check everything except parts. `size`: the exact size of the payload; None: at most one part. `head`: the
+        """Check everything except the parts. `size`: exact size of the payload; None: at most one part. `head`: the
         data may end after the header. Raises Invalid."""
         if isinstance(data, Oversized):
-            raise Invalid(f"{data.size} bytes are more than it may have")
+            raise Invalid(f"it is too large: {data.size} bytes")
         if isinstance(data, Forbidden):
             raise Invalid("the store refuses to read it")
         if isinstance(data, Undeciphered):
             raise Invalid("it is not encrypted with the key of this run")
         if len(data) < PREFIX.size:
-            raise Invalid("it is cut off")
+            raise Invalid("it is truncated")
         magic, length, signature = PREFIX.unpack_from(data)
         if magic == ENCRYPTED:
-            raise Invalid("it is encrypted: give the key of the run with --encrypt")
+            raise Invalid("it is encrypted: pass the key of the run with --encrypt")
         if magic != MAGIC:
-            raise Invalid("it is not an object of this kind")
+            raise Invalid("it is not a diloco object")
         if length > HEADER or PREFIX.size + length > len(data):
-            raise Invalid("its header is cut off or too long")
+            raise Invalid("its header is truncated or too long")
         raw = data[PREFIX.size : PREFIX.size + length]
         header = _json(raw)
         run = text(header.get("run"), "run")
@@ -158,12 +157,12 @@ class Envelope:
             raise Invalid("it is not signed with the key of this run")
         if header.get("protocol") != PROTOCOL:
             raise Invalid(f"its protocol is {header.get('protocol')!r:.40}, this is {PROTOCOL}: another version of "
-                          "diloco made it; use that one, or begin a new run in another place")  # fmt: skip
+                          "diloco wrote it; use that version, or start a new run at another address")  # fmt: skip
         if header.get("kind") != kind:
             raise Invalid(f"it is not a {kind}")
         digest = hashlib.sha256(raw).hexdigest()
         if (named := name.rpartition("-")[2]) != name and len(named) == 64 and named != digest:
-            raise Invalid("its header is not the one that its name says")
+            raise Invalid("its header does not match the digest in its name")
         nbytes = integer(header.get("size"), "size", 0, PART if size is None and not head else 1 << 40)
         if size is not None and nbytes != size:
             raise Invalid(f"its payload has {nbytes} bytes instead of {size}")
@@ -174,7 +173,7 @@ class Envelope:
         if len(sums) > 1 or head:
             return Opened(name, digest, header, b"", len(data))
         if len(payload) != nbytes:
-            raise Invalid(f"its payload is {len(payload)} bytes long instead of {nbytes}")
+            raise Invalid(f"its payload has {len(payload)} bytes instead of {nbytes}")
         if sums and hashlib.sha256(payload).hexdigest() != sums[0]:
             raise Invalid("its checksum is wrong")
         return Opened(name, digest, header, payload, len(data))
@@ -188,56 +187,47 @@ class Envelope:
         return hmac.new(self.key, signed, "sha256").digest()
 
 
-def _sums(payload: Iterable[bytes | memoryview]) -> list[str]:
-    """The checksum of each part."""
-    sums, room = [], 0
-    for piece in payload:
-        rest = memoryview(piece)
-        while len(rest):
-            if not room:
-                sums.append(hashlib.sha256())
-                room = PART
-            sums[-1].update(rest[:room])
-            room, rest = room - len(rest[:room]), rest[room:]
-    return [each.hexdigest() for each in sums]
-
-
 def put(sealed: Sealed, stale: Callable[[], bool] | None = None) -> Task[bool]:
-    """Put an object whose name holds its digest. True once it is there; False if it became stale on the way, or its
-    name is taken by something else."""
+    """Put an object whose name holds its digest. True once the store has it; False if it became stale first, or if
+    the name is taken by another object."""
     parts = {f"{sealed.name}.p{k}": part for k, part in enumerate(sealed.parts)}
     for bodies in (parts, {sealed.name: sealed.body}):
-        sizes = yield from together(
-            [until_there(Create(name, body, stale), Size(name)) for name, body in bodies.items()]
-        )
+        puts = [until_there(Create(name, body, stale), Size(name)) for name, body in bodies.items()]
+        sizes = yield from together(puts)
         if sizes != [len(body) for body in bodies.values()]:
             return False
     return True
 
 
 def get(envelope: Envelope, name: str, kind: str, size: int | None) -> Task[Opened | None]:
-    """Read and check an object with all its parts; None if it, or a part, is not there. Raises Invalid."""
+    """Read and check an object with all its parts; None if it or a part is missing. Raises Invalid."""
     inline = PART if size is None else size if size <= PART else 0
     data = yield Read(name, PREFIX.size + HEADER + inline)
     if data is None:
         return None
-    found = yield Work(lambda: envelope.open(name, kind, data, size))
-    sums = found.header["sha256"]
+    opened = yield Work(lambda: envelope.open(name, kind, data, size))
+    sums = opened.header["sha256"]
     if len(sums) < 2:
-        return found
+        return opened
     parts = yield All([Read(f"{name}.p{k}", PART) for k in range(len(sums))])
     if any(part is None for part in parts):
         return None
-    payload = yield Work(lambda: _joined(parts, sums, found.header["size"]))
-    return Opened(name, found.digest, found.header, payload, found.nbytes + len(payload))
+    payload = yield Work(lambda: _joined(parts, sums, opened.header["size"]))
+    return Opened(name, opened.digest, opened.header, payload, opened.nbytes + len(payload))
 
 
-def read_twice(
-    read: Read, opened: Callable[[Answer], Task[T]], reject: Callable[[str, Invalid], None]
-) -> Task[T | Invalid | None]:
-    """What `opened` makes of an object that decides for all; None if it is not there, or reads differently each time.
-    One that is judged to be invalid must be so for all members, forever. So it is read again: a reply may have been cut
-    off on its way."""
+def usable(name: str, task: Task[T], reject: Reject) -> Task[T | Invalid]:
+    """The result of a task that reads one object; if the object is invalid, report it and return the reason."""
+    try:
+        return (yield from task)
+    except Invalid as reason:
+        reject(name, reason)
+        return reason
+
+
+def read_twice(read: Read, opened: Callable[[Answer], Task[T]], reject: Reject) -> Task[T | Invalid | None]:
+    """Read and open an object that all members must judge alike; None if it is missing or reads differently each time.
+    An invalid object must be invalid for all members, forever. So read it again: the reply may have been cut off."""
     before: Answer | None = None
     for _ in range(READS):
         data: Answer | None = yield read
@@ -255,12 +245,12 @@ def read_twice(
 
 @refuses
 def _joined(parts: list[Answer], sums: list[Any], size: int) -> bytes:
-    for k, (part, wanted) in enumerate(zip(parts, sums, strict=True)):
-        if not isinstance(part, bytes) or hashlib.sha256(part).hexdigest() != wanted:
+    for k, (part, checksum) in enumerate(zip(parts, sums, strict=True)):
+        if not isinstance(part, bytes) or hashlib.sha256(part).hexdigest() != checksum:
             raise Invalid(f"the checksum of part {k} is wrong")
     payload = b"".join(part for part in parts if isinstance(part, bytes))
     if len(payload) != size:
-        raise Invalid(f"its payload is {len(payload)} bytes long instead of {size}")
+        raise Invalid(f"its payload has {len(payload)} bytes instead of {size}")
     return payload
 
 
@@ -275,6 +265,11 @@ def _json(raw: bytes) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise Invalid("its header is not a JSON object")
     return value
+
+
+def rounded(value: float) -> float:
+    """A figure with the digits that anybody needs, because heartbeats and heads are many."""
+    return float(f"{value:.7g}")
 
 
 def number(value: object, key: str, low: float, high: float) -> float:

@@ -1,15 +1,15 @@
-"""The store as members use it: drives tasks, performs their operations, and repeats each one until it succeeds."""
+"""The store as members use it: drives tasks, performs their operations, and retries each one until it succeeds."""
 
 import logging
 import queue
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from diloco.bucket.store.backend import TIMEOUT, Backend, Failure, Refused
-from diloco.bucket.store.limit import TransferLimit, large
 from diloco.bucket.store.operations import (
     All,
     Create,
@@ -24,34 +24,39 @@ from diloco.bucket.store.operations import (
     Work,
     Write,
     advance,
+    backoff,
 )
 from diloco.errors import ConfigError
 
 CONNECTIONS = 16
-"""Operations of one task that are under way at once. Of those with large bodies fewer are: see `TransferLimit`."""
+"""Maximum concurrent operations of one task. `TransferLimit` allows fewer with large bodies."""
 LONGEST_PAUSE = 5.0
-"""Seconds between two tries of an operation while no other operation succeeds, times 0.5 to 1.5 by chance. In a member
-with n fragments n + 1 operations wait like this, and the first that succeeds wakes the others: with four fragments a
-store that is back is noticed after about a second."""
+"""Maximum seconds between two tries of an operation while no other operation succeeds, times 0.5 to 1.5 at random. A
+member with n fragments has n + 1 operations waiting like this, and the first success wakes the others: with four
+fragments, a member notices within about a second that the store is back."""
 REFUSED = 900.0
-"""Seconds for which a store may refuse everything that it has allowed before."""
+"""Seconds for which a store may refuse everything that it allowed before."""
 REFUSALS = 3
-"""Refusals of one object, while other operations succeed, after which the object is left alone."""
+"""Refusals after which an object is left alone, while other operations succeed."""
 SILENT = 10.0
-"""Seconds without any success after which a store that fails is said not to answer: two heartbeats."""
+"""Seconds without any success after which a failing store is reported as not answering: two heartbeats."""
+LARGE = 1 << 20
+MAX_TRANSFERS = 8
+STEADY = 4
+"""Quick transfers in a row before one more is allowed."""
 _GIVEN_UP: dict[type, Any] = {Read: Forbidden(), Size: 0, Delete: None}
-"""The answers where one object is refused: what there is cannot be used, as if it were empty."""
+"""The answers when one object is refused: it is unusable, as if it were empty."""
 T = TypeVar("T")
 Report = Callable[..., None]
 log = logging.getLogger("diloco")
 
 
 class Closed(Exception):
-    """The member leaves: no operation is begun or repeated any more."""
+    """The member is leaving: operations are neither started nor retried."""
 
 
 class Store:
-    """Performs operations: several at once, each again and again until it succeeds or the store is closed."""
+    """Performs operations: several at once, each retried until it succeeds or the store is closed."""
 
     def __init__(
         self,
@@ -60,16 +65,16 @@ class Store:
         clock: Callable[[], float] = time.monotonic,
         report: Report = lambda event, **values: None,
     ) -> None:
-        """`report`: told what goes wrong and right, as an event with values."""
+        """`report` is called with an event and its values when the store fails and when it recovers."""
         self._backend, self._clock, self._report = backend, clock, report
         self.closing = threading.Event()
         self.sent = self.received = self.requests = 0
         self._counting = threading.Lock()
         self._down = threading.Event()
-        self._succeeded: float | None = None  # when an operation last did
-        self._refused: float | None = None  # since when all that is asked is
-        self._unlisted: set[str] = set()  # prefixes of which it was said
-        self._news = threading.Condition()  # the store answers again, or is closed
+        self._succeeded: float | None = None  # time of the last success
+        self._refused: float | None = None  # since when every operation is refused
+        self._unlisted: set[str] = set()  # prefixes reported as not listable
+        self._news = threading.Condition()  # notified when the store answers again or is closed
         self._transfers = TransferLimit(TIMEOUT)
 
     def run(self, task: Task[T], lock: Any) -> T:
@@ -92,34 +97,34 @@ class Store:
             case Pause(seconds):
                 self.closing.wait(seconds * random.uniform(0.5, 1.5))
                 return None
-        pause, refusals, began = 0.1, 0, self._clock()
-        while True:
+        refusals, began = 0, self._clock()
+        for pause in backoff(0.1, LONGEST_PAUSE):
             if self.closing.is_set():
                 raise Closed
             try:
-                answer = self._transfer(operation) if large(operation) else self._backend.attempt(operation)
+                answer = self._transfer(operation) if is_large(operation) else self._backend.attempt(operation)
             except Failure as failure:
-                if _stale(operation):
+                if _is_stale(operation):
                     return None
                 refusals += isinstance(failure, Refused)
-                if isinstance(failure, Refused) and self._forbidden(operation, failure, refusals, began):
+                if isinstance(failure, Refused) and self._is_forbidden(operation, failure, refusals, began):
                     return _GIVEN_UP[type(operation)]
-                self._say_unlisted(operation, failure, began)
-                self._wait_to_repeat(failure, pause)
-                pause = min(2 * pause, LONGEST_PAUSE)
+                self._report_unlisted(operation, failure, began)
+                self._wait_to_retry(failure, pause)
                 continue
             self._note_success()
             self._unlisted.discard(getattr(operation, "prefix", ""))
             self._count(operation, answer)
             return answer
+        raise AssertionError
 
-    def _say_unlisted(self, operation: Operation, failure: Failure, began: float) -> None:
-        """Without a listing nothing goes on, so it is said, although the store does other things for us."""
+    def _report_unlisted(self, operation: Operation, failure: Failure, began: float) -> None:
+        """A member cannot continue without a listing, so report it even though other operations succeed."""
         if not isinstance(operation, List) or operation.prefix in self._unlisted or self._succeeded is None:
             return
         if self._succeeded > began and self._clock() - began > SILENT:
             self._unlisted.add(operation.prefix)
-            log.warning("the store does not list %s (%s); trying again", operation.prefix, failure)
+            log.warning("the store does not list %s (%s); retrying", operation.prefix, failure)
             self._report("store does not list", object=operation.prefix, reason=str(failure))
 
     def _note_success(self) -> None:
@@ -130,9 +135,9 @@ class Store:
             self._report("store answers")
             self._wake_waiting()
 
-    def _forbidden(self, operation: Operation, refused: Refused, times: int, began: float) -> bool:
-        """Whether this one object is refused, while the store does other things for us. Raises ConfigError if nothing
-        was ever allowed, or nothing for a long time: a moment without the right credentials must not end a run."""
+    def _is_forbidden(self, operation: Operation, refused: Refused, times: int, began: float) -> bool:
+        """Whether only this object is refused, while other operations succeed. Raises ConfigError if nothing was ever
+        allowed, or nothing for a long time: a moment with wrong credentials must not end a run."""
         now = self._clock()
         self._refused = now if self._refused is None else self._refused
         if self._succeeded is None or now - self._refused > REFUSED:
@@ -146,12 +151,12 @@ class Store:
         self._wake_waiting()
 
     def _transfer(self, operation: Operation) -> Any:
-        """One try of an operation with a large body."""
+        """Try an operation with a large body once."""
         with self._transfers.transfer(self.closing) as halved:
             if self.closing.is_set():
                 raise Closed
-            if _stale(operation):
-                raise Failure("it waited until it was no longer wanted")
+            if _is_stale(operation):
+                raise Failure("it became stale while it waited")
             began = self._clock()
             try:
                 answer = self._backend.attempt(operation)
@@ -162,8 +167,8 @@ class Store:
             return answer
 
     def _at_once(self, operations: Sequence[Operation]) -> list[Any]:
-        """On daemon threads: those of a pool would keep the process alive while the store does not answer. Work stays
-        on this thread, because torch would start a team of threads of its own in a new one."""
+        """Use daemon threads: a pool's threads would keep the process alive while the store does not answer. Work stays
+        on this thread, because torch starts a new team of threads in every thread that computes."""
         answers: list[Any] = [None] * len(operations)
         errors: list[BaseException] = []
         rest: queue.SimpleQueue[int] = queue.SimpleQueue()
@@ -182,7 +187,7 @@ class Store:
             except BaseException as error:
                 errors.append(error)
 
-        helpers = min(rest.qsize(), CONNECTIONS) - (not works)  # this thread is one, unless it has work to do
+        helpers = min(rest.qsize(), CONNECTIONS) - (not works)  # this thread helps too, unless it has Work to do
         threads = [threading.Thread(target=perform_rest, name="store", daemon=True) for _ in range(helpers)]
         for thread in threads:
             thread.start()
@@ -196,12 +201,12 @@ class Store:
             raise errors[0]
         return answers
 
-    def _wait_to_repeat(self, failure: Failure, pause: float) -> None:
+    def _wait_to_retry(self, failure: Failure, pause: float) -> None:
         silent = self._succeeded is None or self._clock() - self._succeeded > SILENT
-        if silent and not self._down.is_set():  # not because of one object, while others can be read
+        if silent and not self._down.is_set():  # one failing object does not count while others can be read
             self._down.set()
             refused = isinstance(failure, Refused)
-            log.warning("the store %s (%s); trying again, training goes on",
+            log.warning("the store %s (%s); retrying while training continues",
                         "refuses everything" if refused else "does not answer", failure)  # fmt: skip
             self._report("store refuses" if refused else "store does not answer", reason=str(failure))
         with self._news:
@@ -222,5 +227,59 @@ class Store:
                     self.received += len(answer)
 
 
-def _stale(operation: Operation) -> bool:
+def _is_stale(operation: Operation) -> bool:
     return isinstance(operation, Create) and operation.stale is not None and operation.stale()
+
+
+def is_large(operation: Operation) -> bool:
+    """Judged by the maximum it may move, so that heartbeats and records never wait behind deltas and snapshots."""
+    match operation:
+        case Create(data=data) | Write(data=data):
+            return len(data) > LARGE
+        case Read(limit=limit, first=first):
+            return (limit if first is None else first) > LARGE
+    return False
+
+
+class TransferLimit:
+    """Limits concurrent large transfers to those that the link can finish within the timeout. The limit is halved when
+    a transfer times out, down to one, and raised by one after several quick transfers."""
+
+    def __init__(self, timeout: float) -> None:
+        self.allowed = MAX_TRANSFERS
+        self._timeout = timeout
+        self._busy = self._quick = self._halved = 0
+        self._changed = threading.Condition()
+
+    @contextmanager
+    def transfer(self, closing: threading.Event) -> Iterator[int]:
+        """Wait for a free place, unless the store is closed. Yields how often the limit was halved so far."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._busy < self.allowed or closing.is_set())
+            self._busy += 1
+            halved = self._halved
+        try:
+            yield halved
+        finally:
+            with self._changed:
+                self._busy -= 1
+                self._changed.notify_all()
+
+    def failed(self, seconds: float, halved: int) -> None:
+        """Concurrent transfers time out together, which counts once. An early failure says nothing about the link."""
+        with self._changed:
+            if seconds >= self._timeout / 2 and halved == self._halved:
+                self.allowed, self._quick, self._halved = max(self.allowed // 2, 1), 0, halved + 1
+
+    def succeeded(self, seconds: float) -> None:
+        """A transfer is quick if it would take less than half of the timeout alongside one more."""
+        with self._changed:
+            quick = seconds * (self.allowed + 1) / self.allowed < self._timeout / 2
+            self._quick = self._quick + 1 if quick else 0
+            if self._quick >= STEADY and self.allowed < MAX_TRANSFERS:
+                self.allowed, self._quick = self.allowed + 1, 0
+                self._changed.notify_all()
+
+    def wake(self) -> None:
+        with self._changed:
+            self._changed.notify_all()

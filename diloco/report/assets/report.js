@@ -1,4 +1,4 @@
-// Draws the curves (uPlot) and the timeline (canvas) from the JSON in this page, which a page that lives adds to.
+// Draws the curves (uPlot) and the timeline (canvas) from the JSON in this page, which a live page updates.
 const page = JSON.parse(document.getElementById("data").textContent);
 const byId = id => document.getElementById(id);
 const colors = new Map();
@@ -21,7 +21,7 @@ const size = value => prefixed(value, [" B", " kB", " MB", " GB", " TB", " PB"])
 const amount = value => prefixed(value, ["", " k", " M", " G", " T"]);
 const seconds = value => value < 1 ? +(value * 1000).toPrecision(3) + " ms" : +value.toPrecision(4) + " s";
 
-// Charts are built anew when colours change, resized when the page is, and given new data while the run goes on.
+// Charts are rebuilt when the color scheme changes, resized with the page, and get new data while the run continues.
 const built = [];
 const chart = (id, make) => {
   const place = byId(id);
@@ -29,7 +29,7 @@ const chart = (id, make) => {
     place.replaceChildren();
     const { options, data } = make();
     if (!data[0].length) {
-      place.innerHTML = place.closest("[hidden]") ? "" : '<p class="empty">Nothing written yet.</p>';
+      place.innerHTML = '<p class="empty">Nothing written yet.</p>';
       return null;
     }
     return new uPlot({ width: place.clientWidth, ...options }, data, place);
@@ -56,9 +56,9 @@ const axis = more => ({
   font: "12px system-ui, sans-serif", ...more,
 });
 const height = () => Math.round(Math.min(340, Math.max(220, innerWidth * 0.4)));
-const whole = value => value == null ? "–" : value.toLocaleString("en-GB");
+const whole = value => value == null ? "–" : value.toLocaleString("en-US");
 const nats = value => value == null ? "–" : value.toFixed(4);
-// The last value up to the cursor; the last of all while it is nowhere.
+// The last value up to the cursor, or the very last one if there is no cursor.
 const legend = format => (u, value, k, at) => format(value ?? u.data[k].slice(0, at == null ? undefined : at + 1).findLast(entry => entry != null));
 const decade = tick => tick != null && Math.abs(Math.log10(tick) - Math.round(Math.log10(tick))) < 1e-9;
 const decades = { filter: (u, ticks) => ticks.map(tick => decade(tick) ? tick : null) };
@@ -85,12 +85,10 @@ const STYLES = {
   "one replica": () => ({ stroke: color("quiet"), width: 1.5, dash: [5, 4], ...plain }),
   anchors: () => ({ stroke: color("ink"), width: 2.5, points: { show: true, size: 5, fill: color("ink") } }),
   reference: () => ({ stroke: color("quiet"), width: 1, dash: [2, 4], ...plain }),
-  bars: (k, few) => ({ stroke: color("c0"), paths: uPlot.paths.bars({ size: [0.6, 6, 2] }), fill: color("c0"), points: { show: few ? undefined : false }, spanGaps: false }),
-  held: k => ({ ...STYLES.replica(k), width: 2, paths: uPlot.paths.stepped({ align: 1 }) }),
   line: () => ({ stroke: color("c0"), width: 2, ...plain }),
   "data-parallel": () => ({ stroke: color("c1"), width: 2, dash: [7, 4], ...plain }),
 };
-const FORMATS = { nats, bytes: size, steps: whole, number: value => value == null ? "–" : String(+value.toPrecision(3)) };
+const FORMATS = { nats, bytes: size, number: value => value == null ? "–" : String(+value.toPrecision(3)) };
 
 const drawChart = id => {
   const { unit } = page.charts[id];
@@ -100,16 +98,12 @@ const drawChart = id => {
     const { steps, curves } = page.charts[id];
     note.textContent = page.charts[id].note;
     note.hidden = !note.textContent;
-    const section = byId(id + "-section");  // of a chart that few runs need
-    if (section) section.hidden = !steps.length;
     const keep = unit === "nats" ? +byId("smoothing").value : 0;
     const data = [steps, ...curves.map(({ kind, values }) => kind === "replica" ? smoothed(values, keep) : values)];
-    const lines = curves.map(({ label, kind }, k) => ({ label, spanGaps: true, value: legend(FORMATS[unit]), ...STYLES[kind](k, steps.length < 400) }));
+    const lines = curves.map(({ label, kind }, k) => ({ label, spanGaps: true, value: legend(FORMATS[unit]), ...STYLES[kind](k) }));
     const options = { ...base("steps", counts(), axis({ size: unit === "nats" ? 46 : 58 })), scales: { x: { time: false } }, series: [{ label: "step", value: legend(whole) }, ...lines] };
     if (unit === "nats") return { data, options };
     options.height = Math.min(260, height());
-    if (unit === "steps") options.axes[1] = axis({ size: 34, incrs: INTEGERS });
-    if (unit === "steps") options.scales.y = { range: (u, low, high) => [0, high + 1] };
     if (unit !== "bytes") return { data, options };
     if (!curves.some(({ values }) => values.some(value => value > 0))) return { data: [[]], options };
     const range = (u, low, high) => low > 0 ? [10 ** Math.floor(Math.log10(low) - 0.3), 10 ** Math.ceil(Math.log10(high) + 0.05)] : [1, 10];
@@ -118,7 +112,7 @@ const drawChart = id => {
   if (unit === "nats") byId("smoothing").addEventListener("change", entry.redraw);
 };
 
-// What the comparison may be drawn over, by the names of the columns.
+// The x axes of the comparison, by column name.
 const OVER = { step: ["step", whole], tokens: ["tokens", amount], seconds: ["seconds", value => value == null ? "–" : seconds(value)], bytes_sent: ["sent", size] };
 
 const drawComparison = id => {
@@ -146,4 +140,4 @@ const drawComparison = id => {
   for (const control of ["over", "smoothing"]) byId(control).addEventListener("change", entry.redraw);
 };
 
-const colourSettings = () => { for (const swatch of document.querySelectorAll("[data-setting]")) swatch.style.background = `var(--${series(swatch.dataset.setting)})`; };
+const colorSettings = () => { for (const swatch of document.querySelectorAll("[data-setting]")) swatch.style.background = `var(--${series(swatch.dataset.setting)})`; };

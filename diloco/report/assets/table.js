@@ -1,4 +1,4 @@
-// What is drawn, as CSV: made here, from the data of this page.
+// The curves as CSV, made from the data in this page.
 const csv = lines => lines.map(line => line.map(value => value == null ? "" : /[",\n]/.test(value) ? `"${String(value).replaceAll('"', '""')}"` : value).join(",")).join("\n") + "\n";
 
 const tableOfRun = () => {

@@ -1,13 +1,13 @@
 // The timeline of one run: a lane of training and a lane per fragment for every replica, on one canvas, over seconds.
-// Returns a function that adds what a message of the server brings.
+// Returns a function that takes new data.
 const drawTimeline = () => {
   const frame = byId("timeline"), canvas = frame.querySelector("canvas"), tip = frame.querySelector(".tip"), bar = byId("windows");
   const LANE = 13, GAP = 2, HEAD = 20, AXIS = 22, BETWEEN = 12;
   const empty = frame.insertBefore(Object.assign(document.createElement("p"), { className: "empty" }), canvas);
   let replicas = [], end = 0, full = [0, 1], view = full, chosen = 0, drag = null, hits = [], left = 88, lanes = 1, tall = HEAD;
-  // Beyond four replicas one at a time is shown.
+  // Beyond four replicas, show one at a time.
   const shown = () => replicas.length > 4 ? [replicas[chosen]] : replicas;
-  const latest = ({ steps, rounds, events }) => Math.max(steps.at(-1)?.end ?? 0, events.at(-1)?.seconds ?? 0, rounds.reduce((most, round) => Math.max(most, round.seconds, round.sent_seconds + round.flight_seconds), 0));
+  const latest = ({ steps, rounds, events }) => Math.max(steps.at(-1)?.end ?? 0, events.at(-1)?.seconds ?? 0, rounds.reduce((most, round) => Math.max(most, round.applied_at), 0));
   const x = t => left + (t - view[0]) / (view[1] - view[0]) * (canvas.clientWidth - left - 2);
   const time = px => view[0] + (px - left) / (canvas.clientWidth - left - 2) * (view[1] - view[0]);
 
@@ -55,7 +55,7 @@ const drawTimeline = () => {
       hits.push({ box: [x(at) - 5, x(at) + 5, y(0) - 8, y(0)], text: `${event} after step ${step}\nat ${seconds(at)}` + (settings && `\n${settings}`) });
     }
   };
-  // Every bar is at least a pixel wide: a wait of a few microseconds would look like one of a whole step.
+  // Every bar is at least a pixel wide: a few exposed microseconds would look like a whole step.
   const visible = exposed => exposed > 0 && x(exposed) - x(0) >= 0.5;
   const steps = (g, replica, y) => {
     for (const { start, end, exposed, step, count } of replica.steps) {
@@ -64,19 +64,19 @@ const drawTimeline = () => {
       if (visible(exposed)) clipped(g, "exposed", end - exposed, end, y, LANE);
       if (spot[1] - spot[0] > 4) { g.fillStyle = color("page"); g.fillRect(spot[1] - 0.5, y, 1, LANE); }
       const name = count > 1 ? `steps ${step - count + 1} to ${step}` : `step ${step}`;
-      hits.push({ box: [...spot, y, y + LANE], text: `${name}: ${seconds(end - start)}` + (exposed > 0 ? `\nwaited ${seconds(exposed)}` : "") });
+      hits.push({ box: [...spot, y, y + LANE], text: `${name}: ${seconds(end - start)}` + (exposed > 0 ? `\nexposed ${seconds(exposed)}` : "") });
     }
   };
   const bars = (g, round, y) => {
-    const { sent_seconds: sent, seconds: applied, exposed_seconds: exposed } = round;
-    const there = sent + round.flight_seconds;
-    if (applied > there) clipped(g, "flight", there, applied, y + LANE / 2 - 0.5, 1);
-    const spot = round.counted ? clipped(g, "flight", sent, there, y + 1, LANE - 2) : hollow(g, sent, there, y + 1, LANE - 2);
-    if (visible(exposed)) clipped(g, "exposed", Math.max(sent, there - exposed), there, y + 1, LANE - 2);
+    const { sent_at: sent, applied_at: applied, seconds_exposed: exposed } = round;
+    const arrived = sent + round.seconds;
+    if (applied > arrived) clipped(g, "flight", arrived, applied, y + LANE / 2 - 0.5, 1);
+    const spot = round.counted ? clipped(g, "flight", sent, arrived, y + 1, LANE - 2) : hollow(g, sent, arrived, y + 1, LANE - 2);
+    if (visible(exposed)) clipped(g, "exposed", Math.max(sent, arrived - exposed), arrived, y + 1, LANE - 2);
     if (x(applied) >= left) { g.fillStyle = color("ink"); const thick = spot && spot[1] - spot[0] < 5 ? 1 : 2; g.fillRect(Math.round(x(applied)) - thick / 2, y, thick, LANE); }
     if (spot) hits.push({ box: [spot[0] - 3, Math.max(spot[1], x(applied)) + 3, y, y + LANE], text: described(round) });
   };
-  // A carried round: an outline, at least as wide as it is high, around its tick where nothing was sent.
+  // A carried round is an outline at least as wide as it is high, around its tick if nothing was sent.
   const hollow = (g, from, to, y, h) => {
     const spot = clipped(g, "flight", from, to, y, h);
     if (!spot) return null;
@@ -88,9 +88,9 @@ const drawTimeline = () => {
   const described = round => [
     `fragment ${round.fragment}, round ${round.index}`,
     ...(round.counted ? [] : [round.sent_step == null ? "carried: this replica did not send in this round" : "carried: its delta was not counted"]),
-    (round.sent_step == null ? "" : `sent after step ${round.sent_step}, `) + `applied after ${round.sent_step == null ? "step " : ""}${round.step}`,
-    `in flight ${seconds(round.flight_seconds)}, exposed ${seconds(round.exposed_seconds)}`,
-    `${size(round.bytes_sent)} sent, ${size(round.bytes_received)} received, ${round.members} members`,
+    (round.sent_step == null ? "" : `sent after step ${round.sent_step}, `) + `applied after ${round.sent_step == null ? "step " : ""}${round.applied_step}`,
+    `in flight ${seconds(round.seconds)}, exposed ${seconds(round.seconds_exposed)} (waited ${seconds(round.seconds_waited)})`,
+    `${size(round.bytes_sent)} sent, ${size(round.bytes_received)} received, ${round.members} members, overlap ${round.overlap}`,
   ].join("\n");
 
   const show = (next, button) => {
@@ -112,15 +112,15 @@ const drawTimeline = () => {
     return button;
   };
   let all = null, buttons = "";
-  // The buttons are made anew only if they change, so that nobody loses one while pressing it.
+  // Rebuild the buttons only if they change, so that none disappears while it is being pressed.
   const offer = windows => {
-    const wanted = JSON.stringify([windows, replicas.length]);
-    if (wanted === buttons) return;
-    buttons = wanted;
+    const state = JSON.stringify([windows, replicas.length]);
+    if (state === buttons) return;
+    buttons = state;
     bar.replaceChildren();
     all = add("all", "0", () => full);
     windows.forEach((w, k) => add(k ? `${["", "second", "third"][k]} slowest` : "slowest sync period",
-      `steps ${w.first_step} to ${w.last_step}, exposed ${seconds(w.exposed_seconds)} on all replicas`, () => [w.start, w.end]));
+      `steps ${w.first_step} to ${w.last_step}, exposed ${seconds(w.seconds_exposed)} on all replicas`, () => [w.start, w.end]));
     if (replicas.length > 4) {
       const select = document.createElement("select");
       select.setAttribute("aria-label", "Replica");
@@ -155,10 +155,8 @@ const drawTimeline = () => {
   let before = 0;
   new ResizeObserver(() => { if (frame.clientWidth !== before && end) { before = frame.clientWidth; draw(); } }).observe(frame);
   built.push({ redraw: draw });
-  const take = ({ since, replicas: fresh, fragments, windows, seconds: total, left_out }) => {
-    const before = new Map(since ? replicas.map(replica => [replica.number, replica]) : []);
-    const earlier = (number, name) => (before.get(number)?.[name] ?? []).filter(entry => entry.step < since);
-    replicas = fresh.map(replica => ({ ...replica, steps: earlier(replica.number, "steps").concat(rows(replica.steps)), rounds: earlier(replica.number, "rounds").concat(rows(replica.rounds)), events: earlier(replica.number, "events").concat(replica.events) }));
+  const update = ({ replicas: columns, fragments, windows, seconds: total, left_out }) => {
+    replicas = columns.map(replica => ({ ...replica, steps: rows(replica.steps), rounds: rows(replica.rounds) }));
     end = Math.max(total ?? 0, ...replicas.map(latest));
     lanes = fragments + 1; tall = HEAD + lanes * (LANE + GAP);
     const complete = view === full;
@@ -166,12 +164,12 @@ const drawTimeline = () => {
     empty.textContent = end ? "" : "Nothing written yet.";
     empty.hidden = end > 0; canvas.hidden = bar.hidden = !end;
     byId("left-out").hidden = !left_out;
-    byId("left-out").textContent = `${whole(left_out)} rounds are not drawn; those that are drawn are spread evenly.`;
+    byId("left-out").textContent = `${whole(left_out)} rounds are not drawn; the rest are evenly spaced.`;
     offer(windows);
     if (complete) view = full;
     if (all.getAttribute("aria-pressed") == null) all.setAttribute("aria-pressed", String(complete));
     if (end) draw();
   };
-  take(page.timeline);
-  return take;
+  update(page.timeline);
+  return update;
 };

@@ -1,10 +1,10 @@
-"""The order of training: every window of the corpus once in each epoch, in an order that is computed, not stored.
+"""The order of training: every window of the corpus once per epoch, in an order that is computed, not stored.
 
-Window w is the tokens from w·context on. The permutation of (seed, epoch) puts all windows of the corpus in a row; the
-row is given out, `sequences` to each replica in turn. So step t of all replicas together takes the same windows for
-any number of replicas and for any method, as long as replicas · sequences is the same: runs with the same seed and
-global batch can be compared. Within an epoch no two replicas see the same window. For the ranks of a sharded replica,
-count ranks instead of replicas; for gradient accumulation take several batches a step: the sum stays the same.
+Window w starts at token w·context. A permutation by (seed, epoch) puts all windows in a row, which is dealt out,
+`sequences` to each replica in turn. So step t takes the same windows, summed over the replicas, for any number of
+replicas and any method with the same global batch (replicas · sequences): such runs can be compared. Within an epoch no
+two replicas see the same window. For sharded replicas, count ranks instead of replicas; for gradient accumulation, take
+several batches per step.
 """
 
 import hashlib
@@ -24,18 +24,18 @@ _SHIFT, _SHIFT_AGAIN = np.uint64(31), np.uint64(27)
 
 
 class Batches:
-    """What one replica trains on. The position is its only state."""
+    """The training data of one replica. The position is its only state."""
 
     def __init__(
         self, tokens: np.ndarray, *, replica: int, replicas: int, sequences: int, context: int, seed: int
     ) -> None:
         if not 0 <= replica < replicas:
-            raise ConfigError(f"replica={replica}: give a number from 0 to {replicas - 1}")
+            raise ConfigError(f"replica={replica}: use a number from 0 to {replicas - 1}")
         self.windows = max(len(tokens) - 1, 0) // context
         if self.windows < replicas * sequences:
             raise ConfigError(
                 f"the corpus has {len(tokens)} train tokens, {self.windows} windows of context {context}, fewer than "
-                f"one batch of {replicas * sequences}: give more --data, or lower --batch or --context"
+                f"one batch of {replicas * sequences}: add more --data, or lower --batch or --context"
             )
         self._tokens, self._seed = tokens, seed
         self._first, self._sequences, self._stride = replica * sequences, sequences, replicas * sequences
@@ -65,7 +65,7 @@ class Batches:
         )
 
     def state_dict(self) -> dict[str, int]:
-        """How many windows all replicas together have taken: valid for any number of replicas."""
+        """The number of windows that all replicas together have taken: valid for any number of replicas."""
         return {"position": self._position}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
@@ -73,11 +73,11 @@ class Batches:
 
 
 def permuted(places: np.ndarray, size: int, seed: int, epoch: int) -> np.ndarray:
-    """Where a pseudo-random permutation of range(size) takes each place.
+    """Map each place by a pseudo-random permutation of range(size).
 
     A Feistel network on a nearly square grid of at least `size` cells: each round moves one coordinate by a hash of the
-    other, which can be undone. A place that lands beyond `size` is moved again until it lands within: few are, as the
-    grid has fewer than √size + 1 cells too many.
+    other, which can be undone. A place that lands beyond `size` is mapped again until it lands within: that is rare, as
+    the grid has fewer than √size + 1 extra cells.
 
     >>> permuted(np.arange(6), 6, seed=0, epoch=0).tolist()
     [1, 5, 0, 2, 3, 4]

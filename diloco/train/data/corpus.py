@@ -1,7 +1,7 @@
-"""The corpus: documents, tokenized once into files that are then memory-mapped, split into train and held-out.
+"""The corpus: documents, tokenized once into memory-mapped files, split into train and held-out.
 
-The hash of a document decides whether it is held out (one in twenty are), so all machines split alike. Documents are
-read one by one: the corpus need not fit into memory.
+The hash of a document decides whether it is held out (one in twenty is), so all machines agree on the split. Documents
+are read one by one: the corpus need not fit into memory.
 """
 
 import hashlib
@@ -20,9 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from diloco.autopilot.speed import default_cache
 from diloco.errors import ConfigError
-from diloco.runs.phase import Phase
-from diloco.speed import default_cache
+from diloco.runs.writer import Phase
 from diloco.train.data import documents
 from diloco.train.data.batches import Batches
 from diloco.train.data.documents import Sources
@@ -39,7 +39,7 @@ _EVALUATED_AT_ONCE = 16
 class Corpus:
     name: str
     sha256: str
-    """Hash of the hashes of all documents in order: equal on every machine for the same text."""
+    """Hash of the hashes of all documents in order: the same on every machine for the same text."""
     nbytes: int
     """Bytes of the train text."""
     train: Path
@@ -50,23 +50,17 @@ class Corpus:
 
     def batches(self, replica: int, replicas: int, sequences: int, context: int, seed: int) -> Batches:
         """The train windows of one replica, `sequences` at a time (see `diloco.train.data.batches`)."""
-        return Batches(
-            self._tokens(self.train),
-            replica=replica,
-            replicas=replicas,
-            sequences=sequences,
-            context=context,
-            seed=seed,
-        )
+        tokens = self._tokens(self.train)
+        return Batches(tokens, replica=replica, replicas=replicas, sequences=sequences, context=context, seed=seed)
 
     def evaluation(self, context: int, limit: int) -> list[tuple[Tensor, Tensor]]:
-        """Held-out windows with at most `limit` tokens in total: evenly spread, always the same, in equal batches."""
+        """Held-out windows of at most `limit` tokens in total: evenly spread, always the same, in equal batches."""
         ids = self._tokens(self.held_out)
         windows = max(len(ids) - 1, 0) // context
         if windows == 0:
             raise ConfigError(
                 f"{self.name}: {len(ids)} tokens are held out, fewer than one window of context {context}: "
-                "give more --data or lower --context"
+                "add more --data, or lower --context"
             )
         count = min(windows, max(limit // context, 1))
         size = min(count, _EVALUATED_AT_ONCE)
@@ -82,9 +76,9 @@ class Corpus:
     def unigram_loss(self) -> float:
         """Nats per held-out token of a model that knows only the frequency of each token in the train part."""
         size = self.tokenizer.vocabulary
-        seen = self._counts(self.train, size) + 1  # so that none is impossible
-        wanted = self._counts(self.held_out, size)
-        return float(-(wanted * np.log(seen / seen.sum())).sum() / wanted.sum())
+        train = self._counts(self.train, size) + 1  # so that no token is impossible
+        held_out = self._counts(self.held_out, size)
+        return float(-(held_out * np.log(train / train.sum())).sum() / held_out.sum())
 
     def _tokens(self, path: Path) -> np.ndarray:
         return documents.open_shard(path, self.tokenizer.vocabulary)
@@ -109,9 +103,9 @@ def prepare(
     Args:
         data: files, folders or hf:NAME; if empty, the sources of Python's standard library.
         tokenizer: bytes, train:SIZE, the path of a tokenizer.json, or hf:PATH_OR_ID for that of a model.
-        text_key: the field of .jsonl, .parquet and hf:NAME that holds the text.
-        phase: is told how far it is.
         cache: folder of prepared corpora. Default: `diloco` in the user's cache folder.
+        text_key: the field of .jsonl, .parquet and hf:NAME that holds the text.
+        phase: reports progress.
     """
     phase = phase or Phase(None)
     phase.say("reading the data")
@@ -122,15 +116,14 @@ def prepare(
     if not _is_complete(folder):
         try:
             cache.mkdir(parents=True, exist_ok=True)
-            # Made under another name, then renamed: a folder with the final name is complete.
+            # Written under a temporary name, then renamed: a folder with the final name is complete.
             with tempfile.TemporaryDirectory(prefix=f"{key[:16]}-", suffix=".tmp", dir=cache) as temporary:
                 _write(Path(temporary), sources, tokenizer, phase)
                 _publish(Path(temporary), folder)
         except OSError as error:
-            where = error.filename or cache
             raise ConfigError(
-                f"cannot prepare the corpus: {where}: {error.strerror}; free space there, or set XDG_CACHE_HOME to "
-                "another folder"
+                f"cannot prepare the corpus: {error.filename or cache}: {error.strerror}; free space there, or set "
+                "XDG_CACHE_HOME to another folder"
             ) from error
     return _open(folder, sources, tokenizer)
 
@@ -153,7 +146,7 @@ def _facts(folder: Path) -> dict[str, Any]:
 
 
 def _is_complete(folder: Path) -> bool:
-    """Compares sizes too, because a cleaner may have deleted some of the files."""
+    """Compare sizes too, because a cleaner may have deleted some of the files."""
     try:
         facts = _facts(folder)
         width = dtype_of(facts["vocabulary"]).itemsize
@@ -163,10 +156,10 @@ def _is_complete(folder: Path) -> bool:
 
 
 def _publish(temporary: Path, folder: Path) -> None:
-    """Rename to the final name, unless another process was faster: its folder holds the same."""
+    """Rename to the final name, unless another process was faster: its folder has the same content."""
     while True:
         try:
-            # TemporaryDirectory still owns the outer folder, so its contents move.
+            # TemporaryDirectory still owns the outer folder, so move the inner one.
             (temporary / "corpus").rename(folder)
             return
         except OSError:
@@ -198,7 +191,7 @@ def _write(temporary: Path, sources: Sources, tokenizer: str, phase: Phase) -> N
             file.write(np.append(ids, encoder.end).astype(dtype_of(encoder.vocabulary)).tobytes())
             counts[part][0] += len(ids) + 1
             counts[part][1] += nbytes
-            phase.progress("tokenising", counts["train"][1] + counts["held_out"][1], total)
+            phase.progress("tokenizing", counts["train"][1] + counts["held_out"][1], total)
     if not any(n for n, _ in counts.values()):
         raise documents.no_text(sources)
     _even_out(folder, counts, encoder)
@@ -232,7 +225,7 @@ def _is_held_out(digest: bytes) -> bool:
 
 
 def _even_out(folder: Path, counts: dict[str, list[int]], encoder: Tokenizer) -> None:
-    """Among few documents, the hash may hold out none or most: then hold out the last twentieth of the tokens."""
+    """With few documents, the hash may hold out none or most: then hold out the last twentieth of the tokens."""
     total, nbytes = (sum(column) for column in zip(*counts.values(), strict=True))
     if 0.01 <= counts["held_out"][0] / total <= 0.2:
         return

@@ -1,4 +1,4 @@
-"""Where documents come from: Python's own standard library, files, or a streamed Hugging Face dataset.
+"""The sources of documents: Python's standard library, files, or a streamed Hugging Face dataset.
 
 A document is a Python file, a line of .jsonl, a row of .parquet, the tokens up to an end token, or a piece of about
 16 KiB of any other text file: such files are often few and large, and a part of each should be held out.
@@ -26,7 +26,7 @@ PIECE = 1 << 14
 _BLOCK = 1 << 20
 """Tokens of a shard that are read at once; a longer document is cut."""
 _RECORDS = (".jsonl", ".parquet", ".bin")
-"""Files with a form of their own. Every other file is text, unless its first bytes hold a zero."""
+"""Files with a known structure. Every other file is text, unless its first bytes contain a zero."""
 _CHECKED = 100
 """Documents of each file that `check` reads."""
 _LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
@@ -41,14 +41,14 @@ class Sources:
     text_key: str = "text"
     """The field of a line or row that holds its text."""
     skipped: tuple[str, ...] = ()
-    """What was passed over in folders, in words."""
+    """Messages about files in folders that were skipped."""
 
     @property
     def tokenized(self) -> bool:
         return any(isinstance(item, Path) and item.suffix == ".bin" for item in self.items)
 
     def identity(self) -> str:
-        """A text that differs if a source does: paths, sizes and times of change."""
+        """A text that changes if a source does: paths, sizes and times of change."""
         facts = [] if self.text_key == "text" else [f"text {self.text_key}"]
         for item in self.items:
             if isinstance(item, str):
@@ -72,25 +72,25 @@ def find(data: Sequence[str], text_key: str = "text") -> Sources:
             continue
         path = Path(spec).expanduser()
         if path.is_dir():
-            files, passed_over = _in_folder(path)
+            files, messages = _in_folder(path)
             items.update(dict.fromkeys(files))
-            skipped += passed_over
+            skipped += messages
         elif not path.exists():
-            raise ConfigError(f"data={spec!r}: no such file or folder; check the path (or give hf:NAME for a dataset)")
+            raise ConfigError(f"data={spec!r}: no such file or folder; check the path, or use hf:NAME for a dataset")
         elif _is_binary(path):
-            raise ConfigError(f"data={spec!r}: a binary file; give text (from UTF-16, iconv makes UTF-8), .jsonl, "
+            raise ConfigError(f"data={spec!r}: a binary file; use text (convert UTF-16 to UTF-8 with iconv), .jsonl, "
                               ".parquet or token shards in .bin")  # fmt: skip
         else:
             items[path] = None
     name = data[0] if len(data) == 1 else f"{data[0]} and {len(data) - 1} more"
     sources = Sources(name, tuple(items), text_key=text_key, skipped=tuple(skipped))
     if sources.tokenized and not all(isinstance(item, Path) and item.suffix == ".bin" for item in items):
-        raise ConfigError(f"data={list(data)}: token shards (.bin) and text in one corpus; give one kind")
+        raise ConfigError(f"data={list(data)}: token shards (.bin) and text in one corpus; use one kind")
     return sources
 
 
 def _in_folder(folder: Path) -> tuple[list[Path], list[str]]:
-    """The files to read, and what is skipped. Next to records, any text but .txt is taken for a description of them."""
+    """The files to read, and messages about skipped ones. Next to records, text other than .txt only describes them."""
     files = sorted((file for file in folder.rglob("*") if file.is_file()), key=lambda file: file.parts)
     files = [file for file in files if not (file.suffix == ".json" and file.with_suffix(".bin").exists())]
     records = any(file.suffix in _RECORDS for file in files)
@@ -106,7 +106,7 @@ def _in_folder(folder: Path) -> tuple[list[Path], list[str]]:
     counts = Counter(reasons.values())
     if not counts[""]:
         raise ConfigError(
-            f"data={str(folder)!r}: the folder holds no text, .jsonl, .parquet or .bin; give one that does"
+            f"data={str(folder)!r}: the folder holds no text, .jsonl, .parquet or .bin; use one that does"
         )
     skipped = [f"{folder}: skipped {n} of {len(files)} files ({why})" for why, n in counts.items() if why]
     return [file for file in files if not reasons[file]], skipped
@@ -123,7 +123,7 @@ def _is_binary(path: Path) -> bool:
 
 
 def check(sources: Sources, *, utf8: bool, vocabulary: int | None = None) -> None:
-    """Read the first documents of every source, and raise what reading all of them would raise.
+    """Read the first documents of every source, to raise early what reading all of them would raise.
 
     Args:
         utf8: as for `texts`.
@@ -140,13 +140,13 @@ def check(sources: Sources, *, utf8: bool, vocabulary: int | None = None) -> Non
 
 
 def no_text(sources: Sources) -> ConfigError:
-    return ConfigError(f"{sources.name}: the corpus is empty; give --data that holds text")
+    return ConfigError(f"{sources.name}: the corpus is empty; set --data to files that hold text")
 
 
 def texts(sources: Sources, *, utf8: bool = False) -> Iterator[bytes]:
-    """The documents as they are on disk. Equal files of the standard library are given once.
+    """The documents as they are on disk. Identical files of the standard library are read once.
 
-    `utf8`: raise where a document is not UTF-8, which only a tokenizer of bytes can read.
+    `utf8`: raise if a document is not UTF-8, which only the tokenizer bytes can read.
     """
     seen: set[bytes] = set()
     for item in sources.items:
@@ -170,7 +170,7 @@ def _check_utf8(document: bytes, item: Path | str, position: int) -> None:
     except UnicodeDecodeError as error:
         raise ConfigError(
             f"{item}: byte {position + error.start} ({document[error.start]:#04x}) is not UTF-8; convert the file, "
-            "as in iconv -f LATIN1 -t UTF-8, or train on its bytes as they are with --tokenizer bytes"
+            "for example with iconv -f LATIN1 -t UTF-8, or train on the raw bytes with --tokenizer bytes"
         ) from None
 
 
@@ -192,17 +192,17 @@ def shards(sources: Sources, vocabulary: int, end: int) -> Iterator[np.ndarray]:
 
 
 def open_shard(path: Path, vocabulary: int) -> np.ndarray:
-    """Map raw little-endian ids; a .json beside them says {"dtype": "uint16" or "uint32", "vocabulary": N}."""
-    beside = path.with_suffix(".json")
+    """Map raw little-endian ids. A .json next to them says {"dtype": "uint16" or "uint32", "vocabulary": N}."""
+    header = path.with_suffix(".json")
     try:
-        facts = json.loads(beside.read_text(encoding="utf-8"))
-        kind, given = {"uint16": "<u2", "uint32": "<u4"}[facts["dtype"]], int(facts["vocabulary"])
+        facts = json.loads(header.read_text(encoding="utf-8"))
+        kind, declared = {"uint16": "<u2", "uint32": "<u4"}[facts["dtype"]], int(facts["vocabulary"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         form = '{"dtype": "uint16" or "uint32", "vocabulary": N}'
-        raise ConfigError(f"{path}: a token shard needs {beside.name} beside it of the form {form}") from error
-    if given != vocabulary:
+        raise ConfigError(f"{path}: a token shard needs {header.name} next to it, of the form {form}") from error
+    if declared != vocabulary:
         raise ConfigError(
-            f"{path} has a vocabulary of {given}, the tokenizer one of {vocabulary}: give the shard's with --tokenizer"
+            f"{path} has a vocabulary of {declared}, the tokenizer of {vocabulary}: pass the shard's with --tokenizer"
         )
     size = path.stat().st_size
     if size % np.dtype(kind).itemsize:
@@ -229,7 +229,7 @@ def _read(item: Path | str, key: str) -> Iterator[bytes]:
     if item.suffix == ".py":
         return iter((item.read_bytes(),))
     if item.suffix == ".bin":
-        raise ConfigError(f"{item} holds token ids, not text: give the tokenizer that made them with --tokenizer")
+        raise ConfigError(f"{item} holds token ids, not text: pass the tokenizer that made them with --tokenizer")
     return _BY_ROW[item.suffix](item, key) if item.suffix in _BY_ROW else _text(item)
 
 
@@ -252,13 +252,13 @@ def _jsonl(path: Path, key: str) -> Iterator[bytes]:
                 yield json.loads(line)[key].encode()
             except UnicodeError:
                 raise ConfigError(
-                    f"{path}, line {number}: not UTF-8; convert the file, as in "
+                    f"{path}, line {number}: not UTF-8; convert the file, for example with "
                     "iconv -f LATIN1 -t UTF-8, or remove the line"
                 ) from None
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
                 raise ConfigError(
-                    f'{path}, line {number}: not of the form {{"{key}": "…"}}; if the text has another name, give it '
-                    "with --text-key; otherwise correct or remove the line"
+                    f'{path}, line {number}: not of the form {{"{key}": "…"}}; if the text has another name, pass it '
+                    "with --text-key; otherwise fix or remove the line"
                 ) from error
 
 
@@ -273,7 +273,7 @@ def _parquet(path: Path, key: str) -> Iterator[bytes]:
                 yield (text or "").encode()
     except (ValueError, KeyError, AttributeError) as error:  # ArrowInvalid is a ValueError
         raise ConfigError(
-            f'{path}: not a parquet file with a column "{key}" of text; give the column of the text with --text-key'
+            f'{path}: not a parquet file with a column "{key}" of text; pass the column of the text with --text-key'
         ) from error
 
 
@@ -281,7 +281,7 @@ _BY_ROW = {".jsonl": _jsonl, ".parquet": _parquet}
 
 
 def _stream(spec: str, key: str) -> Iterator[bytes]:
-    """hf:NAME, hf:NAME:CONFIG, and with :COUNT at the end only that many documents."""
+    """Stream hf:NAME or hf:NAME:CONFIG; with :COUNT at the end, only that many documents."""
     try:
         load_dataset: Any = import_module("datasets").load_dataset
     except ImportError as error:
@@ -294,8 +294,8 @@ def _stream(spec: str, key: str) -> Iterator[bytes]:
             yield (row[key] or "").encode()
     except KeyError as error:
         raise ConfigError(
-            f'data={spec!r}: the rows have no field "{key}"; give the field of the text with --text-key'
+            f'data={spec!r}: the rows have no field "{key}"; pass the field of the text with --text-key'
         ) from error
     except (OSError, ValueError, RuntimeError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise ConfigError(f"data={spec!r}: {reason}; check the name and the network, or give files") from error
+        raise ConfigError(f"data={spec!r}: {reason}; check the name and the network, or use files") from error

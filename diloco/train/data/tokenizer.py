@@ -1,6 +1,6 @@
 """Text to token ids and back: bytes as they are, or a BPE of the `tokenizers` library.
 
-What `save` writes is read by transformers' AutoTokenizer and gives the same ids.
+transformers' AutoTokenizer reads what `save` writes, and gives the same ids.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ END = "<|endoftext|>"
 """The token between documents. The same characters inside a text do not become this token."""
 _KNOWN_ENDS = (END, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
 _TRAINED_ON = 1 << 26
-"""Largest amount of text, in bytes, that a BPE is trained on: with more the merges hardly change."""
+"""Maximum bytes of text that a BPE is trained on: with more, the merges hardly change."""
 _FORMS = "bytes, train:SIZE, the path of a tokenizer.json or hf:NAME"
 
 Ids = np.ndarray | Sequence[int]
@@ -34,15 +34,15 @@ class Tokenizer(Protocol):
         ...
 
     def encode(self, text: bytes) -> np.ndarray:
-        """Ids without the end, as `dtype_of(vocabulary)`."""
+        """Convert to ids of `dtype_of(vocabulary)`, without the end."""
         ...
 
     def decode(self, ids: Ids) -> str:
-        """Text; ends are left out."""
+        """Convert to text, without the ends."""
         ...
 
     def nbytes(self, ids: np.ndarray) -> int:
-        """Bytes of text that the ids stand for."""
+        """Bytes of the decoded text."""
         ...
 
     def save(self, folder: Path) -> None:
@@ -65,7 +65,7 @@ def default_tokenizer(model: str) -> str:
 
 
 def check_tokenizer(spec: str) -> None:
-    """Raise if it cannot be loaded, as far as that is known without the network."""
+    """Raise if it cannot be loaded, as far as can be checked without the network."""
     if spec.startswith("train:"):
         _trained_size(spec)
     elif spec != "bytes" and not _on_hub(spec):
@@ -86,19 +86,19 @@ def load_tokenizer(spec: str, texts: Iterable[bytes] = ()) -> Tokenizer:
 def _trained_size(spec: str) -> int:
     size = spec.removeprefix("train:")
     if not size.isdigit() or int(size) < 257:
-        raise ConfigError(f"tokenizer={spec!r}: give train:SIZE with at least 257 (256 bytes and the end)")
+        raise ConfigError(f"tokenizer={spec!r}: use train:SIZE with at least 257 (256 bytes and the end)")
     return int(size)
 
 
 def tokenizer_identity(spec: str) -> str:
-    """A text that differs if the tokenizer does: for a file the hash of its contents."""
+    """A text that changes if the tokenizer does: for a file, the hash of its content."""
     if spec == "bytes" or spec.startswith("train:"):
         return spec
     return hashlib.sha256(_file(spec).read_bytes()).hexdigest()
 
 
 def tokenizer_digest(tokenizer: Tokenizer) -> str:
-    """Hash of what `save` writes. It must be equal on all replicas: otherwise the same id means different text."""
+    """Hash of the saved tokenizer. It must be the same on all replicas: otherwise an id means different text."""
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save(Path(folder))
         return hashlib.sha256((Path(folder) / "tokenizer.json").read_bytes()).hexdigest()[:16]
@@ -118,14 +118,14 @@ class Bytes:
         return np.frombuffer(text, np.uint8).astype(dtype_of(self.vocabulary))
 
     def decode(self, ids: Ids) -> str:
-        kept = np.asarray(ids, np.int64)
-        return kept[kept < 256].astype(np.uint8).tobytes().decode(errors="replace")
+        values = np.asarray(ids, np.int64)
+        return values[values < 256].astype(np.uint8).tobytes().decode(errors="replace")
 
     def nbytes(self, ids: np.ndarray) -> int:
         return int(np.count_nonzero(ids < 256))
 
     def save(self, folder: Path) -> None:
-        """A byte-level BPE without merges, written here because `tokenizers` may not be installed."""
+        """Write a byte-level BPE without merges, by hand because `tokenizers` may not be installed."""
         level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
         model = {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
                  "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": False,
@@ -142,10 +142,10 @@ class BPE:
     """A `tokenizers.Tokenizer`. If it has no known end token, one is added."""
 
     def __init__(self, tokenizer: Any, settings: dict[str, Any]) -> None:
-        tokenizer.encode_special_tokens = True  # the text of a special token in a document is only text
+        tokenizer.encode_special_tokens = True  # in a document, the text of a special token is only text
         self._tokenizer, self._settings = tokenizer, settings
-        given = settings.get("eos_token")
-        names = [given["content"] if isinstance(given, dict) else given, *_KNOWN_ENDS]
+        eos = settings.get("eos_token")
+        names = [eos["content"] if isinstance(eos, dict) else eos, *_KNOWN_ENDS]
         name = next((n for n in names if n and tokenizer.token_to_id(n) is not None), END)
         if tokenizer.token_to_id(name) is None:
             tokenizer.add_special_tokens([name])
@@ -161,12 +161,12 @@ class BPE:
             tokenizer = library.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises plain Exception
             raise ConfigError(f"tokenizer={str(path)!r} is not a valid tokenizer.json: {error}") from error
-        beside = path.with_name("tokenizer_config.json")
-        return cls(tokenizer, json.loads(beside.read_text(encoding="utf-8")) if beside.exists() else {})
+        settings = path.with_name("tokenizer_config.json")
+        return cls(tokenizer, json.loads(settings.read_text(encoding="utf-8")) if settings.exists() else {})
 
     @classmethod
     def train(cls, texts: Iterable[bytes], size: int) -> "BPE":
-        """A byte-level BPE of `size` tokens, or fewer if the text allows fewer merges. The end is the last id."""
+        """Train a byte-level BPE of `size` tokens, or fewer if the text allows fewer merges. The end is the last id."""
         library = _library(f"tokenizer='train:{size}'")
         tokenizer = library.Tokenizer(library.models.BPE())
         tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -192,9 +192,9 @@ class BPE:
 
 
 def _write_settings(folder: Path, settings: dict[str, Any], end: str) -> None:
-    ours = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False,
-            "split_special_tokens": True, "eos_token": end, "model_max_length": 1_000_000_000}  # fmt: skip
-    text = json.dumps({**ours, **settings, "eos_token": settings.get("eos_token") or end}, indent=1)
+    defaults = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False,
+                "split_special_tokens": True, "eos_token": end, "model_max_length": 1_000_000_000}  # fmt: skip
+    text = json.dumps({**defaults, **settings, "eos_token": settings.get("eos_token") or end}, indent=1)
     (folder / "tokenizer_config.json").write_text(text, encoding="utf-8")
 
 
@@ -214,7 +214,7 @@ def _byte_characters() -> list[str]:
 
 
 def _on_hub(spec: str) -> bool:
-    """Whether it is the name of a model that is not a folder here."""
+    """Whether it names a model on the hub, not a local folder."""
     return spec.startswith("hf:") and not Path(spec[3:]).expanduser().is_dir()
 
 
@@ -223,15 +223,15 @@ def _file(spec: str) -> Path:
         return _downloaded(spec)
     path = Path(spec.removeprefix("hf:")).expanduser()
     if path.is_dir() and not (path / "tokenizer.json").is_file():
-        raise ConfigError(f"the folder {path} has no tokenizer.json: give a tokenizer with --tokenizer, {_FORMS}")
+        raise ConfigError(f"the folder {path} has no tokenizer.json: pass a tokenizer with --tokenizer: {_FORMS}")
     path = path / "tokenizer.json" if path.is_dir() else path
     if not path.is_file():
-        raise ConfigError(f"tokenizer={spec!r}: no such file; give {_FORMS}")
+        raise ConfigError(f"tokenizer={spec!r}: no such file; use {_FORMS}")
     return path
 
 
 def _downloaded(spec: str) -> Path:
-    """tokenizer.json of a model on the hub, and beside it tokenizer_config.json if the model has one."""
+    """Download tokenizer.json of a model on the hub, and tokenizer_config.json if the model has one."""
     try:
         from huggingface_hub import hf_hub_download
     except ImportError as error:
@@ -243,7 +243,7 @@ def _downloaded(spec: str) -> Path:
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ConfigError(
-            f"no tokenizer of {spec}: {reason}; check the name and the network, or give --tokenizer, {_FORMS}"
+            f"no tokenizer of {spec}: {reason}; check the name and the network, or set --tokenizer: {_FORMS}"
         ) from error
 
 

@@ -1,0 +1,1 @@
+"""Choose sync settings from measurements of the first steps and the link."""

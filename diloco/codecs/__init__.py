@@ -1,0 +1,1 @@
+"""What deltas look like on the wire: encode, decode, and the native kernels that do both."""

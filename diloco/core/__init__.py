@@ -1,0 +1,1 @@
+"""Streaming DiLoCo itself: the algorithm, and what attaches it to a model."""

@@ -1,0 +1,113 @@
+"""Host buffers that are reused: touching fresh pages costs several times as much as a pass over them."""
+
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from diloco.core.lane import Lane, Wait, already
+
+LARGE = 1 << 20
+"""Values from which on pinned buffers are rounded up."""
+
+
+class Buffers:
+    """Buffers that were given back stay until a different size is requested. So fragments of equal size, synced in
+    turn, share the memory of one, and never more is kept than was in use at one time. Pinned ones stay: allocating them
+    would stop the device."""
+
+    def __init__(self, pinned: "Pinned | None" = None) -> None:
+        self._pinned = pinned
+        self._free: list[tuple[Tensor, Wait]] = []
+        self._lock = threading.Lock()
+
+    def take(self, n: int) -> Tensor:
+        """Memory for n values. May wait for copies out of it."""
+        size = n if self._pinned is None else rounded(n)
+        with self._lock:
+            fitting = [i for i, (buffer, _) in enumerate(self._free) if len(buffer) == size]
+            reused = self._free.pop(fitting[0]) if fitting else None
+            if reused is None and n and self._pinned is None:
+                self._free.clear()
+        if reused is not None:
+            buffer, wait_for_copies = reused
+            wait_for_copies()
+        elif self._pinned is not None:
+            buffer = self._pinned.empty(size)
+        else:
+            buffer = torch.empty(size, dtype=torch.float32, device="cpu")
+        return buffer if size == n else buffer[:n]
+
+    def give(self, buffer: Tensor, wait_for_copies: Wait) -> None:
+        """Return memory that nobody reads or writes once `wait_for_copies` has returned."""
+        if len(buffer):
+            whole = buffer if buffer._base is None else buffer._base
+            with self._lock:
+                self._free.append((whole, wait_for_copies))
+
+
+def rounded(n: int) -> int:
+    """Up by at most a sixteenth, if n is large: pinned buffers stay, so fragments of almost equal size must share them.
+    Otherwise `Balanced` fragments would each pin another anchor."""
+    unit = 1 << max(n.bit_length() - 5, 0)
+    return -(-n // unit) * unit if n >= LARGE else n
+
+
+class Memory:
+    """Shared by all fragments: lanes to the accelerators, buffers for deltas in flight and for next states."""
+
+    def __init__(self, lanes: Mapping[torch.device, Lane] | None = None, *, pinned: "Pinned | None" = None) -> None:
+        self.lanes = lanes or {}
+        self._pinned = Pinned(next(iter(lanes)).type) if lanes else pinned
+        self.deltas, self.anchors, self.outers = Buffers(self._pinned), Buffers(self._pinned), Buffers()
+
+    def reserve(self, *, anchor: int, delta: int) -> None:
+        """Pin what the first round of a fragment would otherwise have to pin."""
+        for buffers, n in ((self.anchors, anchor), (self.deltas, delta)) if self.lanes else ():
+            buffers.give(buffers.take(n), already)
+
+    @property
+    def pinned_bytes(self) -> int:
+        return self._pinned.nbytes if self._pinned else 0
+
+    def seconds(self) -> float:
+        """Of the devices' training streams since the last call."""
+        return sum(lane.seconds() for lane in self.lanes.values())
+
+    def close(self) -> None:
+        """No more copies follow."""
+        for lane in self.lanes.values():
+            lane.close()
+        if self._pinned:
+            self._pinned.close()
+
+
+class Pinned:
+    """Pinned host memory, which a device copies without blocking the host.
+
+    torch rounds pinned memory up to a power of two, by up to 78 % for the anchors of real models, and never returns it
+    to the system. So on CUDA ordinary memory is pinned in place.
+    """
+
+    def __init__(self, kind: str) -> None:
+        self._kind, self._registered, self.nbytes = kind, list[Tensor](), 0
+
+    def empty(self, n: int) -> Tensor:
+        self.nbytes += 4 * n
+        if self._kind != "cuda":
+            return torch.empty(n, dtype=torch.float32, device="cpu", pin_memory=True)
+        buffer = torch.empty(n, dtype=torch.float32, device="cpu")
+        if n:
+            torch.cuda.check_error(_cuda().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0))
+            self._registered.append(buffer)
+        return buffer
+
+    def close(self) -> None:
+        while self._registered:
+            torch.cuda.check_error(_cuda().cudaHostUnregister(self._registered.pop().data_ptr()))
+
+
+def _cuda() -> Any:
+    return torch.cuda.cudart()

@@ -1,0 +1,1 @@
+"""Who takes part, and the mean of their deltas."""

@@ -1,0 +1,88 @@
+"""The communication thread: jobs one after another, in the order in which they were submitted, beside training."""
+
+import atexit
+import os
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+
+from diloco.codecs import kernels
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def usual_threads() -> int:
+    """One beside training on the CPU, whose cores it would take; a few beside an accelerator."""
+    return min(4, max((os.cpu_count() or 1) // 2, 1)) if torch.accelerator.is_available() else 1
+
+
+def start_threads(targets: Sequence[Callable[[], None]], name: str) -> list[threading.Thread]:
+    """Start a daemon thread for each target, with one core: the others belong to training. torch keeps the number of
+    threads for each thread, but a new thread inherits what was set last."""
+    number, ready = torch.get_num_threads(), threading.Barrier(len(targets) + 1)
+
+    def begin(target: Callable[[], None]) -> None:
+        torch.set_num_threads(1)
+        torch.get_num_threads()  # reading the value pins it for this thread
+        ready.wait()
+        target()
+
+    threads = [threading.Thread(target=begin, args=(target,), name=name, daemon=True) for target in targets]
+    for thread in threads:
+        thread.start()
+    ready.wait()
+    torch.set_num_threads(number)
+    return threads
+
+
+class CommThread:
+    """Args: threads: that encode and decode; everything else is done by one."""
+
+    def __init__(self, threads: int = 1) -> None:
+        self._threads = threads
+        self._jobs: queue.SimpleQueue[tuple[Callable[..., Any], tuple[Any, ...], Future[Any]] | None]
+        self._jobs = queue.SimpleQueue()
+        self._exit, self._exiting = threading.Lock(), False
+        (self._thread,) = start_threads([self._serve], "diloco")
+        atexit.register(self._at_exit)
+
+    def submit(self, job: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        assert not kwargs
+        future: Future[T] = Future()
+        self._jobs.put((job, args, future))
+        return future
+
+    def close(self, last: Callable[[], None]) -> None:
+        """Stop after the current job and `last`. Wait at most a second: the job may wait for other replicas."""
+        self.submit(last)
+        self._jobs.put(None)
+        self._thread.join(timeout=1.0)
+        if not self._thread.is_alive():
+            atexit.unregister(self._at_exit)
+
+    def unless_exiting(self, act: Callable[[], None]) -> None:
+        """Call `act`. While the interpreter ends, that would abort the process: then sleep until the end instead."""
+        with self._exit:
+            if not self._exiting:
+                act()
+                return
+        threading.Event().wait()
+
+    def _at_exit(self) -> None:
+        with self._exit:
+            self._exiting = True
+
+    def _serve(self) -> None:
+        kernels.use_threads(self._threads)
+        while (queued := self._jobs.get()) is not None:
+            job, args, future = queued
+            try:
+                future.set_result(job(*args))
+            except BaseException as error:
+                future.set_exception(error)
+            del queued, job, args, future  # free the delta and the mean: the next job may come much later

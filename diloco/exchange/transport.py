@@ -1,0 +1,382 @@
+"""The process groups of a Collective, and the exchanges on them. Gloo on the host carries everything.
+
+The groups are separate from the user's, which other threads use in an unknown order. They are not registered with
+torch.distributed, which would reuse names and keys after a group was destroyed.
+"""
+
+import json
+import os
+import re
+import socket
+import stat
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, ClassVar, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from diloco.exchange.header import Header
+
+PATIENCE = 2.0
+"""Seconds in which the others can say that their exchange broke too. They learn of it at once."""
+UNREACHABLE = 60
+"""Seconds without an answer from another machine's kernel after which its replica is lost: power, a cable, a router. A
+replica that is only slow still answers, whatever it computes: for those there is the timeout."""
+UNLIMITED = timedelta(days=365)
+
+
+_GOOD, _BAD = 1, 2
+"""The byte behind a piece."""
+
+
+class Broken(Exception):
+    """An exchange failed: a peer is gone or did not answer in time. The groups cannot be used any more."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """This process among those that find each other at a store."""
+
+    index: int = 0
+    size: int = 1
+    store: dist.Store | None = None
+    name: str = ""  # equal on all of these processes; others at the same store have another
+
+
+def own_name() -> str:
+    """For the messages of other replicas, as in: process 4711 on gpu07."""
+    return f"process {os.getpid()} on {socket.gethostname()}"
+
+
+def place_in(group: dist.ProcessGroup | None) -> Place:
+    """In a group of the default world; alone without one."""
+    if group is None:
+        return Place()
+    ranks = dist.get_process_group_ranks(group)
+    store = dist.distributed_c10d._get_default_store()
+    return Place(ranks.index(dist.get_rank()), len(ranks), store, ",".join(map(str, ranks)))
+
+
+def gather_json(group: Any, value: object, wait: Callable[[Any], object] = lambda work: work.wait()) -> list[Any]:
+    """What each process of a group says. Not torch's all_gather_object: unpickling would run code of a stranger who
+    has taken a seat in the group."""
+    data, size = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8), group.size()
+    lengths = torch.empty(size, dtype=torch.int64, device="cpu")
+    wait(group._allgather_base(lengths, torch.tensor([len(data)], device="cpu")))
+    padded = torch.zeros(int(lengths.max()), dtype=torch.uint8, device="cpu")
+    padded[: len(data)] = data
+    out = torch.empty(size * len(padded), dtype=torch.uint8, device="cpu")
+    wait(group._allgather_base(out, padded))
+    rows = zip(out.view(size, -1), lengths.tolist(), strict=True)
+    return [json.loads(row[:n].numpy().tobytes()) for row, n in rows]
+
+
+class RollCall:
+    """Which replica does not answer, after an exchange has broken.
+
+    A broken connection has an address, but often one of a port that nobody knows, or that of another survivor that
+    gave up first. So each replica whose exchange breaks says so in the store through which all found each other: a
+    replica that does not is gone, or was not in the exchange at all. Begins at once, on a thread of its own: the store
+    may never answer.
+    """
+
+    def __init__(self, store: dist.Store, replica: int, names: Sequence[str]) -> None:
+        self._store, self._replica, self._names = store, replica, names
+        self._missing = set(range(len(names))) - {replica}
+        self._asked = False
+        self._thread = threading.Thread(target=self._ask, name="roll call", daemon=True)
+        if len(names) > 2:
+            self._thread.start()
+
+    def result(self) -> str:
+        """Who is missing, in a sentence."""
+        if len(self._names) == 2:
+            return f"The other is {self._named(self._missing)}."
+        self._thread.join(PATIENCE + 1)
+        if not self._asked:
+            return "Which one is not known: the store that all could ask does not answer."
+        if not self._missing:
+            return "All replicas answer: only the connection between two processes broke."
+        return f"No answer from {self._named(self._missing)}."
+
+    def _named(self, replicas: set[int]) -> str:
+        return ", ".join(f"replica {m} ({self._names[m]})" for m in sorted(replicas))
+
+    def _ask(self) -> None:
+        deadline = time.monotonic() + PATIENCE
+        with suppress(RuntimeError):  # the store is gone
+            self._store.set(f"broken/{self._replica}", "")
+            while True:
+                self._missing -= {m for m in self._missing if self._store.check([f"broken/{m}"])}
+                self._asked = True
+                if not self._missing or time.monotonic() > deadline:
+                    return
+                time.sleep(0.02)
+
+
+class Groups:
+    """This process among the ranks that hold the same part of the model, one for each replica."""
+
+    _opened: ClassVar[Counter[str]] = Counter()
+
+    def __init__(self, across: Place, timeout: float) -> None:
+        self._across, self._timeout = across, timeout
+        self._replicas, self._replica = across.size, across.index
+        self._store: dist.Store | None = None
+        self._control: Any = self._group("control", across)
+        self._names: list[str] = []
+        self._payload: list[Any] = []
+        self._ddp: Any = None
+        self._shards: Any = None
+        self.sent = self.received = 0  # bytes of payloads
+
+    def _group(self, name: str, place: Place) -> Any:
+        name = f"diloco/{name}/{place.name}"
+        self._opened[name] += 1  # every member opens its groups in the same order
+        assert place.store is not None
+        store = dist.PrefixStore(f"{name}/{self._opened[name]}", place.store)
+        self._store = self._store or store  # that of the first group, which all replicas share
+        before = _open_files()
+        try:
+            group = dist.ProcessGroupGloo(store, place.index, place.size, timedelta(seconds=self._timeout))
+            _keep_alive(_open_files() - before)
+            return group
+        except RuntimeError as error:
+            raise Broken(_explain(str(error), self._timeout)) from None
+
+    def open(self, streams: int, ddp_ranks: Place, shards: Place) -> None:
+        """Open the other groups, after all replicas have agreed on the settings."""
+        if self._payload:
+            return
+        self._payload = [self._group(f"payload {i}", self._across) for i in range(streams)]
+        self._ddp = self._group("ddp", ddp_ranks) if ddp_ranks.size > 1 else None
+        self._shards = self._group("shards", shards) if shards.size > 1 else None
+
+    def introduce(self) -> None:
+        """Learn who the others are, while all are there."""
+        self._names = self.gather_json(own_name())
+
+    def roll_call(self) -> RollCall | None:
+        """After an exchange has broken: begin to ask who is still there."""
+        return RollCall(self._store, self._replica, self._names) if self._store and self._names else None
+
+    def drop(self) -> None:
+        """Close the connections: so the others learn that this replica is gone."""
+        self._control, self._payload, self._ddp, self._shards = None, [], None, None
+
+    def exchange(self, header: Header) -> list[Header]:
+        """Straight to every peer, in one round trip. Gloo's all-gather goes round a ring: a trip for each peer."""
+        mine = torch.frombuffer(bytearray(header.pack() * self._replicas), dtype=torch.uint8)
+        out = torch.empty_like(mine)
+        self.wait([self._control.alltoall_base(out, mine, [], [])])
+        return [Header.unpack(bytes(row.tolist()), m) for m, row in enumerate(out.view(self._replicas, -1))]
+
+    def gather_json(self, value: object) -> list[Any]:
+        """What each replica says."""
+        return self._gather_json(self._control, value)
+
+    def gather_json_of_ranks(self, value: object) -> list[Any]:
+        """What each rank of this replica says, in the same order on all of them."""
+        said = [value] if self._ddp is None else self._gather_json(self._ddp, value)
+        if self._shards is None:
+            return said
+        return [each for shard in self._gather_json(self._shards, said) for each in shard]
+
+    def _gather_json(self, group: Any, value: object) -> list[Any]:
+        return gather_json(group, value, lambda work: self.wait([work]))
+
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        if len(tensor):
+            self.wait([self._control.broadcast(tensor, source)])
+
+    def broadcast_patiently(self, tensor: Tensor) -> None:
+        """From the first process, which others may reach much later: no time limit. On the training thread, so it
+        sleeps in short waits, in which an interrupt is noticed."""
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor, options.timeout = 0, 0, UNLIMITED
+        work = self._started(lambda: self._control.broadcast([tensor], options))
+        while not work.is_completed():
+            with suppress(RuntimeError):  # not done yet; a real error is raised again below
+                work.wait(timedelta(seconds=0.2))
+        self.wait([work])
+
+    @property
+    def peers(self) -> list[int]:
+        return [(self._replica + i) % self._replicas for i in range(1, self._replicas)]
+
+    def post(self, kind: Literal["send", "recv"], piece: int, tensor: Tensor, peer: int, tag: int) -> Any:
+        """Start to send or to receive a piece. The streams take turns."""
+        return self._started(lambda: getattr(self._payload[piece % len(self._payload)], kind)([tensor], peer, tag))
+
+    def post_ends(self) -> list[Any]:
+        """A byte to and from each peer on every stream, behind all that was posted."""
+        end = [torch.zeros(self._replicas, dtype=torch.uint8) for _ in range(2)]
+        return [self._started(lambda g=group: g.alltoall_base(*end, [], [])) for group in self._payload]
+
+    def _started(self, start: Callable[[], Any]) -> Any:
+        try:
+            return start()
+        except RuntimeError as error:  # a connection that is known to be closed
+            raise Broken(_explain(str(error), self._timeout)) from None
+
+    def gather_ddp(self, share: Tensor, n: int) -> Tensor:
+        """All n values, from the share that each rank of this replica has."""
+        if self._ddp is None:
+            return share
+        size = self._ddp.size()
+        padded = torch.zeros(-(-n // size), dtype=torch.float32)
+        padded[: len(share)] = share
+        out = torch.empty(len(padded) * size, dtype=torch.float32)
+        self.wait([self._ddp._allgather_base(out, padded)])
+        return out[:n]
+
+    def wait(self, works: Sequence[Any], poll: bool = True) -> None:
+        """Sleep until all are done, checking after ever longer pauses: at most 10 % more time, 50 checks in 100 ms.
+
+        A check takes 25 µs from the core that trains.
+        Not in `work.wait()`: a thread that is inside it when the interpreter ends aborts the process.
+        """
+        began = time.perf_counter()
+        while poll and not all(work.is_completed() for work in works):
+            time.sleep(min(max((time.perf_counter() - began) / 10, 2e-4), 0.02))
+        try:
+            for work in works:
+                work.wait()
+        except RuntimeError as error:
+            raise Broken(_explain(str(error), self._timeout)) from None
+
+
+class Transfer:
+    """Payloads to and from all peers, in pieces that are under way at the same time and can be used one by one.
+
+    Straight to each peer, every receive posted before any send: gloo announces a receive on the connection that carries
+    the data. Behind megabytes that we send, the peer sees it late, and the link works in one direction at a time.
+    gloo's own all_gather and all_to_all often do that (50 to 75 % of a 100 Mbit/s link in two rounds of three; in this
+    order 99 % in all rounds).
+
+    Sends and receives cannot be asked whether they are done. So a byte follows every piece on the same connection: when
+    it has changed in memory, the piece is there. It also says whether the piece is good. A last exchange, which can be
+    asked, ends with the transfer, or when a peer is lost.
+
+    Args:
+        theirs: the memory for what comes, as theirs[piece][replica].
+        phase: a number for each transfer that is under way at the same time.
+    """
+
+    def __init__(self, groups: Groups, theirs: Sequence[Sequence[Tensor]], phase: int) -> None:
+        self._groups, self._phase = groups, phase
+        self._sends: list[Any] = []
+        self._ends: list[Any] = []
+        self._sent = self._received = 0
+        self._marks = torch.zeros(len(theirs), len(groups.peers), dtype=torch.uint8)
+        self._seen = self._marks.numpy()
+        self._receives = [self._post("recv", k, pieces, self._marks[k]) for k, pieces in enumerate(theirs)]
+        self._expected = [sum(len(pieces[m]) for m in groups.peers) for pieces in theirs]  # bytes
+
+    def _post(self, kind: Literal["send", "recv"], k: int, pieces: Sequence[Tensor], marks: Tensor) -> list[Any]:
+        """One piece from or to each peer, and the byte behind it."""
+        tag, out = 4 * k + 2 * self._phase, []
+        for i, m in enumerate(self._groups.peers):
+            out += [self._groups.post(kind, k, pieces[m], m, tag)] if len(pieces[m]) else []
+            out.append(self._groups.post(kind, k, marks[i : i + 1], m, tag + 1))
+        return out
+
+    def send(self, ours: Sequence[Tensor], good: bool) -> None:
+        """The next piece, one for each replica. `good`: what it was encoded from is finite."""
+        k = self._sent
+        self._sent += 1
+        self._sends += self._post("send", k, ours, torch.full_like(self._marks[k], _GOOD if good else _BAD))
+        self._groups.sent += sum(len(ours[m]) for m in self._groups.peers)
+        if self._sent == len(self._receives):
+            self._ends = self._groups.post_ends()
+
+    def wait(self) -> bool:
+        """Until the next piece from every peer is here; with the last one, until all was sent too. Returns whether all
+        of them are good."""
+        k, began = self._received, time.perf_counter()
+        self._received += 1
+        while not self._seen[k].all() and not any(end.is_completed() for end in self._ends):
+            time.sleep(min(max((time.perf_counter() - began) / 10, 2e-4), 0.02))
+        last = self._received == len(self._receives)
+        self._groups.wait([*self._receives[k], *(self._sends if last else [])], poll=False)
+        self._groups.received += self._expected[k]
+        if last:
+            self._groups.wait(self._ends)
+        return bool((self._seen[k] == _GOOD).all())
+
+
+def _open_files() -> set[int]:
+    return {int(name) for name in os.listdir("/dev/fd")} if os.path.isdir("/dev/fd") else set()
+
+
+def _keep_alive(files: set[int]) -> None:
+    """Let the kernel notice peers that have become unreachable. This also keeps idle connections open in routers, which
+    forget them after minutes. Gloo has no option for it, so this takes what it has opened; if another thread has opened
+    a connection meanwhile, that does no harm."""
+    options = {"TCP_KEEPIDLE": UNREACHABLE // 4, "TCP_KEEPALIVE": UNREACHABLE // 4, "TCP_KEEPINTVL": UNREACHABLE // 4,
+               "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 1000 * UNREACHABLE}  # fmt: skip
+    for file in files:
+        with suppress(OSError):  # closed again
+            if stat.S_ISSOCK(os.fstat(file).st_mode):
+                connection = socket.socket(fileno=file)
+                try:
+                    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                    for name, value in options.items():
+                        if hasattr(socket, name):  # which of them exist depends on the system
+                            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+                finally:
+                    connection.detach()
+
+
+def _explain(message: str, timeout: float) -> str:
+    if "Timed out" in message:
+        return f"another replica did not answer within {timeout:g} s"
+    peer = re.search(r"\[[^\]]*\]:\d+(?!\])", message)
+    if "Connection timed out" in message or "No route to host" in message:
+        return f"another replica{f' ({peer[0]})' if peer else ''} has been unreachable for {UNREACHABLE} s"
+    if "closed by peer" in message or "reset by peer" in message:
+        return f"another replica{f' ({peer[0]})' if peer else ''} is gone: its connection was closed"
+    return f"the exchange failed: {message.splitlines()[0][:200]}"
+
+
+SMALL, LARGE = 1 << 16, 1 << 25
+"""Bytes of the first message to each peer, and of the largest."""
+LONG = 0.5
+"""Seconds after which a message is long enough: what a link carries at once at first does not count any more."""
+TRIPS = 5
+
+
+@dataclass(frozen=True)
+class LinkSpeed:
+    round_trip: float  # seconds
+    rate: float  # bits of payload a second, each way, while all replicas send
+
+
+def measure(groups: Groups) -> LinkSpeed:
+    """All replicas at once. The messages grow until one takes long enough."""
+    if not groups.peers:
+        return LinkSpeed(0.0, float("inf"))
+    trip = min(_slowest(groups, 1) for _ in range(TRIPS))
+    size, seconds = SMALL, _slowest(groups, SMALL)
+    while seconds < LONG and size < LARGE:
+        size *= 4
+        seconds = _slowest(groups, size)
+    return LinkSpeed(trip, 8 * size * len(groups.peers) / max(seconds - trip, 1e-6))
+
+
+def _slowest(groups: Groups, size: int) -> float:
+    """Seconds of an exchange on the replica where it took longest: all must agree on whether it was long enough."""
+    groups.gather_json(None)  # all begin at the same time
+    mine, count = torch.zeros(size, dtype=torch.uint8), len(groups.peers) + 1
+    began = time.perf_counter()
+    transfer = Transfer(groups, [[torch.empty(size, dtype=torch.uint8) for _ in range(count)]], phase=0)
+    transfer.send([mine] * count, good=True)
+    transfer.wait()
+    return max(groups.gather_json(time.perf_counter() - began))

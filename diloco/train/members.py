@@ -1,0 +1,277 @@
+"""The members of a run: a fixed number of replicas, or members that come and go through a bucket.
+
+They decide the learning rate, the data and the end of the run, which depend on who takes part.
+"""
+
+import hashlib
+import itertools
+import math
+import re
+import socket
+import sys
+from dataclasses import Field, asdict, fields, replace
+from pathlib import Path
+from types import NoneType
+from typing import Any, Protocol, get_args
+
+import torch
+import torch.distributed as dist
+
+from diloco.bucket import Bucket, below, find_run
+from diloco.bucket.members import check_name
+from diloco.bucket.run import Run
+from diloco.bucket.store.cipher import read_secret
+from diloco.core.diloco import DiLoCo
+from diloco.errors import ConfigError, Mismatch
+from diloco.exchange.reducer import Reducer
+from diloco.exchange.world import World
+from diloco.runs.config import TrainConfig, names
+from diloco.runs.flags import choices, spelled, value_type, words_beside
+from diloco.runs.schema import Event, Step
+from diloco.runs.writer import Writer
+from diloco.train.data.batches import Batches
+from diloco.train.data.corpus import Corpus
+from diloco.train.settings import lr_at
+
+DIGEST = "tokenizer_digest"
+CARRIES = 32
+"""Rounds of work that one delta may count for: a slow member carries the work that was not counted yet."""
+SAFE = {"model": re.compile("[a-z0-9.]+"), "tokenizer": re.compile("bytes|train:[0-9]+")}
+"""Values that a member adopts from the run: presets, and tokenizers made here. Any other is loaded from elsewhere, so
+the user must set it."""
+LARGEST = {"context": 1 << 24, "batch": 1 << 24, "accumulate": 1 << 24, "replicas": 1 << 20}
+
+
+class Members(Protocol):
+    """Who takes part in the run, as the training loop sees it."""
+
+    @property
+    def reducer(self) -> Reducer | None:
+        """None: the default process group."""
+        ...
+
+    @property
+    def over(self) -> bool:
+        """Whether the run has ended, so that no step follows."""
+        ...
+
+    def begin(self, diloco: DiLoCo | None, start: int, folder: Path) -> None:
+        """Join the run. `start` is the step of the checkpoint that was loaded."""
+        ...
+
+    def batches(self, corpus: Corpus, sequences: int) -> Batches:
+        """The training data of this process. Call it after `begin`."""
+        ...
+
+    def lr(self, step: int) -> float:
+        """Inner learning rate of the next step."""
+        ...
+
+    def after(self, step: int, writer: Writer, last: Step | None) -> None:
+        """Note that a step is done. `last`: the newest step whose loss has been read."""
+        ...
+
+    def evaluated(self, loss: float) -> None:
+        """Note the loss of the anchors."""
+        ...
+
+    def stopped(self) -> None:
+        """Note that this process was asked to stop, and has saved."""
+        ...
+
+
+class Fixed:
+    """A constant number of replicas, all of which do `config.steps` steps."""
+
+    reducer = None
+
+    def __init__(self, config: TrainConfig, world: World) -> None:
+        assert config.steps is not None
+        self._config, self._world, self._steps, self.over = config, world, config.steps, False
+
+    def begin(self, diloco: DiLoCo | None, start: int, folder: Path) -> None:
+        self.over = start >= self._steps
+        if diloco:
+            diloco.join()
+
+    def batches(self, corpus: Corpus, sequences: int) -> Batches:
+        return corpus.batches(self._world.rank, self._world.size, sequences, self._config.context, self._config.seed)
+
+    def lr(self, step: int) -> float:
+        return lr_at(self._config, step)
+
+    def after(self, step: int, writer: Writer, last: Step | None) -> None:
+        self.over = step >= self._steps
+
+    def evaluated(self, loss: float) -> None: ...
+
+    def stopped(self) -> None: ...
+
+
+def member_name(config: TrainConfig) -> str:
+    machine = re.sub(r"[^a-z0-9_-]", "-", socket.gethostname().lower()).strip("-")[:63]
+    return check_name(config.member or machine or "member")
+
+
+def adopt_settings(config: TrainConfig) -> TrainConfig:
+    """Replace the shared settings by those of the run in the bucket, if there is one."""
+    config = replace(config, replicas=config.replicas or 2)
+    if config.model.startswith("hf:"):  # a user who names the model also trusts its tokenizer
+        config = replace(config, tokenizer=config.tokenizer or config.model)
+    run = _run(config)
+    if run is None:
+        return config
+    settings = {field.name: field for field in fields(TrainConfig)}
+    adopted = {}
+    for name in names("run"):
+        if name not in run.note:
+            continue
+        local, shared = getattr(config, name), _checked(settings[name], run.note[name])
+        if name in SAFE and shared != local and not SAFE[name].fullmatch(shared):
+            raise ConfigError(f"the run uses {spelled(name)} {shared}, which is loaded from elsewhere: if you trust "
+                              "it, set it yourself")  # fmt: skip
+        adopted[name] = shared
+        if local not in (shared, settings[name].default) and name != "replicas":
+            print(f"{spelled(name)} {local} is ignored: the run has {shared}", file=sys.stderr)  # noqa: T201
+    if run.note.get("data") and not config.data:
+        raise ConfigError("this run was created with --data: set --data to your local path")
+    return replace(config, **adopted)
+
+
+def _checked(field: Field[Any], value: Any) -> Any:
+    """A setting that the run's creator published: of the right type, and not absurd. `TrainConfig` checks the rest."""
+    kind, _ = value_type(field)
+    allowed = choices(field)
+    if isinstance(value, str):
+        good = kind is str or value in allowed
+        good &= value.isprintable() and len(value) < 10_000 and (not allowed or value in allowed)
+        good |= value in words_beside(field)
+    elif isinstance(value, bool) or value is None:
+        good = kind is bool if value is not None else NoneType in get_args(field.type)
+    else:
+        good = isinstance(value, (int, float)) and abs(value) <= LARGEST.get(field.name, 1e15)
+        good &= kind is float or (kind is int and isinstance(value, int))
+    if not good:
+        raise ConfigError(f"the run in the bucket has {field.name}={value!r:.60}, which is not a valid "
+                          f"{spelled(field.name)}; do not join a run that you do not trust")  # fmt: skip
+    return value
+
+
+class Elastic:
+    """Members of a bucket, which come and go. `config.batch` is that of all members the run was planned for."""
+
+    def __init__(self, config: TrainConfig, per_step: int, world: World, tokenizer: str) -> None:
+        assert config.bucket is not None and config.steps is not None
+        self._config, self._world, self._tokenizer = config, world, tokenizer
+        self.rounds = math.ceil(config.steps / config.sync_every)
+        shared = {k: v for k, v in asdict(config).items() if k in (*names("run"), "data")} | {DIGEST: tokenizer}
+        self.reducer = Bucket(
+            config.bucket, member_name(config), key=read_secret(config.key_file), encrypt=read_secret(config.encrypt),
+            join_only=config.join_only, quorum=config.quorum, straggler_timeout=config.straggler_timeout,
+            rounds=self.rounds, max_work=float(CARRIES * config.sync_every * per_step), note=shared,
+        )  # fmt: skip
+        self._position = self._joined_at = self._index = self._order = 0
+        self._warm = self.over = False
+
+    def begin(self, diloco: DiLoCo | None, start: int, folder: Path) -> None:
+        assert diloco is not None
+        diloco.join()
+        run = self.reducer.run
+        assert run is not None
+        if run.note.get(DIGEST, self._tokenizer) != self._tokenizer:
+            raise Mismatch("the run has a different tokenizer: use its tokenizer.json or, with train:SIZE, the same "
+                           "--data")  # fmt: skip
+        self._diloco, self._joined_at, self._warm = diloco, start, bool(start)
+        self._index, _ = self._agree()
+        self.over = min(self._least(*diloco.indices)) >= self.rounds
+        index = self._index
+        self._position = max(start, self._config.sync_every * index)
+        self._warm |= index == 0
+        self._order = self._data_order(folder / f"order-{self._world.shard}", bool(start))
+        if self._world.shard == 0:
+            (folder / "run-id").write_text(run.id)
+            event = f"created run {run.id}" if run.created else f"joined run {run.id} at round {index}"
+            print(f"{event}, as {self.reducer.name}", file=sys.stderr, flush=True)  # noqa: T201
+            if self.over:
+                print(f"it ended after {self.rounds} rounds: this member takes the result", file=sys.stderr)  # noqa: T201
+
+    def _data_order(self, path: Path, resumed: bool) -> int:
+        """Number of the order in which this member visits the windows, stored in `path`.
+
+        A member that resumes keeps the order that the position in its checkpoint refers to. Any other takes a new one:
+        otherwise it would start with the same windows again.
+        """
+        assert self.reducer.session is not None
+        if not (resumed and path.exists()):
+            path.write_text(str(self.reducer.session.entry.incarnation))
+        return int(path.read_text())
+
+    def batches(self, corpus: Corpus, sequences: int) -> Batches:
+        """Windows in an order that only this member has."""
+        assert self.reducer.run is not None
+        order = f"{self.reducer.run.id} {self.reducer.name} {self._order}"
+        digest = hashlib.blake2b(order.encode(), digest_size=6).digest()
+        return corpus.batches(0, 1, sequences, self._config.context, int.from_bytes(digest, "big"))
+
+    def lr(self, step: int) -> float:
+        """Follow the progress of the run, never backwards. A new member warms up: its AdamW has no moments yet."""
+        self._position = max(self._position + 1, self._config.sync_every * self._index)
+        lr = lr_at(self._config, self._position)
+        warmup = min(100, self._config.sync_every)
+        return lr if self._warm else lr * min((step - self._joined_at) / warmup, 1.0)
+
+    def after(self, step: int, writer: Writer, last: Step | None) -> None:
+        """Publish the progress of this member, write events, check whether the run has ended."""
+        self.reducer.publish(step=step)
+        if last:
+            self.reducer.publish(loss=last.loss, tokens_per_second=last.tokens_per_second)
+        for event in self.reducer.events():
+            writer.write(Event(event.pop("event"), writer.seconds(), step, event))
+        self._index, self.over = self._agree()
+
+    def evaluated(self, loss: float) -> None:
+        self.reducer.publish(anchor_loss=loss)
+
+    def stopped(self) -> None:
+        self.reducer.leave()  # so that the others need not wait for a timeout
+
+    def _agree(self) -> tuple[int, bool]:
+        """The round that the run has reached and whether it has ended, the same on all ranks of this member."""
+        index, ended = self._least(self._diloco.indices[0], self.reducer.ended)
+        return index, bool(ended)
+
+    def _least(self, *numbers: int) -> list[int]:
+        """The minimum of each number over all ranks of this member."""
+        values = torch.tensor(numbers)
+        if self._world.size > 1:
+            dist.all_reduce(values, dist.ReduceOp.MIN)
+        return values.tolist()
+
+
+def member_folder(config: TrainConfig) -> tuple[Path, bool]:
+    """The folder of this member, and whether it holds an earlier incarnation of the member in this run.
+
+    Unless `name` is set, it is named after the bucket and the member, with a number if an earlier run has that name.
+    """
+    assert config.bucket is not None
+    run = _run(config)
+    last = re.sub(r"[^\w.-]", "-", config.bucket.rstrip("/").rpartition("/")[2]).strip(".-") or "bucket"
+    stem = config.name or f"{last}-{member_name(config)}"
+    for folder in (config.out / (stem if n == 1 else f"{stem}-{n}") for n in itertools.count(1)):
+        stored_id = folder / "run-id"
+        if not stored_id.exists():
+            return folder, False
+        if run is not None and run.id == stored_id.read_text():
+            return folder, True
+        if config.name is not None:
+            raise ConfigError(f"{folder} belongs to run {stored_id.read_text()}, but the bucket has "
+                              f"{run.id if run else 'no run'}: use another --name")  # fmt: skip
+    raise AssertionError
+
+
+def _run(config: TrainConfig) -> Run | None:
+    assert config.bucket is not None
+    url = config.bucket if config.shards == 1 else below(config.bucket, 0)
+    if config.dry_run and "://" not in url and not Path(url).exists():
+        return None
+    return find_run(url, read_secret(config.key_file), encrypt=read_secret(config.encrypt), create=not config.join_only)

@@ -1,0 +1,66 @@
+"""The memory that is reckoned for an accelerator is what DiLoCo takes there."""
+
+import pytest
+
+from diloco import E3M0, Balanced, DiLoCo, Float32, Strided
+from diloco.core.footprint import Counted, footprint
+from diloco.core.lane import already
+from diloco.core.memory import LARGE, Buffers
+from diloco.core.tensors import find_layers
+from tests.support import late_device
+from tests.support.models import Tiny, adamw, steps
+from tests.support.processes import run
+
+
+def _taken(rank, settings):
+    late_device.install()
+    model = Tiny().to(late_device.NAME)
+    optimizer = adamw(model)
+    diloco = DiLoCo(model, optimizer, **settings)
+    begun = diloco.pinned_bytes
+    lanes = [b.nbytes for lane in diloco._replica.memory.lanes.values() for b, _ in lane._free]
+    with diloco:
+        for _ in steps(model, optimizer, rank, 1, 3 * settings["sync_every"]):
+            pass
+        taken = diloco.pinned_bytes
+    empty = Tiny().to("meta")
+    tensors = dict(empty.named_parameters())
+    shapes = {name: tuple(p.shape) for name, p in tensors.items()}
+    reckoned = footprint(
+        settings["fragments"].split(shapes, find_layers(empty, tensors)),
+        tensors,
+        codec=settings["codec"],
+        schedule=diloco.schedule,
+        overlap=settings["overlap"],
+        packs_for=2,
+    )
+    return begun, taken, diloco.pinned_bytes, sum(lanes), reckoned
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("codec", [E3M0(), Float32()])
+@pytest.mark.parametrize(
+    ("fragments", "sync_every", "overlap"),
+    [(Strided(1), 12, 1), (Balanced(3), 9, 8), (Strided(2), 8, 6)],
+    ids=["one in flight", "all in flight", "several in flight"],
+)
+def test_pinned_memory_and_memory_of_the_device_are_what_is_reckoned(fragments, sync_every, overlap, codec):
+    settings = {"fragments": fragments, "sync_every": sync_every, "overlap": overlap, "codec": codec}
+    for begun, taken, ended, lanes, reckoned in run(2, _taken, settings):
+        assert lanes == reckoned.device_bytes
+        assert begun <= taken <= reckoned.pinned_bytes  # a round that arrives late uses an anchor that was given back
+        assert overlap > 1 or taken == reckoned.pinned_bytes
+        assert ended <= reckoned.last_bytes - 8 * sum(reckoned.values)
+        assert reckoned.host_bytes > reckoned.pinned_bytes + 4 * sum(reckoned.values)
+
+
+def test_large_fragments_of_almost_equal_size_share_pinned_memory():
+    counted = Counted()
+    buffers = Buffers(counted)
+    for n in (16 * LARGE, 16 * LARGE - 1, 16 * LARGE - LARGE // 4):
+        memory = buffers.take(n)
+        assert len(memory) == n
+        buffers.give(memory, already)
+    assert counted.nbytes == 4 * 16 * LARGE
+    assert len(buffers.take(8 * LARGE)) == 8 * LARGE and counted.nbytes == 4 * 24 * LARGE
+    assert len(Buffers().take(LARGE + 1)._base or ()) == 0  # on the host, memory is freed instead

@@ -1,0 +1,376 @@
+"""The accelerator's branches of the core, on a device that does everything as late as it may; the CPU has the bits.
+
+Each test runs in processes of its own, because the device is there for the rest of a process.
+"""
+
+import copy
+import re
+import warnings
+from collections import Counter
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from diloco import E3M0, SGD, Balanced, DiLoCo, Float32
+from diloco.codecs.codec import codec_named
+from diloco.codecs.formats import FORMATS
+from diloco.core.fragment import Piece
+from diloco.core.view import FlatView, Span, lanes_for
+from diloco.errors import NotFinite
+from diloco.exchange import local
+from diloco.exchange.mean import exact
+from diloco.exchange.reducer import Round
+from tests.support import late_device, players
+from tests.support.fake_reducer import Mean, Script
+from tests.support.models import Tiny, adamw, anchors, batch, flat, steps
+from tests.support.processes import run
+
+STEPS = 30
+LATE = late_device.NAME
+
+
+def small(span):
+    """Some are handled together, as those of an accelerator are: the late device's are of a class of their own."""
+    return span.size < 300 and span.size == span.tensor.numel()
+
+
+def start(device, *, dtype=torch.float32, **settings):
+    Span.small = property(small)
+    model = Tiny().to(dtype).to(device)
+    optimizer = adamw(model)
+    return model, optimizer, DiLoCo(model, optimizer, **settings)
+
+
+def play(device, rank, *, look=0, **settings):
+    """Weights and anchors at the end; `look`: every so many steps also what the anchors and the state are then."""
+    model, optimizer, diloco = start(device, **settings)
+    history = []
+    with diloco:
+        for step in steps(model, optimizer, rank, 1, STEPS):
+            if look and step % look == 0:
+                with diloco.anchors():
+                    history.append(flat(model).cpu())
+                history.append(flat(model).cpu())
+            if look and step % (look - 1) == 0:
+                parts = diloco.state_dict()["shard 0 of 1"]["fragments"]
+                history += [torch.cat([part["anchor"], part["outer"]]) for part in parts.values()]
+                history += [torch.tensor([bool(part["flight"])]) for part in parts.values()]
+    return [flat(model).cpu(), anchors(diloco), *history]
+
+
+def same(expected, found):
+    """Bit for bit."""
+    return len(expected) == len(found) and all(
+        torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(expected, found, strict=True)
+    )
+
+
+def _both_in_a_group(rank, settings):
+    late_device.install()
+    same_bits = same(play("cpu", rank, **settings), play(LATE, rank, **settings))
+    return same_bits, late_device.races
+
+
+OVERLAPS = {
+    "waits": {"sync_every": 4, "overlap": 0, "fragments": Balanced(2)},
+    "one step": {"sync_every": 6, "overlap": 1, "fragments": Balanced(3)},
+    "several in flight": {"sync_every": 10, "overlap": 9, "fragments": Balanced(5)},
+    "keeps half": {"sync_every": 5, "overlap": 4, "fragments": Balanced(4), "keep_local": 0.5},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("look", [0, 4], ids=["plain", "looked at"])
+@pytest.mark.parametrize("name", OVERLAPS)
+def test_replicas_on_the_device_have_the_bits_of_replicas_on_the_cpu(name, look):
+    assert run(2, _both_in_a_group, OVERLAPS[name] | {"look": look}) == [(True, [])] * 2
+
+
+def _one_of_each(rank, settings):
+    late_device.install()
+    return play(LATE if rank else "cpu", rank, **settings), late_device.races
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["one step", "several in flight"])
+def test_a_replica_on_the_device_and_one_on_the_cpu_agree(name):
+    (on_cpu, _), (late, races) = run(2, _one_of_each, OVERLAPS[name])
+    assert same(on_cpu, late) and not races
+
+
+def _both_in_one_process(rank, settings):
+    late_device.install()
+
+    def on(device):
+        return local.run(2, lambda reducer: play(device, reducer.replica, reducer=reducer, look=5, **settings))
+
+    found = [same(*pair) for pair in zip(on("cpu"), on(LATE), strict=True)]
+    return found, late_device.races
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "settings",
+    [
+        *({"codec": codec_named(name)} for name in FORMATS),
+        {"dtype": torch.bfloat16},
+        {"dtype": torch.bfloat16, "keep_local": 0.5},
+    ],
+    ids=[*FORMATS, "bf16 parameters", "bf16 parameters, keeps half"],
+)
+def test_every_codec_and_type_of_parameter_has_the_bits_of_the_cpu(settings):
+    settings = {"sync_every": 6, "overlap": 2, "fragments": Balanced(3)} | settings
+    assert run(1, _both_in_one_process, settings) == [([True, True], [])]
+
+
+def _resumed(device, rank, at):
+    """The end of a run that was saved with deltas in flight and continued from there."""
+    settings = {"sync_every": 8, "overlap": 5, "fragments": Balanced(4), "keep_local": 0.25}
+    model, optimizer, diloco = start(device, **settings)
+    with diloco:
+        for step in steps(model, optimizer, rank, 1, STEPS):
+            if step == at:
+                saved = {
+                    "model": {n: p.detach().cpu() for n, p in model.named_parameters()},
+                    "diloco": diloco.state_dict(),
+                }
+                saved["optimizer"] = [{n: v.cpu() for n, v in s.items()} for s in optimizer.state.values()]
+                saved = copy.deepcopy(saved)
+    whole = [flat(model).cpu(), anchors(diloco)]
+    model, optimizer, diloco = start(device, **settings)
+    model.load_state_dict(saved["model"])
+    for p, state in zip(model.parameters(), saved["optimizer"], strict=True):
+        optimizer.state[p] = {n: v.to(device) for n, v in state.items()}
+    diloco.load_state_dict(saved["diloco"])
+    with diloco:
+        for _ in steps(model, optimizer, rank, at + 1, STEPS):
+            pass
+    return [*whole, flat(model).cpu(), anchors(diloco)]
+
+
+def _resume_both(rank):
+    late_device.install()
+    on_cpu, late = _resumed("cpu", rank, 19), _resumed(LATE, rank, 19)
+    return same(on_cpu, late), same(late[:2], late[2:]), late_device.races
+
+
+@pytest.mark.slow
+def test_a_run_on_the_device_continues_from_any_step():
+    assert run(2, _resume_both) == [(True, True, [])] * 2
+
+
+def _bucket(*devices):
+    """Three members, of which one is often late: its deltas do not count, and it follows."""
+    world = players.World(values=600)
+    members = []
+    for name, device in zip("abc", devices, strict=True):
+        model = torch.nn.Linear(world.values, world.fragments, bias=False)
+        torch.nn.init.zeros_(model.weight)
+        members.append(players.Player(world, name, rate=0.1 * (1 + len(members)), model=model.to(device)))
+    players.meet(*members)
+    for step in range(60):
+        for k, member in enumerate(members):
+            member.step()
+            if k < 2 or step % 10 == 0:
+                member.turn()
+        world.now += 0.5
+    outcomes = Counter(
+        (o.counted, i) for i, m in enumerate(members) for _, o in m.reduce.outcomes if isinstance(o, Round)
+    )
+    return [flat(m.model).cpu() for m in members] + [anchors(m.diloco) for m in members], outcomes
+
+
+def _bucket_both(rank, devices):
+    late_device.install()
+    (on_cpu, expected), (others, outcomes) = _bucket("cpu", "cpu", "cpu"), _bucket(*devices)
+    return same(on_cpu, others), expected == outcomes, {counted for counted, _ in outcomes}, late_device.races
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [(LATE, LATE, LATE), ("cpu", LATE, LATE)], ids=["all", "two of three"])
+def test_members_of_a_bucket_on_the_device_have_the_bits_of_members_on_the_cpu(devices):
+    assert run(1, _bucket_both, devices) == [(True, True, {True, False}, [])]
+
+
+def _counted(rank, settings):
+    """What 30 steps copy and wait for, without the batches."""
+    late_device.install()
+    model, optimizer, diloco = start(LATE, **settings)
+    diloco.join()
+    counters = late_device.counters = late_device.Counters()
+    batches = 0
+    for step in steps(model, optimizer, rank, 1, STEPS):
+        batches += sum(tensor.nbytes for tensor in batch(rank, step))
+    diloco.leave()
+    counters.copied[0, "up"] -= batches
+    counters.pageable["up"] -= batches
+    sizes = [fragment.view.size for fragment in diloco._fragments]
+    sent = [sizes[round.fragment] for round in diloco.stats.last]
+    sent += [sizes[f.number] for f in diloco._fragments if f.in_flight is not None]
+    return counters, sent
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("codec", [Float32(), E3M0()])
+@pytest.mark.parametrize("name", ["one step", "keeps half"])
+def test_training_on_the_device_waits_for_nothing_and_its_stream_copies_nothing(name, codec):
+    for counters, sent in run(2, _counted, OVERLAPS[name] | {"codec": codec}):
+        assert not any(counters.pageable.values())
+        assert not any(counters.waits.values())  # the communication thread asks and sleeps
+        assert counters.copied[0, "up"] == counters.copied[0, "down"] == 0
+        up, down = (sum(n for (_, way), n in counters.copied.items() if way == wanted) for wanted in ("up", "down"))
+        # E3M0 is encoded on the device: half a byte a value, filled up to words, and 16 bytes.
+        assert down == sum(4 * n if codec == Float32() else 8 * -(-codec.nbytes(n) // 8) + 16 for n in sent)
+        assert 4 * sum(sent) < up <= 8 * sum(sent)  # anchors for the sends, and the states that have arrived
+
+
+class Silent(Script):
+    """Nobody takes the delta, so nobody waits for it."""
+
+    def send(self, fragment, index, delta):
+        self.under_way.add((fragment, index))
+
+
+def _alone(device, reducer):
+    """One replica, and a function that makes a step which waits for nothing."""
+    model = torch.nn.Linear(8, 4, bias=False).to(device)
+    torch.nn.init.ones_(model.weight)
+    diloco = DiLoCo(model, reducer=reducer, sync_every=4, overlap=2, fragments=Balanced(1), outer=SGD(1.0))
+
+    def step():
+        with torch.no_grad():
+            model.weight.mul_(1.5)
+        reducer.now += 1
+        diloco.step()
+
+    return diloco, step
+
+
+def _saved_in_flight(rank):
+    late_device.install()
+    flights = []
+    for device in ("cpu", LATE):
+        diloco, step = _alone(device, Silent())
+        for _ in range(4):
+            step()
+        flights.append(bytes(diloco._fragments[0].state_dict()["flight"]))  # the replica's looks at the weights first
+    return len(flights[0]) > 0, flights[0] == flights[1]
+
+
+@pytest.mark.slow
+def test_a_delta_is_saved_only_once_it_is_there():
+    assert run(1, _saved_in_flight) == [(True, True)]
+
+
+def _memory_of_the_old_anchor(rank):
+    late_device.install()
+    outcome = Mean(exact(torch.full((32,), -1.0)), {"a": 1.0})
+    diloco, step = _alone(LATE, Script({(0, 1): [(6, outcome)]}))
+    (fragment,) = diloco._fragments
+    for count in range(1, 7):
+        old = fragment.state.anchor
+        step()
+        if count == 5:
+            with diloco.anchors():
+                pass
+    assert fragment.state.index == 1
+    while fragment.memory.anchors.take(32).fill_(7.0) is not old:
+        pass
+    late_device.synchronize()
+    return late_device.races
+
+
+@pytest.mark.slow
+def test_the_memory_of_an_anchor_is_used_again_only_after_it_was_copied():
+    assert run(1, _memory_of_the_old_anchor) == [[]]
+
+
+def _sharded(rank):
+    """What FSDP2 leaves on a rank, taken and written."""
+    late_device.install()
+    out = []
+    for device in ("cpu", LATE):
+        whole = torch.arange(15.0).view(5, 3)
+        mesh, mine = init_device_mesh(device, (2,)), whole.chunk(2)[rank].to(device)
+        tensor = DTensor.from_local(mine, mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride())
+        piece = (Piece("x", 1, 5),)
+        view = FlatView(piece, {"x": tensor}, lanes_for([piece], {"x": tensor}))
+        anchor, delta = (torch.full((view.size,), 2.0, pin_memory=True) for _ in range(2))
+        copied = view.subtract(anchor, delta)
+        view.merge(anchor, 0.25)
+        copied()
+        out.append([delta, tensor.to_local().cpu()])
+    return same(*out), len(out[0][0]), late_device.races
+
+
+@pytest.mark.slow
+def test_a_shard_on_the_device_has_the_bits_of_one_on_the_cpu():
+    assert run(2, _sharded) == [(True, 6, []), (True, 6, [])]
+
+
+def _not_finite(rank):
+    """What a nan on one of two replicas says."""
+    late_device.install()
+
+    def loop(reducer):
+        model, optimizer, diloco = start(LATE, reducer=reducer, sync_every=4, fragments=Balanced(2))
+        with diloco:
+            for step in steps(model, optimizer, reducer.replica, 1, STEPS):
+                if step == 5 and reducer.replica == 1:
+                    with torch.no_grad():
+                        model.head.weight.fill_(torch.nan)
+
+    try:
+        local.run(2, loop)
+    except NotFinite as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.slow
+def test_inf_and_nan_are_found_in_deltas_that_the_device_encodes():
+    (message,) = run(1, _not_finite)
+    assert re.search("inf or nan in [a-z0-9.]+weight on replica 1", message)  # one step later it is in all of them
+
+
+def _same_data(rank):
+    late_device.install()
+
+    def loop(reducer):
+        model, optimizer, diloco = start(LATE, reducer=reducer, sync_every=4, fragments=Balanced(2))
+        with diloco:
+            for _ in steps(model, optimizer, 0, 1, STEPS):
+                pass
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        local.run(2, loop)
+    return [str(warning.message) for warning in caught]
+
+
+@pytest.mark.slow
+def test_replicas_that_train_on_the_same_data_are_noticed_by_digests_from_the_device():
+    (messages,) = run(1, _same_data)
+    assert any("sent identical updates" in message for message in messages)
+
+
+def _ahead(rank):
+    """Before a send, and when a round has arrived: whether the anchor is on its way to the device already."""
+    late_device.install()
+    outcome = Mean(exact(torch.full((32,), -1.0)), {"a": 1.0})
+    script = Script({(0, 1): [(6, outcome)]})
+    diloco, step = _alone(LATE, script)
+    (fragment,) = diloco._fragments
+    ahead = []
+    for _ in range(5):
+        step()
+        ahead.append(any(fragment._uploads))
+    script.now = 6
+    return ahead, any(script.poll(0, 1).state.uploads)
+
+
+@pytest.mark.slow
+def test_anchors_are_on_their_way_to_the_device_before_they_are_needed():
+    assert run(1, _ahead) == [([False, False, True, False, False], True)]
