@@ -43,7 +43,7 @@ class TrainConfig:
         f"A preset ({', '.join(PRESETS)}), or hf:PATH_OR_ID for a Hugging Face causal LM.",
         why="trains on two cores in minutes")
     data: tuple[str, ...] = _model((),
-        "Files or folders of text, .jsonl, .parquet or token shards (.bin), or hf:NAME for a dataset.",
+        "Files or folders of text, .jsonl or .parquet, or hf:NAME for a dataset.",
         why="the source code of Python's standard library", scope="member")
     text_key: str = _model("text", "Field of .jsonl, .parquet and hf:NAME that holds the text.", scope="member",
         expert=True)

@@ -172,10 +172,8 @@ def _check_data(sources: Sources, tokenizer: str, online: bool) -> None:
     local = tuple(item for item in sources.items if online or isinstance(item, Path))
     if len(local) < len(sources.items) and importlib.util.find_spec("datasets") is None:
         raise ConfigError(f"data={sources.name!r} needs datasets: {install_command('hf')}")
-    shards = sources.tokenized and not tokenizer.startswith("train:")
-    vocabulary = load_tokenizer(tokenizer).vocabulary if shards else None
     if local:
-        documents.check(replace(sources, items=local), utf8=tokenizer != "bytes", vocabulary=vocabulary)
+        documents.check(replace(sources, items=local), utf8=tokenizer != "bytes")
 
 
 def check_resume(config: TrainConfig, folder: Path, before: TrainConfig) -> None:

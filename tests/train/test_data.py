@@ -31,7 +31,7 @@ def book(tmp_path):
 
 
 def _ids(path: Path) -> np.ndarray:
-    return documents.open_shard(path, 257)
+    return np.fromfile(path, np.uint16)
 
 
 def _documents(path: Path) -> list[bytes]:
@@ -152,23 +152,6 @@ def test_a_dataset_is_streamed_with_its_config_and_so_many_documents(tmp_path):
         list(documents.texts(documents.find([f"hf:{tmp_path}:other"])))
 
 
-def test_token_shards_are_read_as_they_were_written(tmp_path, book):
-    corpus = prepare([str(book)], "bytes", tmp_path / "cache")
-    again = prepare([str(corpus.train.parent)], "bytes", tmp_path / "cache")
-    texts = _documents(again.train) + _documents(again.held_out)
-    assert b"".join(sorted(texts)) == b"".join(sorted(_documents(corpus.train) + _documents(corpus.held_out)))
-    assert again.nbytes == sum(map(len, _documents(again.train)))
-
-
-def test_a_shard_without_ends_is_cut_into_pieces(tmp_path):
-    ids = np.arange(100_000, dtype="<u4") % 256
-    (tmp_path / "x.bin").write_bytes(ids.tobytes())
-    (tmp_path / "x.json").write_text('{"dtype": "uint32", "vocabulary": 257}')
-    settings.check(TrainConfig(data=(str(tmp_path / "x.bin"),), dry_run=True), 2)
-    pieces = list(documents.shards(documents.find([str(tmp_path)]), 257, 256))
-    assert np.array_equal(np.concatenate(pieces), ids) and len(pieces) == -(-100_000 // documents.PIECE)
-
-
 def test_a_corpus_of_one_document_has_its_last_twentieth_held_out(tmp_path):
     path = tmp_path / "x.jsonl"
     for text in ("a" * 999, "b" * 999, *(f"{i}" * 300 for i in range(40))):  # some of these hash into the held-out part
@@ -186,7 +169,7 @@ def test_a_trained_tokenizer_is_kept_with_the_corpus(tmp_path, book):
     again = prepare([str(book)], "train:300", tmp_path / "cache")
     assert first.tokenizer.vocabulary == again.tokenizer.vocabulary == 300
     assert first.bytes_per_token > 1.5
-    assert again.tokenizer.decode(documents.open_shard(again.train, 300)[:20]).startswith("line 0")
+    assert again.tokenizer.decode(_ids(again.train)[:20]).startswith("line 0")
 
 
 def test_evaluation_takes_what_there_is(tmp_path, book):
@@ -232,9 +215,7 @@ BAD = {
     "x.png": b"a\0b", "none/x.png": b"a\0b", "empty.txt": b"", "good.txt": b"good " * 1000, "latin.txt": b"\xfc",
     "bad.jsonl": b'{"text": "a"}\n\n{"text": \n', "field.jsonl": b'{"content": "a"}', "list.jsonl": b"[1]",
     "latin.jsonl": b'{"text": "a"}\n{"text": "\xfc"}\n', "half.jsonl": b'{"text": "a"}\n{"text": "\\ud800"}\n',
-    "alone.bin": b"ab", "odd.bin": b"abc", "odd.json": b'{"dtype": "uint16", "vocabulary": 257}',
-    "other.bin": b"ab", "other.json": b'{"dtype": "uint16", "vocabulary": 999}',
-    "ids.bin": b"abcd", "ids.json": b'{"dtype": "uint16", "vocabulary": 257}', "no.parquet": b"no parquet at all",
+    "no.parquet": b"no parquet at all",
 }  # fmt: skip
 
 
@@ -249,11 +230,6 @@ BAD = {
     (["latin.jsonl"], "bytes", r"latin\.jsonl, line 2: not UTF-8"),
     (["half.jsonl"], "bytes", r"half\.jsonl, line 2: not UTF-8"),
     (["good.txt", "latin.txt"], "train:300", "byte 0 .* is not UTF-8"),
-    (["alone.bin"], "bytes", r"needs alone\.json next to it"),
-    (["odd.bin"], "bytes", "3 bytes are not a multiple of the size of uint16"),
-    (["other.bin"], "bytes", "vocabulary of 999, the tokenizer of 257"),
-    (["other.bin", "empty.txt"], "bytes", "token shards .* and text in one corpus"),
-    (["ids.bin"], "train:300", r"ids\.bin holds token ids, not text"),
     (["no.parquet"], "bytes", 'column "text"'),
     (["good.txt", "body.parquet"], "bytes", r'body\.parquet.*column "text"'),
     (["binary.parquet"], "bytes", r'binary\.parquet.*column "text"'),

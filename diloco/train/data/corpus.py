@@ -81,7 +81,8 @@ class Corpus:
         return float(-(held_out * np.log(train / train.sum())).sum() / held_out.sum())
 
     def _tokens(self, path: Path) -> np.ndarray:
-        return documents.open_shard(path, self.tokenizer.vocabulary)
+        kind = dtype_of(self.tokenizer.vocabulary)
+        return np.asarray(np.memmap(path, kind, "r")) if path.stat().st_size else np.empty(0, kind)
 
     def _counts(self, path: Path, size: int) -> np.ndarray:
         ids, counts = self._tokens(path), np.zeros(size, np.int64)
@@ -182,38 +183,31 @@ def _write(temporary: Path, sources: Sources, tokenizer: str, phase: Phase) -> N
     if tokenizer.startswith("train:"):
         encoder.save(folder)
     digest = hashlib.sha256()
-    total = 0 if sources.tokenized else sum(item.stat().st_size for item in sources.items if isinstance(item, Path))
+    total = sum(item.stat().st_size for item in sources.items if isinstance(item, Path))
     with (folder / "train.bin").open("wb") as train, (folder / "held_out.bin").open("wb") as held_out:
         counts = {"train": [0, 0], "held_out": [0, 0]}
-        for document, nbytes, ids in _encoded(sources, encoder, utf8):
+        for text, ids in _encoded(sources, encoder, utf8):
+            document = _digest(text)
             digest.update(document)
             part, file = ("held_out", held_out) if _is_held_out(document) else ("train", train)
             file.write(np.append(ids, encoder.end).astype(dtype_of(encoder.vocabulary)).tobytes())
             counts[part][0] += len(ids) + 1
-            counts[part][1] += nbytes
+            counts[part][1] += len(text)
             phase.progress("tokenizing", counts["train"][1] + counts["held_out"][1], total)
     if not any(n for n, _ in counts.values()):
         raise documents.no_text(sources)
     _even_out(folder, counts, encoder)
-    kind = dtype_of(encoder.vocabulary).name
-    for part in counts:
-        (folder / f"{part}.json").write_text(json.dumps({"dtype": kind, "vocabulary": encoder.vocabulary}))
     facts = {part: {"tokens": n, "bytes": size} for part, (n, size) in counts.items()}
     content = {"name": sources.name, "sha256": digest.hexdigest(), "vocabulary": encoder.vocabulary, **facts}
     (folder / "corpus.json").write_text(json.dumps(content, indent=1), encoding="utf-8")
 
 
-def _encoded(sources: Sources, encoder: Tokenizer, utf8: bool) -> Iterator[tuple[bytes, int, np.ndarray]]:
-    """(hash, bytes of text, ids) of every document."""
-    if sources.tokenized:
-        for ids in documents.shards(sources, encoder.vocabulary, encoder.end):
-            yield _digest(ids.astype("<u4").tobytes()), encoder.nbytes(ids), ids
-        return
+def _encoded(sources: Sources, encoder: Tokenizer, utf8: bool) -> Iterator[tuple[bytes, np.ndarray]]:
+    """(text, ids) of every document."""
     texts = documents.texts(sources, utf8=utf8)
     with ThreadPoolExecutor() as pool:  # the tokenizers library releases the interpreter's lock
         while group := list(islice(texts, 256)):
-            for text, ids in zip(group, pool.map(encoder.encode, group), strict=True):
-                yield _digest(text), len(text), ids
+            yield from zip(group, pool.map(encoder.encode, group), strict=True)
 
 
 def _digest(content: bytes) -> bytes:

@@ -1,7 +1,7 @@
 """The sources of documents: Python's standard library, files, or a streamed Hugging Face dataset.
 
-A document is a Python file, a line of .jsonl, a row of .parquet, the tokens up to an end token, or a piece of about
-16 KiB of any other text file: such files are often few and large, and a part of each should be held out.
+A document is a Python file, a line of .jsonl, a row of .parquet, or a piece of about 16 KiB of any other text file. Those
+are often few and large, and a part of each should be held out.
 """
 
 import hashlib
@@ -17,15 +17,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from diloco.errors import ConfigError, install_command
 
 PIECE = 1 << 14
-"""Bytes of a piece of a text file, up to the end of a line; tokens of a shard without ends."""
-_BLOCK = 1 << 20
-"""Tokens of a shard that are read at once; a longer document is cut."""
-_RECORDS = (".jsonl", ".parquet", ".bin")
+"""Bytes of a piece of a text file, up to the end of a line."""
+_RECORDS = (".jsonl", ".parquet")
 """Files with a known structure. Every other file is text, unless its first bytes contain a zero."""
 _CHECKED = 100
 """Documents of each file that `check` reads."""
@@ -43,10 +39,6 @@ class Sources:
     skipped: tuple[str, ...] = ()
     """Messages about files in folders that were skipped."""
 
-    @property
-    def tokenized(self) -> bool:
-        return any(isinstance(item, Path) and item.suffix == ".bin" for item in self.items)
-
     def identity(self) -> str:
         """A text that changes if a source does: paths, sizes and times of change."""
         facts = [] if self.text_key == "text" else [f"text {self.text_key}"]
@@ -54,9 +46,8 @@ class Sources:
             if isinstance(item, str):
                 facts.append(item)
                 continue
-            for file in (item, item.with_suffix(".json")) if item.suffix == ".bin" else (item,):
-                status = file.stat() if file.exists() else None
-                facts.append(f"{file.absolute()} {status and (status.st_size, status.st_mtime_ns)}")
+            status = item.stat()
+            facts.append(f"{item.absolute()} {status.st_size, status.st_mtime_ns}")
         return "\n".join(facts)
 
 
@@ -78,36 +69,30 @@ def find(data: Sequence[str], text_key: str = "text") -> Sources:
         elif not path.exists():
             raise ConfigError(f"data={spec!r}: no such file or folder; check the path, or use hf:NAME for a dataset")
         elif _is_binary(path):
-            raise ConfigError(f"data={spec!r}: a binary file; use text (convert UTF-16 to UTF-8 with iconv), .jsonl, "
-                              ".parquet or token shards in .bin")  # fmt: skip
+            raise ConfigError(f"data={spec!r}: a binary file; use text (convert UTF-16 to UTF-8 with iconv), .jsonl "
+                              "or .parquet")  # fmt: skip
         else:
             items[path] = None
     name = data[0] if len(data) == 1 else f"{data[0]} and {len(data) - 1} more"
-    sources = Sources(name, tuple(items), text_key=text_key, skipped=tuple(skipped))
-    if sources.tokenized and not all(isinstance(item, Path) and item.suffix == ".bin" for item in items):
-        raise ConfigError(f"data={list(data)}: token shards (.bin) and text in one corpus; use one kind")
-    return sources
+    return Sources(name, tuple(items), text_key=text_key, skipped=tuple(skipped))
 
 
 def _in_folder(folder: Path) -> tuple[list[Path], list[str]]:
     """The files to read, and messages about skipped ones. Next to records, text other than .txt only describes them."""
     files = sorted((file for file in folder.rglob("*") if file.is_file()), key=lambda file: file.parts)
-    files = [file for file in files if not (file.suffix == ".json" and file.with_suffix(".bin").exists())]
     records = any(file.suffix in _RECORDS for file in files)
 
     def reason(file: Path) -> str:
         if any(part.startswith(".") for part in file.relative_to(folder).parts):
             return "hidden"
         if records and file.suffix not in (*_RECORDS, ".txt"):
-            return "not .txt, next to .jsonl, .parquet or .bin"
+            return "not .txt, next to .jsonl or .parquet"
         return "binary" if _is_binary(file) else ""
 
     reasons = {file: reason(file) for file in files}
     counts = Counter(reasons.values())
     if not counts[""]:
-        raise ConfigError(
-            f"data={str(folder)!r}: the folder holds no text, .jsonl, .parquet or .bin; use one that does"
-        )
+        raise ConfigError(f"data={str(folder)!r}: the folder holds no text, .jsonl or .parquet; use one that does")
     skipped = [f"{folder}: skipped {n} of {len(files)} files ({why})" for why, n in counts.items() if why]
     return [file for file in files if not reasons[file]], skipped
 
@@ -122,20 +107,10 @@ def _is_binary(path: Path) -> bool:
         raise ConfigError(f"{path} cannot be read: {error.strerror}; check its permissions") from error
 
 
-def check(sources: Sources, *, utf8: bool, vocabulary: int | None = None) -> None:
-    """Read the first documents of every source, to raise early what reading all of them would raise.
-
-    Args:
-        utf8: as for `texts`.
-        vocabulary: that of the tokenizer, if the sources are token shards.
-    """
-    empty = True
-    for item in sources.items:
-        if vocabulary is not None and isinstance(item, Path):
-            empty &= not len(open_shard(item, vocabulary))
-        else:
-            empty &= not list(islice(texts(replace(sources, items=(item,)), utf8=utf8), _CHECKED))
-    if empty:
+def check(sources: Sources, *, utf8: bool) -> None:
+    """Read the first documents of every source, to raise early what reading all of them would raise."""
+    counts = [len(list(islice(texts(replace(sources, items=(item,)), utf8=utf8), _CHECKED))) for item in sources.items]
+    if not any(counts):
         raise no_text(sources)
 
 
@@ -174,44 +149,6 @@ def _check_utf8(document: bytes, item: Path | str, position: int) -> None:
         ) from None
 
 
-def shards(sources: Sources, vocabulary: int, end: int) -> Iterator[np.ndarray]:
-    """The documents of token shards, without their ends."""
-    for item in sources.items:
-        assert isinstance(item, Path)
-        tokens = open_shard(item, vocabulary)
-        start = 0
-        while start < len(tokens):
-            block = np.array(tokens[start : start + _BLOCK])
-            cuts = np.flatnonzero(block == end) + 1
-            if len(cuts):
-                block = block[: cuts[-1]]
-                yield from (piece[:-1] for piece in np.split(block, cuts[:-1]) if len(piece) > 1)
-            else:
-                yield from np.split(block, range(PIECE, len(block), PIECE))
-            start += len(block)
-
-
-def open_shard(path: Path, vocabulary: int) -> np.ndarray:
-    """Map raw little-endian ids. A .json next to them says {"dtype": "uint16" or "uint32", "vocabulary": N}."""
-    header = path.with_suffix(".json")
-    try:
-        facts = json.loads(header.read_text(encoding="utf-8"))
-        kind, declared = {"uint16": "<u2", "uint32": "<u4"}[facts["dtype"]], int(facts["vocabulary"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        form = '{"dtype": "uint16" or "uint32", "vocabulary": N}'
-        raise ConfigError(f"{path}: a token shard needs {header.name} next to it, of the form {form}") from error
-    if declared != vocabulary:
-        raise ConfigError(
-            f"{path} has a vocabulary of {declared}, the tokenizer of {vocabulary}: pass the shard's with --tokenizer"
-        )
-    size = path.stat().st_size
-    if size % np.dtype(kind).itemsize:
-        raise ConfigError(
-            f"{path}: {size} bytes are not a multiple of the size of {facts['dtype']}; write the shard again"
-        )
-    return np.asarray(np.memmap(path, kind, "r")) if size else np.empty(0, kind)
-
-
 def _standard_library() -> Sources:
     """Every .py file, except tests, installed packages and files generated at installation, which differ by machine."""
     root = Path(sysconfig.get_path("stdlib"))
@@ -228,8 +165,6 @@ def _read(item: Path | str, key: str) -> Iterator[bytes]:
         return _stream(item, key)
     if item.suffix == ".py":
         return iter((item.read_bytes(),))
-    if item.suffix == ".bin":
-        raise ConfigError(f"{item} holds token ids, not text: pass the tokenizer that made them with --tokenizer")
     return _BY_ROW[item.suffix](item, key) if item.suffix in _BY_ROW else _text(item)
 
 
