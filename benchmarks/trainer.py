@@ -79,7 +79,7 @@ def batch_seconds(count: int = 200) -> float:
 def trainer(config: TrainConfig, folder: Path) -> float:
     train(config, World(0, 1, 0), folder)
     lines = [json.loads(line) for line in (folder / "replica-0/metrics.jsonl").read_text().splitlines()]
-    at = {line["step"]: line["seconds"] for line in lines if "train/loss" in line}
+    at = {line["step"]: line["seconds"] for line in lines if line["event"] == "step"}
     assert config.steps is not None and config.batch is not None
     return (config.steps - WARM_UP) * config.batch * config.context / (at[config.steps] - at[WARM_UP])
 

@@ -49,7 +49,7 @@ def timeline(run: RecordedRun) -> dict[str, Any]:
     return {
         "replicas": lanes,
         "fragments": 1 + max((round.fragment for round in run.rounds), default=-1),
-        "windows": _slowest(run, _period(run)),
+        "windows": _slowest(run, run.config.get("sync_every") or 100),
         "seconds": _number(run.figures.seconds),
         "left_out": sum(bool(round.index % stride) for round in run.rounds),
     }
@@ -77,7 +77,7 @@ def tuned(event: Event) -> str:
     """The autopilot's choices and the link speed they are for."""
     choices = [f"{name} {event.details[name]}" for name in TUNED if event.details.get(name)]
     rate = event.details.get("rate")
-    return ", ".join(choices) + (f"; link speed {units.rate(rate)}" if isinstance(rate, (int, float)) else "")
+    return ", ".join(choices) + (f"; link speed {units.rate(rate)}" if rate else "")
 
 
 def _loss(run: RecordedRun) -> dict[str, Any]:
@@ -129,11 +129,6 @@ def _bytes_by_step(run: RecordedRun) -> dict[int, float]:
 def _data_parallel(run: RecordedRun) -> float:
     """Bytes per step of data-parallel training; 0 if unknown."""
     return (run.figures.bytes_data_parallel or 0) / max(run.figures.steps, 1)
-
-
-def _period(run: RecordedRun) -> int:
-    sync_every = run.config.get("sync_every")
-    return sync_every if isinstance(sync_every, int) and sync_every > 0 else 100
 
 
 def _chart(steps: Sequence[int], unit: str, curves: Sequence[Curve], note: str = "") -> dict[str, Any]:

@@ -115,11 +115,10 @@ def _origin(run: RecordedRun) -> list[tuple[str, str]]:
     events = run.replicas[0].events if run.replicas else ()
     start = next((event.details for event in events if event.event in ("start", "resume")), {})
     facts = [(name, str(start[name])) for name in ("host", "device", "torch", "diloco") if name in start]
-    if isinstance(started := start.get("time"), (int, float)) and 0 <= started < 1e11:
-        facts.insert(0, ("started", time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(started))))
+    if "time" in start:
+        facts.insert(0, ("started", time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(start["time"]))))
     if run.summary and run.summary.corpus:
-        corpus = {name: str(run.summary.corpus.get(name, "")) for name in ("name", "sha256")}
-        facts.append(("corpus", f"{corpus['name']}, sha256 {corpus['sha256'][:12]}"))
+        facts.append(("corpus", f"{run.summary.corpus['name']}, sha256 {run.summary.corpus['sha256'][:12]}"))
     return [*facts, ("repeat", f"diloco train {run.folder}/config.toml --name another")]
 
 

@@ -17,7 +17,6 @@ from diloco.core.stats import RoundStats
 from diloco.errors import ConfigError
 from diloco.runs import folder as folders
 from diloco.runs.schema import (
-    LARGEST,
     Evaluation,
     Event,
     Figures,
@@ -25,10 +24,8 @@ from diloco.runs.schema import (
     Step,
     Summary,
     bytes_data_parallel,
-    figures,
     from_line,
     from_summary,
-    keys,
     parse_object,
 )
 
@@ -40,10 +37,8 @@ CHUNK = 1 << 22
 """Bytes read at once."""
 TAIL = 1 << 14
 """Bytes at the end of a file in which `status` looks for the last record."""
-_WHOLE_NUMBERS = {"steps", "seed", "replicas", "sync_every"}
-"""Settings that reports compute with."""
 _SUMMED = {"step_seconds"}
-_AVERAGED = {name for name, key in keys(Step) if key.startswith("train/")} - _SUMMED
+_AVERAGED = {"loss", "lr", "grad_norm", "tokens_per_second"}
 """How `_merge` combines the fields of two steps. All other fields are totals, of which the last one counts."""
 
 Kind = TypeVar("Kind", Step, RoundStats)
@@ -85,8 +80,7 @@ class RecordedRun:
 
     @property
     def method(self) -> str:
-        summarized = self.summary.method if self.summary else None
-        return str(summarized or self.config.get("method") or "streaming")
+        return self.config.get("method", "streaming")
 
     @property
     def seed(self) -> int:
@@ -103,7 +97,7 @@ class RecordedRun:
 
     @property
     def samples(self) -> list[str]:
-        return [str(text) for text in self.summary.samples] if self.summary else []
+        return list(self.summary.samples) if self.summary else []
 
     @property
     def state(self) -> Literal["finished", "stopped", "unfinished"]:
@@ -117,7 +111,7 @@ class RecordedRun:
     def error(self) -> str:
         """The message of the first process that failed; empty if none did."""
         errors = read_errors(self.folder)
-        return str(errors[0].get("message", "")) if errors and self.state == "unfinished" else ""
+        return errors[0]["message"] if errors and self.state == "unfinished" else ""
 
     @property
     def evaluations(self) -> tuple[Evaluation, ...]:
@@ -362,16 +356,11 @@ def replica_folders(folder: Path) -> dict[int, Path]:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The settings of a run; empty until they are completely written. Numbers of the wrong type are left out."""
+    """The settings of a run; empty until they are completely written."""
     try:
-        config = tomllib.loads(_bytes(folder / "config.toml").decode(errors="replace"))
-    except (ValueError, RecursionError):
+        return tomllib.loads(_bytes(folder / "config.toml").decode())
+    except ValueError:
         return {}
-    return {
-        name: value
-        for name, value in config.items()
-        if name not in _WHOLE_NUMBERS or (type(value) is int and 0 <= value <= LARGEST)
-    }
 
 
 def read_summary(folder: Path) -> Summary | None:
@@ -381,9 +370,8 @@ def read_summary(folder: Path) -> Summary | None:
 
 def read_errors(folder: Path) -> list[dict[str, Any]]:
     """What failed processes wrote, in the order of their failures; errors that only report the loss of a peer last."""
-    errors = [parse_object(_bytes(path)) for path in folder.glob("replica-*/error-*.json")]
-    errors = [error for error in errors if isinstance(error.get("time"), (int, float))]
-    return sorted(errors, key=lambda error: (error.get("type") == "PeerLost", error["time"]))
+    errors = filter(None, (parse_object(_bytes(path)) for path in folder.glob("replica-*/error-*.json")))
+    return sorted(errors, key=lambda error: (error["type"] == "PeerLost", error["time"]))
 
 
 def read_phase(folder: Path) -> str:
@@ -406,10 +394,10 @@ def _recorded(folder: Path, replicas: tuple[Replica, ...], width: int) -> Record
     # The summary of a run that was stopped and then resumed is that of the stop.
     outdated = bool(marks) and marks[-1] in ("start", "resume")
     config, summary = read_config(folder), None if outdated else read_summary(folder)
-    return RecordedRun(folder, config, summary, figures(summary, _so_far(config, replicas)), replicas, width)
+    return RecordedRun(folder, config, summary, summary or _so_far(config, replicas), replicas, width)
 
 
-def _so_far(config: Mapping[str, Any], replicas: tuple[Replica, ...]) -> dict[str, Any]:
+def _so_far(config: Mapping[str, Any], replicas: tuple[Replica, ...]) -> Figures:
     """Figures from the last lines written."""
     last_steps = [replica.steps[-1] for replica in replicas if replica.steps]
     values: dict[str, Any] = {
@@ -421,14 +409,13 @@ def _so_far(config: Mapping[str, Any], replicas: tuple[Replica, ...]) -> dict[st
         names = ("seconds", "bytes_sent", "seconds_hidden", "seconds_exposed")
         values |= {name: getattr(replicas[0].steps[-1], name) for name in names}
     starts = [event.details for event in replicas[0].events if "parameters" in event.details] if replicas else []
-    parameters = starts[-1]["parameters"] if starts else None
-    if isinstance(parameters, int) and parameters <= LARGEST:
-        count = config.get("replicas") or len(replicas)
+    if starts:
+        parameters, count = starts[-1]["parameters"], config.get("replicas") or len(replicas)
         values["parameters"] = parameters
         values["bytes_data_parallel"] = bytes_data_parallel(parameters, count, values["steps"])
     if evaluations := _evaluations(replicas):
         values |= {name: getattr(evaluations[-1], name) for name in ("loss", "bits_per_byte", "replica_loss")}
-    return values
+    return Figures(**values)
 
 
 def _evaluations(replicas: tuple[Replica, ...]) -> tuple[Evaluation, ...]:

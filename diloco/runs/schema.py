@@ -1,14 +1,13 @@
-"""The records in a run directory and their keys on disk. No torch.
+"""The records in a run directory, as JSON objects with the names of their fields. No torch.
 
-Each replica writes steps and evaluations to metrics.jsonl, and rounds and events to events.jsonl, one JSON object per
-line. The run writes summary.json when it ends. A field's key is its name unless its type is annotated with another one.
+Each replica writes steps and evaluations to metrics.jsonl, and rounds and other events to events.jsonl, one object per
+line; `event` says which it is. The run writes summary.json when it ends.
 """
 
 import json
-import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from typing import Annotated, Any, TypeAlias, get_args, get_type_hints
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, TypeAlias
 
 from diloco.core.stats import RoundStats
 
@@ -20,16 +19,16 @@ class Step:
     step: int
     seconds: float
     tokens: int
-    loss: Annotated[float, "train/loss"]
-    lr: Annotated[float, "train/lr"]
-    grad_norm: Annotated[float, "train/grad_norm"]
-    step_seconds: Annotated[float, "train/step_seconds"]
-    tokens_per_second: Annotated[float, "train/tokens_per_second"]
-    bytes_sent: Annotated[int, "sync/bytes_sent"]
-    bytes_received: Annotated[int, "sync/bytes_received"]
-    seconds_hidden: Annotated[float, "sync/seconds_hidden"]
-    seconds_exposed: Annotated[float, "sync/seconds_exposed"]
-    in_flight: Annotated[int, "sync/in_flight"]
+    loss: float
+    lr: float
+    grad_norm: float
+    step_seconds: float
+    tokens_per_second: float
+    bytes_sent: int
+    bytes_received: int
+    seconds_hidden: float
+    seconds_exposed: float
+    in_flight: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,14 +38,14 @@ class Evaluation:
     step: int
     seconds: float
     tokens: int
-    loss: Annotated[float, "eval/loss"]
-    bits_per_byte: Annotated[float, "eval/bits_per_byte"]
-    replica_loss: Annotated[float, "eval/replica_loss"]
+    loss: float
+    bits_per_byte: float
+    replica_loss: float
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Anything but a round: start, resume, save, finish, stop, an autopilot choice, or a report from the bucket."""
+    """Anything else: start, resume, save, finish, stop, an autopilot choice, or a report from the bucket."""
 
     event: str
     seconds: float
@@ -64,10 +63,10 @@ class Figures:
     """Summed over all replicas."""
     seconds: float | None = None
     parameters: int | None = None
-    loss: Annotated[float | None, "eval/loss"] = None
+    loss: float | None = None
     """Held-out loss of the anchors, in nats per token."""
-    bits_per_byte: Annotated[float | None, "eval/bits_per_byte"] = None
-    replica_loss: Annotated[float | None, "eval/replica_loss"] = None
+    bits_per_byte: float | None = None
+    replica_loss: float | None = None
     """Held-out loss of the first replica's local weights."""
     unigram_loss: float | None = None
     bytes_sent: int | None = None
@@ -92,117 +91,52 @@ class Summary(Figures):
 
 
 Record: TypeAlias = Step | Evaluation | RoundStats | Event
-
-LARGEST = 1 << 63
-"""Larger integers are rejected: float arithmetic with them may raise."""
+KINDS: dict[str, type[Any]] = {"step": Step, "evaluation": Evaluation, "round": RoundStats}
+_EVENTS = {kind: event for event, kind in KINDS.items()}
 
 
 def to_line(record: Record) -> dict[str, Any]:
     """The JSON object written for a record."""
-    line = {key: getattr(record, name) for name, key, _ in _FIELDS[type(record)]}
     if isinstance(record, Event):
-        return line | dict(record.details)
-    return {"event": "round", **line} if isinstance(record, RoundStats) else line
+        return {"event": record.event, "seconds": record.seconds, "step": record.step, **record.details}
+    return {"event": _EVENTS[type(record)], **asdict(record)}
 
 
 def from_line(text: bytes) -> Record | None:
-    """Parse one line; None if it is truncated, not a record, or holds a value of the wrong type.
-
-    Unknown keys are ignored. A missing number is 0; null is nan.
-    """
+    """Parse one line; None if it is truncated or not a record."""
     line = parse_object(text)
-    if line.get("event") == "round":
-        return _build(RoundStats, line) if {"fragment", "index", "sent_step", "sent_at"} <= line.keys() else None
-    if "event" in line:
-        names = {key for _, key, _ in _FIELDS[Event]}
-        return _build(Event, line, details={key: value for key, value in line.items() if key not in names})
-    if "step" not in line:
+    try:
+        event = line.pop("event")
+        if event in KINDS:
+            return KINDS[event](**line)
+        return Event(event, line.pop("seconds"), line.pop("step"), line)
+    except (KeyError, TypeError):
         return None
-    return _build(Step, line) if "train/loss" in line else _build(Evaluation, line) if "eval/loss" in line else None
 
 
 def parse_object(text: bytes) -> dict[str, Any]:
     """Parse a JSON object; empty if the text is truncated or not an object."""
     try:
-        value = json.loads(text.decode())
-        if b"\\u" in text:  # half of a surrogate pair cannot be printed
-            value = json.loads(json.dumps(value, ensure_ascii=False).encode(errors="replace"))
-    except (ValueError, RecursionError):
+        value = json.loads(text)
+    except ValueError:
         return {}
     return value if isinstance(value, dict) else {}
 
 
 def to_summary(summary: Summary) -> dict[str, Any]:
     """The JSON object in summary.json. Unknown values have no key."""
-    values = {key: getattr(summary, name) for name, key in keys(Summary)}
-    return {key: value for key, value in values.items() if value is not None}
+    return {name: value for name, value in asdict(summary).items() if value is not None}
 
 
 def from_summary(text: bytes) -> Summary | None:
-    """Parse summary.json; None if it is missing or truncated. A value of the wrong type counts as missing."""
-    line = parse_object(text)
-    values: dict[str, Any] = {name: line.get(key) for name, key in keys(Summary)}
-    valid = {name: value for name, value in values.items() if _is_a(value, _SUMMARY_TYPES[name])}
-    return Summary(**valid) if line else None
-
-
-def figures(summary: Summary | None, so_far: Mapping[str, Any]) -> Figures:
-    """The figures of a summary, completed with those in `so_far` (by field name)."""
-    empty = Figures()
-    summarized = {f.name: getattr(summary, f.name) for f in fields(Figures) if summary is not None}
-    return Figures(**{**so_far, **{name: value for name, value in summarized.items() if value != getattr(empty, name)}})
+    """Parse summary.json; None if it is missing, truncated or not a summary."""
+    values = parse_object(text)
+    try:
+        return Summary(**values) if values else None
+    except TypeError:
+        return None
 
 
 def bytes_data_parallel(parameters: int, replicas: int, steps: int, width: int = 2) -> int:
     """Bytes that one replica sends in data-parallel training with a ring all-reduce. `width`: bytes per value."""
     return round(2 * (replicas - 1) / replicas * width * parameters * steps)
-
-
-def keys(kind: type) -> list[tuple[str, str]]:
-    """(name, key on disk) of every field."""
-    types = get_type_hints(kind, include_extras=True)
-    return [(f.name, getattr(types[f.name], "__metadata__", (f.name,))[0]) for f in fields(kind)]
-
-
-def _build(kind: Callable[..., Record], line: Mapping[str, Any], **more: Any) -> Record | None:
-    try:
-        return kind(*[convert(line.get(key, 0)) for _, key, convert in _FIELDS[kind]], **more)
-    except (TypeError, ValueError, OverflowError):
-        return None
-
-
-def _float(value: Any) -> float:
-    return math.nan if value is None else float(value)
-
-
-def _int(value: Any) -> int:
-    if abs(number := int(value)) > LARGEST:
-        raise OverflowError
-    return number
-
-
-def _optional_int(value: Any) -> int | None:
-    return None if value is None else _int(value)
-
-
-def _is_a(value: Any, kind: Any) -> bool:
-    """Whether a summary value has this type; integers beyond `LARGEST` do not count."""
-    if isinstance(value, int) and not isinstance(value, bool):
-        return kind in (int, float) and abs(value) <= LARGEST
-    return isinstance(value, kind)
-
-
-_CONVERSIONS: dict[Any, Any] = {float: _float, int: _int, int | None: _optional_int}
-
-
-def _field_table(kind: type) -> list[tuple[str, str, Callable[[Any], Any]]]:
-    """(name, key on disk, conversion) of every field but `details`."""
-    types = get_type_hints(kind)
-    return [(name, key, _CONVERSIONS.get(types[name], types[name])) for name, key in keys(kind) if name != "details"]
-
-
-_SUMMARY_TYPES: dict[str, Any] = {name: (get_args(kind) or [kind])[0] for name, kind in get_type_hints(Summary).items()}
-_SUMMARY_TYPES |= {"corpus": dict, "samples": list}
-_FIELDS: dict[Any, list[tuple[str, str, Callable[[Any], Any]]]] = {
-    kind: _field_table(kind) for kind in (Step, Evaluation, RoundStats, Event)
-}

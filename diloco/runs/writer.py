@@ -20,7 +20,7 @@ TRACKER_MODULES = {"tensorboard": "tensorboardX", "wandb": "wandb", "trackio": "
 
 
 class Sink(Protocol):
-    """A tracker that receives the same metrics as metrics.jsonl."""
+    """A tracker that receives the values in metrics.jsonl, as train/loss and eval/loss."""
 
     def log(self, values: Mapping[str, float], step: int) -> None: ...
     def close(self) -> None: ...
@@ -41,14 +41,14 @@ class Writer:
 
     def write(self, record: Record) -> None:
         line = to_line(record)
-        is_metric = isinstance(record, Step | Evaluation)
-        file = self._files["metrics" if is_metric else "events"]
+        metric = {Step: "train", Evaluation: "eval"}.get(type(record))
+        file = self._files["metrics" if metric else "events"]
         file.write(json.dumps(line) + "\n")
         file.flush()  # a killed run keeps its records, and the live view reads them
-        if is_metric:
-            values = {key: value for key, value in line.items() if key not in ("step", "seconds")}
+        if metric:
+            values = {f"{metric}/{name}": line[name] for name in line if name not in ("event", "step", "seconds")}
             for sink in self._sinks:
-                sink.log(values, record.step)
+                sink.log(values, line["step"])
 
     def round(self, stats: RoundStats, ranks: int = 1) -> None:
         """Write an applied round: `sent_at` on the clock of the run, bytes of all `ranks` of this replica."""

@@ -56,7 +56,7 @@ def _loss(processes: list[subprocess.Popen[bytes]], run: Path) -> float:
     for process in processes:
         if code := process.wait(300):
             raise RuntimeError(f"{process.args} ended with {code}")
-    return json.loads((run / "summary.json").read_text())["eval/loss"]
+    return json.loads((run / "summary.json").read_text())["loss"]
 
 
 TICKS, SLOWER, STRAGGLER_TIMEOUT, BATCH, CONTEXT = 300, 10, 3.0, 8, 64

@@ -207,7 +207,7 @@ def chaos(
         "states with several fingerprints": sum(len(each) > 1 for each in witness.fingerprints.values()),
         "states compared": sum(1 for each in witness.fingerprints.values()),
         "members a round": sum(len(r.entries) for r in witness.records.values()) / max(len(witness.records), 1),
-        "tokens": witness.counted(), "losses": sorted(summary["eval/loss"] for summary in summaries),
+        "tokens": witness.counted(), "losses": sorted(summary["loss"] for summary in summaries),
     }  # fmt: skip
 
 

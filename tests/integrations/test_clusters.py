@@ -53,7 +53,7 @@ def test_two_members_of_two_processes_end_equal(tmp_path):
     outs = [member.communicate(timeout=800)[0] for member in members]
     assert [member.returncode for member in members] == [0, 0], outs
     ends = [json.loads((tmp_path / f"runs/run-{name}/summary.json").read_text()) for name in ("east", "west")]
-    assert ends[0]["eval/loss"] == ends[1]["eval/loss"]  # of the anchors
+    assert ends[0]["loss"] == ends[1]["loss"]  # of the anchors
 
 
 def test_the_steps_of_the_image_install_a_member(tmp_path):

@@ -101,4 +101,4 @@ def test_two_sites_with_the_template_meet_in_the_bucket_and_end_equal(submit, tm
         ends = list(sites.map(lambda job: submit(*job), jobs))
     assert [code for code, _ in ends] == [0, 0], ends[0][1]
     losses = [json.loads((tmp_path / f"runs/bucket-{name}/summary.json").read_text()) for name in ("lab", "office")]
-    assert losses[0]["eval/loss"] == losses[1]["eval/loss"]
+    assert losses[0]["loss"] == losses[1]["loss"]

@@ -34,7 +34,9 @@ def wanted(place: Path, replica: int) -> dict[int, dict[str, float]]:
     """By step: what the run directory has."""
     logged: dict[int, dict[str, float]] = {}
     for line in lines(place, "tracked", replica):
-        logged.setdefault(line["step"], {}).update({k: v for k, v in line.items() if k not in ("step", "seconds")})
+        group = {"step": "train", "evaluation": "eval"}[line.pop("event")]
+        values = {f"{group}/{name}": value for name, value in line.items() if name not in ("step", "seconds")}
+        logged.setdefault(line["step"], {}).update(values)
     assert list(logged) == list(range(STEPS + 1)) and "eval/loss" in logged[3]
     return logged
 

@@ -195,3 +195,25 @@ def test_an_update_keeps_zoom_and_hidden_curves(finished: Path, tmp_path: Path) 
         copy_until(150, finished, run)
         browser.wait("+document.querySelector('#training .u-value').textContent === 150")
         assert browser.get("document.querySelectorAll('.uplot').length") == 2 and browser.said == []
+
+
+def test_an_unreadable_run_does_not_hide_the_others_and_its_page_says_why(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A broken reader stands for every exception that nobody foresaw."""
+    for name in ("one", "two"):
+        shutil.copytree(finished, tmp_path / "runs" / name)
+
+    def broken(folder: Path) -> dict[str, object]:
+        if folder.name == "two":
+            raise ZeroDivisionError("never foreseen")
+        return {"method": "diloco"}
+
+    monkeypatch.setattr("diloco.runs.reader.read_config", broken)
+    code, out, _ = run_here(tmp_path, "report")
+    assert code == 0 and "cannot be read: ZeroDivisionError: never foreseen" in " ".join(out.split())
+    with serving(tmp_path / "runs") as server:
+        page = get(server).body
+        assert "one" in page and "cannot be read: ZeroDivisionError" in page
+        answer = get(server, "/run/two/")
+        assert answer.status == 500 and "cannot be read" in answer.body

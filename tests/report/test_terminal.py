@@ -57,7 +57,7 @@ def test_plain_lines_follow_a_run_as_it_is_written(finished: Path, tmp_path: Pat
     with Live(tmp_path, STEPS, stream, interval=0) as live:
         live.refresh()
         assert stream.getvalue() == "", "nothing was written yet"
-        copy_until(20, finished, tmp_path, rest='{"step": 21, "train/l')
+        copy_until(20, finished, tmp_path, rest='{"event": "step", "step": 21, "lo')
         live.refresh()
         live.refresh()
         copy_until(21, finished, tmp_path)

@@ -236,7 +236,7 @@ def lines(place, name, replica=0, kind="metrics"):
 
 
 def losses(place, name, replica=0):
-    return {line["step"]: line["train/loss"] for line in lines(place, name, replica) if "train/loss" in line}
+    return {line["step"]: line["loss"] for line in lines(place, name, replica) if line["event"] == "step"}
 
 
 def weights(place, name, step, replica=0):

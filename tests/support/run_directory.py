@@ -27,7 +27,7 @@ def make_run(
     ends = [_replica(folder / f"replica-{number}", number, method, seed, steps, final) for number in range(2)]
     summary = ends[0] | {
         "method": method, "replicas": 2, "parameters": PARAMETERS, "steps": steps, "tokens": 2 * TOKENS * steps,
-        "eval/loss": final, "eval/bits_per_byte": final / math.log(2), "eval/replica_loss": final + 0.04,
+        "loss": final, "bits_per_byte": final / math.log(2), "replica_loss": final + 0.04,
         "unigram_loss": 3.31, "bytes_data_parallel": 2 * PARAMETERS * steps,
         "corpus": {"name": "Python standard library", "sha256": "ab" * 32, "bytes": 11_800_000},
         "samples": ["def read(self, n=-1):\n    if n < 0 & True:\n        return '</script><b>'", "class A: pass"],
@@ -70,14 +70,14 @@ def _replica(folder: Path, number: int, method: str, seed: int, steps: int, fina
         at = final + 1.9 * (math.exp(-5 * step / steps) - math.exp(-5))
         value = at + 0.06 * math.sin(step * 12.9 + 7 * number + 3 * seed) * math.cos(step * 3.3 + number)
         metrics.append({
-            "step": step, "tokens": TOKENS * step, "seconds": now, "train/loss": value, "train/lr": 0.003,
-            "train/grad_norm": 0.8, "train/step_seconds": length + waited,
-            "train/tokens_per_second": TOKENS / (length + waited), "sync/bytes_sent": sent, "sync/bytes_received": sent,
-            "sync/seconds_hidden": hidden, "sync/seconds_exposed": exposed, "sync/in_flight": len(flying),
+            "event": "step", "step": step, "tokens": TOKENS * step, "seconds": now, "loss": value, "lr": 0.003,
+            "grad_norm": 0.8, "step_seconds": length + waited,
+            "tokens_per_second": TOKENS / (length + waited), "bytes_sent": sent, "bytes_received": sent,
+            "seconds_hidden": hidden, "seconds_exposed": exposed, "in_flight": len(flying),
         })  # fmt: skip
         if step % max(1, steps // 12) == 0 and number == 0:
-            metrics.append({"step": step, "tokens": TOKENS * step, "seconds": now, "eval/loss": at,
-                            "eval/bits_per_byte": at / math.log(2), "eval/replica_loss": at + 0.04})  # fmt: skip
+            metrics.append({"event": "evaluation", "step": step, "tokens": TOKENS * step, "seconds": now, "loss": at,
+                            "bits_per_byte": at / math.log(2), "replica_loss": at + 0.04})  # fmt: skip
             now += 0.3
         if step % 100 == 0:
             events.append({"event": "save", "seconds": now, "step": step})
@@ -129,7 +129,8 @@ def wait_at_end(replica: Path, seconds: float) -> None:
     """The last round, during which there is nothing left to train, takes this long."""
     end = {
         "event": "round", "applied_step": STEPS, "fragment": 0, "index": 5, "sent_step": STEPS, "members": 2,
-        "sent_at": 51.0, "seconds": seconds, "seconds_exposed": seconds, "bytes_sent": 0, "counted": True,
+        "sent_at": 51.0, "seconds": seconds, "seconds_exposed": seconds, "seconds_waited": seconds, "bytes_sent": 0,
+        "bytes_received": 0, "counted": True,
     }  # fmt: skip
     with (replica / "events.jsonl").open("a") as file:
         file.write(json.dumps(end) + "\n")

@@ -49,14 +49,14 @@ def test_one_command_begins_a_run_and_joins_it_and_it_ends_for_all(place):
     assert re.search(r"created run (\w+), as a", results[0][2]).group(1) in results[1][2]
     assert re.search(r"joined run \w+ at round \d+, as b", results[1][2])
     assert "--lr 0.1 is ignored: the run has" in results[1][2]
-    last = [[line for line in lines(place, f"bucket-{name}") if "eval/loss" in line][-1] for name in "ab"]
-    assert last[0]["eval/loss"] == last[1]["eval/loss"]  # the anchors are the same
+    last = [[line for line in lines(place, f"bucket-{name}") if line["event"] == "evaluation"][-1] for name in "ab"]
+    assert last[0]["loss"] == last[1]["loss"]  # the anchors are the same
     code, out, _ = run_here(place, "watch", "bucket", "--once")
     assert code == 0 and "left" in out and " a " in out and " b " in out
     assert re.search(r"a +left +4–4", out)  # 40 steps of 10
     code, out, err = ended(member(place, "c", "--json", "--eval-tokens", 1024))
     assert code == 0 and "it ended after 4 rounds" in err, err
-    assert json.loads(out)["steps"] == 0 and json.loads(out)["eval/loss"] == last[0]["eval/loss"]
+    assert json.loads(out)["steps"] == 0 and json.loads(out)["loss"] == last[0]["loss"]
     assert "--eval-tokens 1024 is ignored: the run has 512" in err and "Warning" not in err
     code, out, err = ended(member(place, "d"))
     assert code == 0 and out.startswith("took the result") and len(out.splitlines()) == 1 and "Warning" not in err

@@ -1,7 +1,7 @@
 """The sources of documents: Python's standard library, files, or a streamed Hugging Face dataset.
 
-A document is a Python file, a line of .jsonl, a row of .parquet, or a piece of about 16 KiB of any other text file. Those
-are often few and large, and a part of each should be held out.
+A document is a Python file, a line of .jsonl, a row of .parquet, or a piece of about 16 KiB of any other text file;
+these are often few and large, and a part of each should be held out.
 """
 
 import hashlib
