@@ -1,43 +1,38 @@
-"""`diloco compare`: run several methods or settings at equal tokens and compare them, with the spread over seeds."""
+"""`diloco compare`: run several methods at equal tokens and compare them, with the spread over seeds."""
 
 import itertools
 import sys
 import time
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
 
 from diloco.cli.train import run_here
 from diloco.errors import ConfigError
 from diloco.runs import folder as folders
 from diloco.runs import units
-from diloco.runs.config import METHODS, TrainConfig, distinguishes, reads
-from diloco.runs.flags import convert, flag, parse, stored, value_type
+from diloco.runs.config import METHODS, TrainConfig, distinguishes
+from diloco.runs.flags import flag, parse, stored
 from diloco.runs.reader import read_summary
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompareConfig(TrainConfig):
-    """Run several methods or settings one after the other, at equal tokens and equal global batch.
+    """Run several methods one after the other, at equal tokens and equal global batch.
 
     Also takes all flags of `diloco train`; see `diloco train --help`.
     """
 
     methods: str = flag("dp,diloco,streaming", "Methods to compare, separated by commas.", group="comparison")
-    vary: tuple[str, ...] = flag(
-        (), "Settings to vary, such as overlap=0,1,5. Every combination is run.", group="comparison", why="none"
-    )
     seeds: int = flag(
-        1,
-        "Number of seeds per setting, starting at --seed. Gaps to data-parallel are paired by seed.",
-        group="comparison",
-    )
+        1, "Number of seeds per method, starting at --seed. Gaps to data-parallel are paired by seed.",
+        group="comparison"
+    )  # fmt: skip
 
 
 CONFIG = CompareConfig
 EXAMPLES = (
     "diloco compare demo --seeds 3",
-    "diloco compare --methods dp,streaming --vary overlap=0,1,5 codec=e3m0,float32",
+    "diloco compare --methods dp,streaming --overlap 5 --codec twobit",
 )
 
 
@@ -83,7 +78,7 @@ def _check_same(cell: TrainConfig, folder: Path) -> None:
 
 
 def plan(config: CompareConfig) -> list[tuple[str, TrainConfig]]:
-    """(label, config) of every run. A setting that a method does not read does not multiply its runs."""
+    """(label, config) of every run."""
     methods = config.methods.split(",")
     for method in methods:
         if method not in METHODS:
@@ -92,29 +87,8 @@ def plan(config: CompareConfig) -> list[tuple[str, TrainConfig]]:
         raise ConfigError("compare starts its replicas here: leave --bucket out")
     if config.seeds < 1:
         raise ConfigError(f"seeds={config.seeds}: use at least 1")
-    axes = [[(key, value) for value in values.split(",")] for key, values in map(_axis, config.vary)]
     base = TrainConfig(**{f.name: getattr(config, f.name) for f in fields(TrainConfig)})
-    cells: dict[str, TrainConfig] = {}
-    for method, choice, seed in itertools.product(methods, itertools.product(*axes), range(config.seeds)):
-        settings = {key: value for key, value in choice if reads(method, key)}
-        parts = (f"{key}={value.replace('/', '-')}" for key, value in settings.items())
-        label = "-".join([method, *parts, f"seed{config.seed + seed}"])
-        values = {key: _value(key, value) for key, value in settings.items()}
-        cells[label] = replace(base, method=method, seed=config.seed + seed, **values)
-    return list(cells.items())
-
-
-def _axis(text: str) -> tuple[str, str]:
-    key, _, values = text.partition("=")
-    key = key.replace("-", "_")
-    settings = [f.name for f in fields(TrainConfig) if distinguishes(f.name)]
-    if key not in settings or not values:
-        raise ConfigError(f"vary={text!r}: use SETTING=VALUE,VALUE with one of {', '.join(settings)}")
-    return key, values
-
-
-def _value(key: str, text: str) -> Any:
-    """Convert the value to the field's type."""
-    field = next(f for f in fields(TrainConfig) if f.name == key)
-    value = convert(field, text)
-    return (value,) if value_type(field)[1] else value
+    return [
+        (f"{method}-seed{seed}", replace(base, method=method, seed=seed))
+        for method, seed in itertools.product(methods, range(config.seed, config.seed + config.seeds))
+    ]

@@ -77,8 +77,8 @@ def test_help_shows_the_usual_flags_and_help_all_every_one(capsys):
     hidden = sum(meaning(field).expert for field in fields(TrainConfig))
     assert f"diloco train --help-all shows {hidden} more flags." in usual and "--help-all" not in full
     usual, full = output("compare", "--help"), output("compare", "--help-all")
-    assert "  --vary" in usual and "  --model" not in usual and "see `diloco train --help`" in usual
-    assert full.index("  --vary") < full.index("  --model"), "inherited flags come last"
+    assert "  --seeds" in usual and "  --model" not in usual and "see `diloco train --help`" in usual
+    assert full.index("  --seeds") < full.index("  --model"), "inherited flags come last"
 
 
 @pytest.mark.parametrize(
