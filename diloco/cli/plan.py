@@ -54,7 +54,6 @@ class PlanConfig:
     overlap: int | None = _sync(None, "Steps between sending a fragment and applying the result.",
         why="chosen, up to 5; a larger one may cost loss")
     codec: str | None = _sync(None, "Format of the deltas on the wire.", why="chosen", choices=FORMATS)
-    target: float | None = _sync(None, "Utilization that is enough, such as 0.95.", why="within 1 % of the best")
     rehearse: bool = _output(False, "Also make the model without its values, shard it over --shards ranks, cut it "
         "as in a run, and print what a rank with an accelerator takes, beside what the plan says.")
     json: bool = _output(False, "Print everything as JSON.")
@@ -82,13 +81,12 @@ def main(config: PlanConfig) -> int:
         overlap=config.overlap,
         codec=config.codec,
         steps=conditions.steps,
-        target=config.target,
     )
     ns = _nanoseconds(config)  # last, because it may take seconds to measure them
     conditions = replace(conditions, group=replace(conditions.group, **{k: v / config.shards for k, v in ns.items()}))
     choice = choose(model, conditions.group, conditions.rate, limits, reduce=config.reduce)
     methods = rows(conditions, choice.settings)
-    answer, notes = table.verdict(conditions, methods, config.target), table.notes(conditions, choice)
+    answer, notes = table.verdict(conditions, methods), table.notes(conditions, choice)
     rehearsal = _rehearsal(config, choice.settings) if config.rehearse else None
     if config.json:
         plan = {"methods": [asdict(row) for row in methods], "recommended": asdict(choice), "notes": [answer, *notes]}

@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass, replace
 from diloco.codecs.formats import format_named
 from diloco.core.overlap import SAFE_OVERLAP
 from diloco.core.schedule import Schedule, check_overlap
-from diloco.errors import ConfigError
 from diloco.plan import laws, methods
 from diloco.plan.methods import Model
 from diloco.plan.simulate import Group, Method, utilization
@@ -48,8 +47,6 @@ class Limits:
     codec: str | None = None
     steps: int | None = None
     """Length of the run, if known."""
-    target: float | None = None
-    """Utilization that is enough."""
 
     def __post_init__(self) -> None:
         if self.codec is not None:
@@ -58,8 +55,6 @@ class Limits:
             Schedule(self.sync_every, fragments=1)
         if self.overlap is not None:
             check_overlap(self.overlap, self.sync_every or laws.LARGEST_SYNC_EVERY)
-        if self.target is not None and not 0 < self.target <= 1:
-            raise ConfigError(f"target={self.target}: use a utilization above 0 and up to 1, such as 0.95")
 
 
 @dataclass(frozen=True)
@@ -94,7 +89,7 @@ def allowed(model: Model, limits: Limits) -> Iterator[Settings]:
 
 
 def choose(model: Model, group: Group, rate: float, limits: Limits, *, reduce: Reduce = "collective") -> Choice:
-    """The settings with the least loss within 1 % of the best utilization, or that reach the target if one is set."""
+    """The settings with the least loss within 1 % of the best utilization."""
     shares: dict[Settings, float] = {}
 
     def share(settings: Settings) -> float:
@@ -109,7 +104,7 @@ def choose(model: Model, group: Group, rate: float, limits: Limits, *, reduce: R
         for h in _sync_everys(limits)
     }
     best = max(share(s) for settings in widest.values() for s in settings)
-    enough = best * (1 - TOLERANCE) if limits.target is None else min(limits.target, best)
+    enough = best * (1 - TOLERANCE)
     sync_every = next(h for h, settings in widest.items() if max(map(share, settings)) >= enough)
     chosen = next(s for s in grid if s.sync_every == sync_every and share(s) >= enough)
     reasons = {

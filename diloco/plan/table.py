@@ -17,7 +17,7 @@ from diloco.runs.units import amount, duration, percent, rate, size
 
 WIDEST = 110
 ENOUGH = 0.95
-"""Utilization at which the answer is yes, unless a target is set."""
+"""Utilization at which the answer is yes."""
 
 
 @dataclass(frozen=True)
@@ -59,16 +59,15 @@ def wrapped(paragraph: str) -> str:
     return lines.replace("\N{NO-BREAK SPACE}", " ") + "\n"
 
 
-def verdict(conditions: Conditions, rows: list[Row], target: float | None) -> str:
+def verdict(conditions: Conditions, rows: list[Row]) -> str:
     """Whether the link is fast enough; if not, the rate that would be."""
-    row, enough = rows[-1], target or ENOUGH
+    row = rows[-1]
     link, parallel = rate(conditions.rate), percent(rows[0].utilization, digits=1)
     result = (f"The recommended settings reach {percent(row.utilization, digits=1)} utilization (data-parallel: "
               f"{parallel}); the run takes {duration(row.hours * 3600)}.")  # fmt: skip
-    if row.utilization >= enough:
+    if row.utilization >= ENOUGH:
         return f"Yes: {link} is enough. {result}"
-    nearest = min(row.needed, key=lambda key: abs(float(key[:-1]) / 100 - enough))
-    needed, share = row.needed[nearest], f"{nearest[:-1]} %"
+    share, needed = percent(ENOUGH, digits=0), row.needed[f"{ENOUGH:.0%}"]
     remedy = f"No rate reaches {share}." if needed == float("inf") else f"{share} would take {rate(needed)}."
     return f"No: {link} is too slow. {result} {remedy}"
 

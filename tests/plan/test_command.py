@@ -46,13 +46,9 @@ def test_the_recommendation_is_within_one_percent_of_the_best(name, group, rate)
     assert choice.settings.overlap <= 5 and choice.settings.sync_every <= 300
 
 
-def test_a_short_run_gets_enough_rounds_and_a_target_the_settings_with_the_least_loss():
+def test_a_short_run_gets_enough_rounds():
     choice = choose(model_of_preset("tiny"), Group(0.2), 1e5, Limits(steps=2000))
     assert 2000 / choice.settings.sync_every >= 50
-    model, group, link = model_of_preset("1b"), Group(1.0), 1e8
-    easy = choose(model, group, link, Limits(target=0.4))
-    assert easy.utilization >= 0.4
-    assert easy.settings.sync_every < choose(model, group, link, Limits()).settings.sync_every
 
 
 @pytest.mark.parametrize(
@@ -100,15 +96,14 @@ def test_json_holds_every_method_and_agrees_with_itself(capsys):
 
 
 @pytest.mark.parametrize(
-    ("link", "flags", "answer"),
+    ("link", "answer"),
     [
-        ("100Mbps", {}, r"Yes: 100 Mbit/s is enough. .* 99.0 % utilization"),
-        ("1kbit", {}, r"No: 1 kbit/s is too slow. .* 0.0 % utilization .* years. 95 % would take \d+ Mbit/s."),
-        ("60mbit", {"target": 0.5}, "Yes: 60 Mbit/s is enough"),
+        ("100Mbps", r"Yes: 100 Mbit/s is enough. .* 99.0 % utilization"),
+        ("1kbit", r"No: 1 kbit/s is too slow. .* 0.0 % utilization .* years. 95 % would take \d+ Mbit/s."),
     ],
 )
-def test_the_plan_starts_with_yes_or_no_and_the_rate_needed(capsys, link, flags, answer):
-    assert main(PlanConfig(**FLAGS | {"link": link} | flags)) == 0
+def test_the_plan_starts_with_yes_or_no_and_the_rate_needed(capsys, link, answer):
+    assert main(PlanConfig(**FLAGS | {"link": link})) == 0
     assert re.match(answer, " ".join(capsys.readouterr().out.partition("\n\n")[0].split()))
 
 
@@ -232,7 +227,6 @@ def test_the_recommendation_syncs_less_often_where_the_hook_is_slow(cached, caps
         ({"bus": "0GB/s"}, "above 0"),
         ({"shards": 0}, "shards=0"),
         ({"hook_ns": -1.0}, "hook_ns=-1.0: must be 0 or more"),
-        ({"target": 95.0}, "up to 1"),
         ({"tokens": "many"}, "write 25b"),
     ],
 )
