@@ -31,14 +31,15 @@ class Row:
     gap: Gap | None
     factor: float | None
     loss: float | None
-    """In nats per token, or in bits per byte if the runs use different tokenizers."""
+    """In nats per token, which only runs with the same tokenizer have in common."""
+    bits_per_byte: float | None
     bytes_sent: float | None
     largest_burst: float | None
     seconds: float | None
     seconds_exposed: float | None
 
 
-_MEANS = ("bytes_sent", "largest_burst", "seconds", "seconds_exposed")
+_MEANS = ("loss", "bits_per_byte", "bytes_sent", "largest_burst", "seconds", "seconds_exposed")
 SHORT = 32
 """Maximum length of a label made of settings."""
 STUDENT = (
@@ -65,19 +66,10 @@ def differences(rows: Sequence[Row]) -> dict[str, list[str]]:
     return {key: [_setting(run, key) if reads(run.method, key) else "–" for run in runs] for key in varied}
 
 
-def in_bits(runs: Sequence[RecordedRun]) -> bool:
-    """Whether to compare bits per byte, because the runs use different tokenizers."""
-    return len({_setting(run, "tokenizer") for run in runs}) > 1 and all(run.figures.bits_per_byte for run in runs)
-
-
 def _name(group: Sequence[RecordedRun]) -> str:
     """The name of the first run, without its seed if there are several."""
     name = group[0].name
     return name.removesuffix(f"-seed{group[0].seed}") if len(group) > 1 else name
-
-
-def _quality(run: RecordedRun, bits: bool) -> float | None:
-    return run.figures.bits_per_byte if bits else run.figures.loss
 
 
 def interval(values: Sequence[float]) -> tuple[float, float | None]:
@@ -104,7 +96,6 @@ def _row(label: str, group: Sequence[RecordedRun], runs: Sequence[RecordedRun]) 
         runs=tuple(group),
         gap=None if group[0].method == "dp" else _gap(group, runs),
         factor=None if group[0].method == "dp" else _mean([run.factor for run in group]),
-        loss=_mean([_quality(run, in_bits(runs)) for run in group]),
         **{name: _mean([_figure(run, name) for run in group]) for name in _MEANS},
     )
 
@@ -115,17 +106,16 @@ def _figure(run: RecordedRun, name: str) -> float | None:
 
 
 def _gap(group: Sequence[RecordedRun], runs: Sequence[RecordedRun]) -> Gap | None:
-    bits = in_bits(runs)
-    data_parallel = [run for run in runs if run.method == "dp" and run.figures.loss]
+    data_parallel = [run for run in runs if run.method == "dp" and run.figures.bits_per_byte]
     varied = _varied(data_parallel)
     gaps: dict[int, float] = {}
     for run in group:
         paired = [other for other in data_parallel if other.seed == run.seed]
-        loss = _quality(run, bits)
+        loss = run.figures.bits_per_byte  # with the same tokenizer, the gap is the same in nats
         if paired and loss is not None:
             # If several have that seed (with different lr, say), take the one that shares the most settings.
             closest = max(paired, key=lambda other: sum(_setting(other, key) == _setting(run, key) for key in varied))
-            gaps[run.seed] = loss / (_quality(closest, bits) or math.nan) - 1
+            gaps[run.seed] = loss / (closest.figures.bits_per_byte or math.nan) - 1
     if not gaps:
         return None
     mean, half_width = interval(list(gaps.values()))

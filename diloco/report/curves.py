@@ -55,15 +55,15 @@ def timeline(run: RecordedRun) -> dict[str, Any]:
     }
 
 
-def compared(run: RecordedRun, setting: int, bits: bool = False) -> dict[str, Any]:
-    """A run's loss for the comparison, over steps, tokens, seconds and bytes sent. `bits`: held-out loss per byte."""
+def compared(run: RecordedRun, setting: int) -> dict[str, Any]:
+    """A run's loss for the comparison, over steps, tokens, seconds and bytes sent."""
     first = {step.step: step for step in (run.replicas[0].steps if run.replicas else ())}
     curves = [{step.step: step.loss for step in replica.steps} for replica in run.replicas]
     training = []
     for step in sorted(first):
         losses = [curve[step] for curve in curves if step in curve]
         training.append(_point(first[step], step, sum(losses) / len(losses)))
-    held_out = [_point(first.get(e.step), e.step, e.bits_per_byte if bits else e.loss) for e in run.evaluations]
+    held_out = [_point(first.get(e.step), e.step, e.loss) for e in run.evaluations]
     return {
         "name": run.name,
         "setting": setting,

@@ -14,7 +14,7 @@ import jinja2
 from diloco import __version__
 from diloco.errors import ConfigError
 from diloco.report import terminal
-from diloco.report.comparison import compare, differences, in_bits
+from diloco.report.comparison import compare, differences
 from diloco.report.curves import PER_STEP, charts, compared, timeline, tuned
 from diloco.runs import units
 from diloco.runs.reader import Follower, RecordedRun
@@ -95,7 +95,6 @@ def comparison_values(runs: Sequence[RecordedRun], links: Sequence[tuple[str, st
         "title": " · ".join(dict.fromkeys(row.runs[0].method for row in rows)) + " compared",
         "about": f"{len(runs)} runs, {len(rows)} settings" + (f", up to {seeds} seeds" if seeds > 1 else ""),
         "rows": rows,
-        "bits": in_bits(runs),
         "differences": differences(rows),
         "pages": links,
         "paired": max((row.gap.seeds for row in rows if row.gap), default=0),
@@ -105,8 +104,8 @@ def comparison_values(runs: Sequence[RecordedRun], links: Sequence[tuple[str, st
 
 def comparison_data(runs: Sequence[RecordedRun]) -> dict[str, Any]:
     """The curves of the comparison."""
-    rows, bits = compare(runs), in_bits(runs)
-    curves = [compared(run, k, bits) for k, row in enumerate(rows) for run in row.runs]
+    rows = compare(runs)
+    curves = [compared(run, k) for k, row in enumerate(rows) for run in row.runs]
     return {"settings": [row.label for row in rows], "runs": curves}
 
 

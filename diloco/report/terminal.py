@@ -11,14 +11,13 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.table import Table
 from rich.text import Text
 
-from diloco.report.comparison import Gap, compare, differences, in_bits
+from diloco.report.comparison import Gap, compare, differences
 from diloco.runs import units
 from diloco.runs.reader import RecordedRun, Status
 
 GAP = 2
 """Spaces between two columns."""
 LESS = "less: how many times fewer bytes than bf16 data-parallel training would send (dp itself sends fp32)"
-BITS = "bits/byte: the runs use different tokenizers, so nats per token cannot be compared"
 
 
 @dataclass(frozen=True)
@@ -112,11 +111,11 @@ def rows(run: RecordedRun) -> list[Figure]:
 def comparison(runs: Sequence[RecordedRun]) -> RenderableType:
     """One line per setting: loss, gap to data-parallel, bytes, seconds; then the settings that differ."""
     rows = compare(runs)
-    bits = in_bits(runs)
     columns = [
         Column("setting", [row.label for row in rows], left=True),
         Column("seeds", [str(len(row.runs)) for row in rows], spare=5),
-        Column("bits/byte" if bits else "loss", [units.loss(row.loss) for row in rows]),
+        Column("loss", [units.loss(row.loss) for row in rows]),
+        Column("bits/byte", [units.loss(row.bits_per_byte) for row in rows], spare=7),
         Column("gap to dp", [gap(row.gap) for row in rows], spare=1),
         Column("sent", [units.size(row.bytes_sent) for row in rows], spare=2),
         Column("less", [units.factor(row.factor) for row in rows]),
@@ -124,8 +123,7 @@ def comparison(runs: Sequence[RecordedRun]) -> RenderableType:
         Column("time", [units.duration(row.seconds) for row in rows], spare=3),
         Column("exposed", [units.duration(row.seconds_exposed) for row in rows], spare=4),
     ]
-    notes = [LESS, *([BITS] if bits else [])]
-    parts: list[RenderableType] = [Fitted(columns), Text("\n".join(notes), "dim")]
+    parts: list[RenderableType] = [Fitted(columns), Text(LESS, "dim")]
     varied = differences(rows)
     if varied and any(row.label == row.runs[0].name for row in rows):
         names = [Column("differs in", list(varied), left=True)]

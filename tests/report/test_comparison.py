@@ -37,7 +37,7 @@ def unlike(tmp_path):
 def test_runs_that_differ_in_many_settings_are_called_by_name_and_no_number_is_cut(unlike, width):
     text = printed(terminal.comparison([read(run) for run in unlike]), width)
     assert "…" not in text and max(map(len, text.splitlines())) <= width
-    for part in ("first-of-all", "live120", "2.1640", "4.3281", "bits/byte", " ×"):
+    for part in ("first-of-all", "live120", "1.5000", "3.0000", " ×"):
         assert part in text, part
     assert re.search(r"warmup +70 +12", text) and re.search(r"data +default +corpus", text)
 
