@@ -45,7 +45,6 @@ class Cell:
     seed: int = 0
     inner: Literal["adamw", "muon"] = "adamw"
     """Inner optimizer, as in the trainer's flag."""
-    feedback: float = 0.0
     outer: str = "paper"
     """paper: Nesterov with `outer_lr` and `momentum`; following: the same, and it follows the inner lr; growing: the
     trainer's default, which reads neither; sgd: with `outer_lr`."""
@@ -66,7 +65,7 @@ class Cell:
         return _key(self)
 
 
-LATER = ("inner", "feedback", "outer", "batch", "evaluated", "tail")
+LATER = ("inner", "outer", "batch", "evaluated", "tail")
 
 
 @cache

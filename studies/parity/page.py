@@ -1,11 +1,9 @@
 """Write the tables and plots of docs/parity.md. Run: python -m studies.parity.page"""
 
-from math import inf
 from pathlib import Path
 from statistics import fmean
 
 from benchmarks.record import insert, table
-from diloco.plan import laws
 from studies.parity import plots, today
 from studies.parity.__main__ import PATH
 from studies.parity.paired import compared, judged
@@ -19,39 +17,31 @@ from studies.parity.rows import (
     STREAMING,
     WIDE,
     WIDTH,
-    WIDTHS,
     Row,
     at_width,
     data_parallel_of,
 )
-from studies.parity.spread import Bar, Spread, percent, signed
+from studies.parity.spread import Bar, Spread, signed
 from studies.parity.tuning import tuned
 
 DOCS = Path(__file__).parent.parent.parent / "docs"
-SCALED = (*(at_width(width, STREAMING) for width in WIDTHS), "M = 1", "M = 4", "M = 8", "sync_every 100")
-EVALUATIONS = (STREAMING, DILOCO, at_width(WIDE, STREAMING), "M = 4", "M = 8",
-               "sync_every 100")  # fmt: skip
 
 
 def main() -> None:
-    results = load(PATH)
-    plots.draw(results, DOCS)
-    page = DOCS / "parity.md"
-    page.write_text(insert(page.read_text(), tables(results, load(today.PATH))))
-    print("wrote the tables of docs/parity.md")
+    results, newer = load(PATH), load(today.PATH)
+    plots.draw(results, newer, DOCS)
+    pages = {
+        DOCS / "parity.md": {"bars": bar_table(today.bars(newer)), "rows": today.rows(newer),
+                             "paper-bars": bar_table(bars(results))},
+        Path(__file__).with_name("README.md"): {"rows": rows(results)},
+    }  # fmt: skip
+    for page, tables in pages.items():
+        page.write_text(insert(page.read_text(), tables))
+        print(f"wrote the tables of {page.name}")
 
 
-def tables(results: Results, newer: Results) -> dict[str, str]:
-    """By the name of its marker in docs/parity.md."""
-    return {
-        "today-bars": today.bars(newer),
-        "today-rows": today.rows(newer),
-        "today-curve": today.early(newer),
-        "bars": table(("what", "measured", "seeds", "bar", ""), [bar.cells() for bar in bars(results)]),
-        "rows": rows(results),
-        "evaluated": evaluated(results),
-        "laws": scaling(results),
-    }
+def bar_table(found: list[Bar]) -> str:
+    return table(("what", "measured", "seeds", "bar", ""), [bar.cells() for bar in found])
 
 
 def bars(results: Results) -> list[Bar]:
@@ -91,31 +81,6 @@ def rows(results: Results) -> str:
 def _gap(row: Row, against: Row, results: Results) -> str:
     found = None if row is against else compared(row, against, results)
     return "" if found is None else signed(found)
-
-
-def scaling(results: Results) -> str:
-    found = {r["cell"]["width"]: r["parameters"] for r in results.values()}
-    lines = []
-    for name in SCALED:
-        row = NAMED[name]
-        cell = row.cell
-        law = laws.loss_gap(found.get(cell.width, inf), cell.replicas, cell.sync_every, cell.overlap).gap
-        measured = percent(compared(row, data_parallel_of(row), results))
-        lines.append((f"{found.get(cell.width, 0):,}", str(cell.replicas), str(cell.sync_every), f"{100 * law:+.1f} %",
-                      measured))  # fmt: skip
-    return table(("parameters", "M", "sync_every", "the laws", "measured"), lines)
-
-
-def evaluated(results: Results) -> str:
-    """One replica, mean of replicas, anchors, after finish(): against the latter."""
-    lines = []
-    for name in EVALUATIONS:
-        row = NAMED[name]
-        each = [compared(row, row, results, what) for what in ("replica", "mean", "anchors")]
-        if all(each):
-            lines.append((name, *(signed(one) for one in each if one)))
-    head = ("row", "first replica, %", "mean of replicas, %", "anchors before the last sync, %")
-    return table(head, lines)
 
 
 if __name__ == "__main__":

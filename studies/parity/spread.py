@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import inf, sqrt
+from math import ceil, inf, sqrt
 from statistics import fmean, stdev
 
 import numpy as np
@@ -93,7 +93,15 @@ class Bar:
             return "not run"
         if self.low <= self.found.low and self.found.high <= self.high:
             return "met"
-        return "**missed**" if self.found.high < self.low or self.high < self.found.low else "unresolved"
+        if self.found.high < self.low or self.high < self.found.low:
+            return "**missed**"
+        return f"unresolved: {needed} seeds" if (needed := self._seeds_needed(self.found)) else "one seed"
+
+    def _seeds_needed(self, found: Spread) -> int:
+        """Seeds after which the interval would lie on one side of the bar, if the mean stays; 0 if nothing is known of
+        the noise."""
+        distance = min(abs(found.mean - self.low), abs(found.mean - self.high))
+        return 0 if found.half_width == inf else ceil(found.n * (found.half_width / distance) ** 2)
 
     @property
     def limit(self) -> str:

@@ -21,7 +21,7 @@ from benchmarks.record import table
 from studies.parity.cell import Cell, data_parallel
 from studies.parity.paired import MANY
 from studies.parity.results import Results, load, once
-from studies.parity.run import CURVE_EVERY, check_corpus, train
+from studies.parity.run import check_corpus, train
 from studies.parity.spread import Bar, Noise, Spread, residual, signed, spread
 
 PATH = Path(__file__).parent / "today.jsonl"
@@ -34,13 +34,10 @@ _dp = replace(data_parallel(lr=LR), evaluated=ALL)
 _streaming = Cell(lr=LR, momentum=0, outer="growing", evaluated=ALL)
 _muon = replace(_streaming, inner="muon")
 _fixed = replace(_muon, outer="following", outer_lr=0.7, momentum=0.5)
-_topk = replace(_muon, codec="topk")
-ADAMW, MUON, DEFAULTS = "data-parallel, AdamW", "data-parallel, Muon", "streaming, Muon: the trainer's defaults"
-TWO_BITS, RARELY, TOPK, OFTEN = (f"streaming, Muon, {codec}" for codec in (
-    "2 bits", "2 bits, sync_every 270", "top-k", "top-k, sync_every 5"))  # fmt: skip
-FIXED = "streaming, Muon, outer 0.7/0.5"
-SHORT, LONG = (f"streaming, Muon, outer {rule} that follows the lr" for rule in ("0.7/0.5", "0.28/0.9"))
-SAME, LARGEST = "streaming, AdamW", "1M parameters"
+ADAMW, MUON, DEFAULTS = "data-parallel, AdamW", "data-parallel, Muon", "the trainer's defaults"
+SAME, LARGEST = "defaults with AdamW", "1M parameters"
+TWO_BITS, TOPK = "defaults, 2 bits", "defaults, top-k"
+ONE, FOUR, EIGHT = (f"defaults, M = {replicas}" for replicas in (1, 4, 8))
 AVERAGED = f"data-parallel, Muon, mean of the last {TAIL} steps' weights"
 
 
@@ -69,17 +66,20 @@ ROWS: dict[str, Cell] = {
     MUON: replace(_dp, inner="muon"),
     SAME: _streaming,
     TWO_BITS: replace(_muon, codec="twobit"),
-    RARELY: replace(_muon, codec="twobit", sync_every=270),
-    TOPK: _topk,
-    OFTEN: replace(_topk, sync_every=5),
-    FIXED: replace(_fixed, outer="paper"),
-    SHORT: _fixed,
-    LONG: replace(_fixed, outer_lr=0.28, momentum=0.9),
-    "streaming, Muon, M = 4": replace(_muon, replicas=4),
-    "streaming, Muon, M = 4, outer 1/0.5": replace(_fixed, replicas=4, outer_lr=1.0),
-    "streaming, Muon, M = 8": replace(_muon, replicas=8),
-    "streaming, Muon, M = 8, outer 1.41/0.5": replace(_fixed, replicas=8, outer_lr=1.41),
-    "streaming, Muon, overlap 5": replace(_muon, overlap=5),
+    f"{TWO_BITS}, sync_every 70": replace(_muon, codec="twobit", sync_every=70),
+    f"{TWO_BITS}, sync_every 270": replace(_muon, codec="twobit", sync_every=270),
+    TOPK: replace(_muon, codec="topk"),
+    "defaults, outer 0.7/0.5": replace(_fixed, outer="paper"),
+    "defaults, outer 0.7/0.5 that follows the lr": _fixed,
+    "defaults, outer 0.28/0.9 that follows the lr": replace(_fixed, outer_lr=0.28, momentum=0.9),
+    "defaults, overlap 5": replace(_muon, overlap=5),
+    ONE: replace(_muon, replicas=1),
+    FOUR: replace(_muon, replicas=4),
+    f"{FOUR}, outer 1/0.5": replace(_fixed, replicas=4, outer_lr=1.0),
+    EIGHT: replace(_muon, replicas=8),
+    f"{EIGHT}, outer 1.41/0.5": replace(_fixed, replicas=8, outer_lr=1.41),
+    f"{EIGHT}, mean sent in bfloat16": replace(_muon, replicas=8, second="bfloat16"),
+    f"{EIGHT}, sync_every 12": replace(_muon, replicas=8, sync_every=12),
     AVERAGED: replace(_dp, inner="muon", tail=TAIL),
     **{
         at_batch(batch, name): _larger(cell, batch)
@@ -134,8 +134,7 @@ def run(cell: Cell) -> float | None:
 def gap(row: str, against: str, results: Results) -> Spread | None:
     """Difference in percent of the loss, paired by seed."""
     found = differences(row, against, results)
-    shared = noise(results) if row in _alike() and against in _alike() else None
-    return spread(found, shared) if found else None
+    return spread(found, noise(row, against, results)) if found else None
 
 
 def differences(row: str, against: str, results: Results) -> list[float]:
@@ -153,17 +152,19 @@ def runs(row: str, results: Results) -> dict[int, dict[str, Any]]:
     return {seed: results[key] for seed, key in keys.items() if key in results}
 
 
-def noise(results: Results) -> Noise:
+def noise(row: str, against: str, results: Results) -> Noise | None:
     """Of a paired difference in percent. Rows that are alike share it: few differences alone say little about it."""
-    return residual({(row, seed): 100 * log(result["final"])
-                     for row in _alike() for seed, result in runs(row, results).items()})  # fmt: skip
+    inners = {ROWS[row].inner, ROWS[against].inner}
+    alike = [name for name, cell in ROWS.items() if _is_plain(cell) and cell.inner in inners]
+    if not {row, against} <= set(alike):
+        return None
+    return residual({(name, seed): 100 * log(result["final"])
+                     for name in alike for seed, result in runs(name, results).items()})  # fmt: skip
 
 
-def _alike() -> list[str]:
-    """Data-parallel and two replicas, whatever their optimizers do and their codecs send but for a few values."""
-    return [name for name, cell in ROWS.items()
-            if cell.replicas < 4 and cell.batch == 1 and not cell.tail and cell.codec != "topk"
-            and cell.width == _muon.width]  # fmt: skip
+def _is_plain(cell: Cell) -> bool:
+    """Of one size and batch, and of the weights after the last step: a mean of weights varies with the run it is of."""
+    return cell.width == _muon.width and cell.batch == 1 and not cell.tail
 
 
 def _bits(result: dict[str, Any]) -> float:
@@ -172,48 +173,31 @@ def _bits(result: dict[str, Any]) -> float:
     return 8 * result["bytes_sent"] / result["parameters"] / rounds
 
 
-def bars(results: Results) -> str:
-    every = (
+def bars(results: Results) -> list[Bar]:
+    return [
         Bar("the defaults, to data-parallel AdamW", gap(DEFAULTS, ADAMW, results), high=-1.5),
         Bar(f"the same with {LARGEST}", gap(f"{LARGEST}: {DEFAULTS}", f"{LARGEST}: {ADAMW}", results), high=-1.5),
         Bar("the defaults, to data-parallel Muon", gap(DEFAULTS, MUON, results), high=0.5),
         Bar("the defaults with AdamW, to data-parallel AdamW", gap(SAME, ADAMW, results), high=0.5),
+        Bar("four replicas, to data-parallel Muon", gap(FOUR, MUON, results), high=1.0),
+        Bar("eight replicas, to data-parallel Muon", gap(EIGHT, MUON, results), high=2.0),
         Bar("2 bits, to 4 bits", gap(TWO_BITS, DEFAULTS, results), high=0.2),
         Bar("top-k, to 4 bits", gap(TOPK, DEFAULTS, results), high=1.0),
-        Bar("top-k with sync_every 5, to 4 bits with 30", gap(OFTEN, DEFAULTS, results), high=1.0),
-    )
-    return table(("what", "measured", "seeds", "bar", ""), [bar.cells() for bar in every])
+    ]
 
 
 def rows(results: Results) -> str:
     lines = [_line(name, cell, results) for name, cell in ROWS.items() if runs(name, results)]
-    head = ("row", "seeds", "loss", "to data-parallel AdamW, %", "to data-parallel Muon, %", "to the defaults, %",
-            "bits sent a parameter and round")  # fmt: skip
-    return table(head, lines)
+    return table(("row", "seeds", "loss", "to data-parallel Muon, %", "to the defaults, %", "bits"), lines)
 
 
 def _line(name: str, cell: Cell, results: Results) -> tuple[str, ...]:
     found = runs(name, results).values()
-    others = [as_large(cell, other) for other in (ADAMW, MUON, DEFAULTS)]
+    others = [as_large(cell, other) for other in (MUON, DEFAULTS)]
     gaps = [gap(name, other, results) if name != other else None for other in others]
     shown = ["" if one is None else signed(one) for one in gaps]
     bits = f"{fmean(_bits(result) for result in found):.3g}" if cell.replicas else ""
     return name, str(len(found)), f"{fmean(result['final'] for result in found):.4f}", *shown, bits
-
-
-def early(results: Results) -> str:
-    """The anchors over the run, against data-parallel as it is and averaged over its last steps."""
-    ours, *others = (runs(row, results) for row in (DEFAULTS, MUON, AVERAGED))
-    seeds = sorted(ours.keys() & others[0].keys() & others[1].keys())
-    if not seeds:
-        return ""
-    means = [[fmean(100 * (a / b - 1) for a, b in points)
-              for points in zip(*(zip(ours[seed]["curve"], theirs[seed]["curve"], strict=True) for seed in seeds),
-                                strict=True)]
-             for theirs in others]  # fmt: skip
-    shown = [[f"{mean:+.1f}" for mean in each] for each in means]
-    lines = zip((str(CURVE_EVERY * (i + 1)) for i in range(len(shown[0]))), *shown, strict=True)
-    return table(("step", "to data-parallel Muon, %", f"to the mean of its last {TAIL} steps, %"), lines)
 
 
 if __name__ == "__main__":
