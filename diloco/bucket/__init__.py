@@ -1,4 +1,4 @@
-"""The elastic reducer: members meet only in a folder or an object store. docs/bucket.md describes the protocol."""
+"""The elastic reducer: members meet only in a folder or an object store (docs/bucket-protocol.md)."""
 
 from diloco.bucket.bucket import Bucket as Bucket
 from diloco.bucket.run import below as below

@@ -10,8 +10,8 @@ Two things run concurrently, each with its own state:
     following, the round after the frontier
         OPEN → COMMITTED → AVERAGING → OPEN (of the next round), and JUDGING and JUMPING if this member differs
 
-`held` is the last round that training has applied, `frontier` the last one that was followed here. docs/bucket.md draws
-all transitions.
+`held` is the last round that training has applied, `frontier` the last one that was followed here.
+docs/bucket-protocol.md draws all transitions.
 """
 
 import logging

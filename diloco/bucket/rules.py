@@ -1,8 +1,8 @@
 """The rules of a round: pure functions of what was read. Members that read the same decide the same.
 
-docs/bucket.md numbers the guarantees that the rules serve: 1 one record per round, 2 equal bits, 3 rounds in order and
-once, 4 what is closed stays, 5 one living member makes progress, 6 a delta counts once, 7 replay gives the same,
-8 nothing unchecked is used.
+docs/bucket-protocol.md numbers the guarantees that the rules serve: 1 one record per round, 2 equal bits, 3 rounds in
+order and once, 4 what is closed stays, 5 one living member makes progress, 6 a delta counts once, 7 replay gives the
+same, 8 nothing unchecked is used.
 """
 
 from collections import Counter

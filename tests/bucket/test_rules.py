@@ -1,5 +1,5 @@
-"""The rules of a round: each test fails when its rule is broken. Numbers are those of the guarantees in docs/bucket.md
-that a rule serves."""
+"""The rules of a round: each test fails when its rule is broken. Numbers are those of the guarantees that a
+rule serves (docs/bucket-protocol.md)."""
 
 from dataclasses import replace
 
