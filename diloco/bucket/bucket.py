@@ -137,7 +137,7 @@ class Bucket:
         self._fragments: list[Fragment] = []
         self._error: BaseException | None = None
         self._entering = False
-        self._finishing: float | None = None  # since when
+        self._ends: float | None = None  # when to stop waiting for the last rounds
         self._trained: set[int] = set()  # fragments with rounds, unlike buffers
         self.identity = Identity(self.name)
         self._clock = time.monotonic
@@ -184,7 +184,7 @@ class Bucket:
         entered = yield from together([starting_state(p, s) for p, s in zip(self._fragments, states, strict=True)])
         session.entry = replace(session.entry, joining=False)
         yield from session.tick()
-        self._entering, self._finishing = True, None
+        self._entering, self._ends = True, None
         return entered
 
     def should_send(self, fragment: int, steps: int, scheduled: bool) -> bool:
@@ -213,16 +213,16 @@ class Bucket:
                     return outcome
                 if not self._must_wait(part):
                     return None
-                waited = 0.0 if self._finishing is None else self._clock() - self._finishing
-                if waited > self._options.ttl + PATIENCE:
+                left = 1.0 if self._ends is None else self._ends - self._clock()
+                if left <= 0:
                     part.give_up()
                     return Dropped()
-                self._lock.wait(1.0)
+                self._lock.wait(min(left, 1.0))
 
-    def drain(self) -> bool:
+    def drain(self, seconds: float | None = None) -> bool:
         with self._lock:
             self._check()
-            self._finishing = self._clock()
+            self._ends = self._clock() + (self._options.ttl + PATIENCE if seconds is None else seconds)
             if self._run_missing >= MISSING:
                 self._warn_lost()
         return False  # the others may continue
@@ -293,7 +293,7 @@ class Bucket:
     def _must_wait(self, fragment: Fragment) -> bool:
         if self._entering and not fragment.machine.caught_up:
             return True
-        return self._finishing is not None and fragment.machine.expects_outcome
+        return self._ends is not None and fragment.machine.expects_outcome
 
     def _event(self, event: str, **values: Any) -> None:
         if self.session is not None:

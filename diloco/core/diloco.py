@@ -260,6 +260,33 @@ class DiLoCo:
         self.leave()
         self._life = _Life.FINISHED
 
+    @torch.no_grad()
+    def flush(self, seconds: float) -> int:
+        """Before this member of a bucket leaves for a while: sync its work since the last rounds, for at most this
+        long. Returns the steps that no round has counted; their work stays in the weights.
+
+        It makes no step afterwards: save its state if it is to return, and call leave().
+        """
+        if self.reducer.identity.replicas is not None:
+            raise DiLoCoError("flush() is for a member of a bucket. Fixed replicas stop after the same step and lose "
+                              "nothing: save and leave()")  # fmt: skip
+        self.join()
+        self._replica.check_trained(self._optimizers)
+        self._hooks.detach()
+        self.reducer.drain(seconds)
+        self._life = _Life.FINISHING
+        steps, indices = self._replica.work.steps, None
+        # Again if a round was closed without this delta, as long as rounds are closed in time.
+        while indices != self.indices and (open := [f for f in self._fragments if f.counted.steps < steps]):
+            indices = self.indices
+            for fragment in open:
+                if fragment.in_flight is None:
+                    fragment.take_delta(self.step_count, self._replica.work)
+                    self._send(fragment)
+            self._apply(open)
+        self._replica.reshard()
+        return max(steps - fragment.counted.steps for fragment in self._fragments)
+
     def leave(self) -> None:
         """Detach and leave the others without a last sync, so that they do not wait for this replica."""
         if self._life not in (_Life.FINISHED, _Life.LEFT):

@@ -177,7 +177,7 @@ class Collective:
         future = self._rounds.pop((fragment, index), None)
         return future.result() if future else None
 
-    def drain(self) -> bool:
+    def drain(self, seconds: float | None = None) -> bool:
         self._submit("finish", self._drain).result()
         return True
 

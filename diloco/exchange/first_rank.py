@@ -149,8 +149,8 @@ class FirstRank:
         described = self._share("poll", lambda: outcome and self._described(fragment, outcome))
         return described and self._received(fragment, described, outcome)
 
-    def drain(self) -> bool:
-        done = self._ask(self.reducer.drain) if self._first else False
+    def drain(self, seconds: float | None = None) -> bool:
+        done = self._ask(lambda: self.reducer.drain(seconds)) if self._first else False
         self._together = True
         return self._share("finish", lambda: done)
 

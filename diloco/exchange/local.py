@@ -239,7 +239,7 @@ class Local:
         seconds = time.perf_counter() - began
         return Round(state, mean.members, own=own, cost=Cost(mean.nbytes, mean.nbytes, seconds=seconds))
 
-    def drain(self) -> bool:
+    def drain(self, seconds: float | None = None) -> bool:
         board = self._board
         board.drained.add(self.replica)
         if len(board.drained) == self.replicas:

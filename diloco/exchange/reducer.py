@@ -186,9 +186,10 @@ class Reducer(Protocol):
         """The outcome of round `index`, or None if there is none yet. Called when it may be applied."""
         ...
 
-    def drain(self) -> bool:
+    def drain(self, seconds: float | None = None) -> bool:
         """This replica has done its steps. Returns whether all have: then the next round of each fragment is the last
-        one. Rounds that some replicas have not started end as Dropped."""
+        one. Rounds that some replicas have not started end as Dropped. `seconds`: how long a member that the others do
+        not wait for may take for its last rounds, if they do not wait for it."""
         ...
 
     def leave(self) -> None:

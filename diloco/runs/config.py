@@ -114,6 +114,9 @@ class TrainConfig:
     straggler_timeout: float | None = _bucket(None,
         "seconds that a round waits for late members after its first delta.",
         why="by their step and upload times", scope="member", expert=True)
+    notice: float = _bucket(20.0,
+        "seconds in which a member that is told to stop passes its last steps on to the others.",
+        why="clouds give 30 s or more, and a checkpoint is saved afterwards", scope="member", result=False, expert=True)
     key_file: Path | None = _bucket(None,
         "a file with the secret that all members share. It signs all objects; unsigned ones are ignored.",
         why="objects are not signed", scope="member")
@@ -163,6 +166,8 @@ class TrainConfig:
         if self.bucket is not None:
             if self.method not in SYNCED:
                 raise ConfigError(f"method={self.method} with a bucket: use streaming or diloco")
+            if not 0 <= self.notice < float("inf"):
+                raise ConfigError(f"notice={self.notice}: use a number of seconds, 0 to leave at once")
             return
         for field in fields(self):
             if meaning(field).needs == "bucket" and getattr(self, field.name) != field.default:

@@ -75,8 +75,12 @@ class Members(Protocol):
         """Note the loss of the anchors."""
         ...
 
+    def stopping(self) -> int:
+        """This process was asked to stop: pass its work on to the others. Returns the steps that are lost to them."""
+        ...
+
     def stopped(self) -> None:
-        """Note that this process was asked to stop, and has saved."""
+        """Note that this process has saved."""
         ...
 
 
@@ -104,6 +108,9 @@ class Fixed:
         self.over = step >= self._steps
 
     def evaluated(self, loss: float) -> None: ...
+
+    def stopping(self) -> int:
+        return 0  # all stop after the same step, and resume there
 
     def stopped(self) -> None: ...
 
@@ -231,6 +238,15 @@ class Elastic:
 
     def evaluated(self, loss: float) -> None:
         self.reducer.publish(anchor_loss=loss)
+
+    def stopping(self) -> int:
+        steps = self._diloco.flush(self._config.notice)
+        if steps and self._world.shard == 0:
+            text = (
+                f"the others did not take the last {steps} steps in {self._config.notice:g} s; the checkpoint has them"
+            )
+            print(text, file=sys.stderr)  # noqa: T201
+        return steps
 
     def stopped(self) -> None:
         self.reducer.leave()  # so that the others need not wait for a timeout

@@ -174,18 +174,21 @@ def save(run: Prepared, step: int) -> None:
 
 
 def finish(run: Prepared, step: int, stopped: bool) -> Summary:
-    """Sync a last time, unless the run was stopped; save, evaluate, and summarize."""
-    run.phase.say("evaluating")
-    replica_loss = _held_out_loss(run)
-    if run.diloco and not stopped:
-        run.phase.say("last sync")
-        rounds = run.stats.rounds
+    """Sync a last time, save, evaluate, and summarize. One that was stopped may have little time: it evaluates last."""
+    replica_loss, rounds, end = None, run.stats.rounds, Event("finish", run.writer.seconds(), step)
+    if not stopped:
+        run.phase.say("evaluating")
+        replica_loss = _held_out_loss(run)
+    run.phase.say("last sync")
+    if stopped:
+        end = Event("stop", run.writer.seconds(), step, {"steps_lost": run.members.stopping()})
+    elif run.diloco:
         run.diloco.finish()
-        _write_rounds(run, rounds)
+    _write_rounds(run, rounds)
     save(run, step)
     if stopped:
         run.members.stopped()
-    run.writer.write(Event("stop" if stopped else "finish", run.writer.seconds(), step))
+    run.writer.write(end)
     evaluation = evaluate(run, step, replica_loss)
     samples = []
     if run.world.replica == 0:  # only its summary is written

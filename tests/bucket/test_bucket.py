@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from diloco import ConfigError, Float32, Mismatch, NotFinite
+from diloco import ConfigError, DiLoCoError, Float32, Mismatch, NotFinite
 from diloco.bucket import Bucket
 from diloco.bucket.machine import AHEAD
 from diloco.bucket.members import MemberOptions, Superseded
@@ -99,6 +99,35 @@ def test_leaving_is_known_at_once_and_finish_waits_for_nobody_that_has_left(tmp_
     b.end()
     a.end()
     assert a.done == 60 and {round.members for round in a.rounds} == {1, 2}
+
+
+def test_a_member_that_flushes_before_it_leaves_loses_no_step(tmp_path):
+    gate, left = threading.Barrier(2), threading.Event()
+
+    def flush():
+        lost.append(b.diloco.flush(PATIENT))
+        lost.append(max(b.diloco._replica.work.steps - f.counted.steps for f in b.diloco._fragments))
+        b.reduce.leave()
+        left.set()
+
+    lost = []
+    a = Member(tmp_path, "a", gate=gate, straggler_timeout=2 * PATIENT)
+    b = Member(tmp_path, "b", 17, gate=gate, straggler_timeout=2 * PATIENT, at={17: flush}, die_at=17)
+    b.end()
+    held = b.held
+    until(lambda: all(theirs > ours for theirs, ours in zip(a.held, held, strict=True)), a)
+    a.stop().end()
+    agree(a, b)
+    assert lost == [0, 0] and left.is_set()
+
+
+def test_a_flush_that_nobody_answers_ends_in_time_and_counts_what_is_lost(tmp_path):
+    lost = []
+    member = Member(tmp_path, "a", 17, quorum=2, at={17: lambda: lost.append(member.diloco.flush(0.2))}, die_at=17)
+    member.end()
+    assert lost == [17]
+    with pytest.raises(DiLoCoError, match="has left"):
+        member.diloco.finish()
 
 
 def test_two_processes_under_one_name_the_older_one_stops(tmp_path):

@@ -163,9 +163,9 @@ class Lost(Script):
             raise PeerLost("another replica is gone")
         return super().poll(fragment, index)
 
-    def drain(self):
+    def drain(self, seconds=None):
         self.broken = True
-        return super().drain()
+        return super().drain(seconds)
 
     broken = False
 

@@ -92,7 +92,7 @@ class Script:
             state = unchanged(state)
         return Round(state, mean.members, mean.counted, mean.own)
 
-    def drain(self):
+    def drain(self, seconds=None):
         self.dropped |= {key for key in self.under_way if not self.outcomes.get(key)}
         self.under_way -= self.dropped
         return False

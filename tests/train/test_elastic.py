@@ -122,7 +122,8 @@ def test_a_member_leaves_returns_with_its_checkpoint_and_a_killed_one_stops_nobo
     a.send_signal(signal.SIGINT)
     code, _, err = ended(a)
     assert code == 130 and "joined run" in err, err
-    (stopped,) = [event["step"] for event in before if event["event"] == "stop"]
+    ((stopped, lost),) = [(event["step"], event["steps_lost"]) for event in before if event["event"] == "stop"]
+    assert lost == 0  # b has taken what a had trained since the last rounds
     assert [e["step"] for e in lines(place, "second-a", kind="events") if e["event"] == "resume"] == [stopped]
 
 
