@@ -9,7 +9,7 @@ export PIP_CONSTRAINT := constraints.txt
 # Images often set this. The tests start many interpreters, and each would compile all that it imports.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo picture docs test test-frameworks test-slurm test-fast fuzz lint format wheel sanitize browser bench netlab autopilot bucket scale chaos nightly parity parity-quick clean
+.PHONY: help demo picture docs test test-frameworks test-slurm test-fast fuzz newest lint format wheel sanitize browser bench netlab autopilot bucket scale chaos nightly parity parity-quick clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## */\1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -37,6 +37,9 @@ fuzz: .venv/ready  ## 30,000 damaged objects and 20,000 names for members of a b
 
 nightly: .venv/ready  ## the bucket's guarantees in 2,000 runs of 80 actions, twice: with whole deltas and with shares; an hour
 	EXAMPLES=2000 STEPS=80 $(PYTEST) --timeout 0 -n 2 tests/bucket/test_protocol.py
+
+newest: .venv/ready  ## replace torch and numpy in .venv by their newest versions, for `make test`; `make clean` undoes it
+	PIP_CONSTRAINT= $(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade torch numpy
 
 lint: .venv/ready  ## formatting, lint, types, directions of imports
 	$(BIN)/ruff format --check .
