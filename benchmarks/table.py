@@ -1,7 +1,7 @@
-"""Write the tables of docs/benchmarks.md. Run: python -m benchmarks.table
+"""Write the tables of docs/benchmarks.md and of the pages beside the results. Run: python -m benchmarks.table
 
-The page itself is written by hand. A function here turns a record into tables, by the names of their markers; each
-record also has a table of its targets.
+The pages themselves are written by hand. A function here turns a record into tables, by the names of their markers. The
+targets of all records are one table.
 """
 
 from collections.abc import Callable
@@ -9,24 +9,25 @@ from pathlib import Path
 
 from benchmarks.record import RESULTS, Record, Target, insert, read, table
 from studies.bucket.tables import chaos
-from studies.bucket.tables import tables as bucket
 from studies.netlab.plot import draw
 from studies.netlab.tables import tables as netlab
 
 ROOT = Path(__file__).parent.parent
-PAGE = ROOT / "docs" / "benchmarks.md"
 STUDIES = ROOT / "studies"
+PAGES = (ROOT / "docs/benchmarks.md", RESULTS / "README.md", STUDIES / "netlab/README.md")
 
 
 def main() -> None:
-    page = PAGE.read_text()
-    for name, (path, tables) in RECORDS.items():
-        if (record := read(path)) is not None:
-            page = insert(page, {**tables(record), f"{name}-targets": targets(record)})
-            if name == "netlab":
-                draw(record, PAGE.parent / "netlab.svg")
-    PAGE.write_text(page)
-    print(f"wrote the tables of {PAGE.name}")
+    records = {name: record for name, (path, _) in RECORDS.items() if (record := read(path)) is not None}
+    tables = {"targets": targets(records)}
+    for name, record in records.items():
+        tables |= RECORDS[name][1](record)
+    for path in PAGES:
+        page = path.read_text()
+        path.write_text(insert(page, {name: text for name, text in tables.items() if f"<!-- {name} -->\n" in page}))
+        print(f"wrote the tables of {path.relative_to(ROOT)}")
+    if "netlab" in records:
+        draw(records["netlab"], ROOT / "docs/netlab.svg")
 
 
 def none(record: Record) -> dict[str, str]:
@@ -35,16 +36,14 @@ def none(record: Record) -> dict[str, str]:
 
 
 def codec(record: Record) -> dict[str, str]:
-    columns = ("codec", "bits a value", "encode", "decode", "decode to new memory", "next state", "error", "cosine")
+    columns = ("codec", "bits a value", "encode", "decode", "next state", "relative error")
     rows = [
         (
             name,
             f"{found['bits']:.2f}",
             *(f"{found[f'{way}_ratio']:.2f} × ({found[f'{way}_gbyte_s']:.1f} GB/s)" for way in ("encode", "decode")),
-            f"{found['fresh_ratio']:.2f} × ({found['fresh_gbyte_s']:.1f} GB/s)",
             f"{1 / found['next_ratio']:.1f} times a copy",
             f"{found['relative_error']:.2g}",
-            f"{found['cosine']:.5f}",
         )
         for name, found in record["values"].items()
     ]
@@ -52,8 +51,7 @@ def codec(record: Record) -> dict[str, str]:
 
 
 def reduce(record: Record) -> dict[str, str]:
-    values = record["values"]
-    times = [
+    rows = [
         (
             f"{rate} Mbit/s" if rate.isdigit() else rate,
             f"{found['e3m0_seconds']:.3f} s",
@@ -61,62 +59,23 @@ def reduce(record: Record) -> dict[str, str]:
             f"{found['fp32_seconds']:.3f} s",
             f"{found['ratio']:.1f}",
         )
-        for rate, found in values["seconds"].items()
+        for rate, found in record["values"]["seconds"].items()
     ]
-    columns = ("replicas", "bound, bytes a parameter", "payload", "sent, with TCP", "received, with TCP", "sent again")
-    rows = [
-        (
-            str(m),
-            f"{found['bound_bytes_per_parameter']:g}",
-            *(f"{found[key]:.3f} ×" for key in ("payload", "tx", "rx")),
-            f"{found['retransmitted_segments']} segments",
-        )
-        for m, found in ((m, values[f"bytes_{m}"]) for m in (2, 4))
-    ]
-    return {
-        "reduce-bytes": table(columns, rows),
-        "reduce-seconds": table(("link", "4-bit mean", "times the bound", "fp32 all_reduce", "times as long"), times),
-    }
-
-
-def overhead(record: Record) -> dict[str, str]:
-    memory = record["values"]["memory"]
-    peaks = [
-        ("joining, where the weights differ", f"{memory['join_mb']:.0f} MB", ""),
-        ("during rounds", f"{memory['rounds_mb']:.0f} MB", f"{memory['rounds_allowed_mb']:.0f} MB"),
-        ("in `finish()`", f"{memory['finish_mb']:.0f} MB", f"{memory['finish_allowed_mb']:.0f} MB"),
-    ]
-    return {"overhead-memory": table(("peak", "measured", "allowed"), peaks)}
+    columns = ("link", "4-bit mean", "times its bytes", "fp32 `all_reduce`", "times as long")
+    return {"reduce-seconds": table(columns, rows)}
 
 
 def accelerator(record: Record) -> dict[str, str]:
-    columns = ("link", "settings", "planned", "measured", "waiting", "hook a step", "longest", "hook, times its bound")
+    columns = ("link", "settings", "planned", "measured", "waiting")
     rows = [
         (
             f"{name.split()[0]} Gbit/s",
-            f"{name.split()[1]}: sync_every {found['sync_every']}, {found['fragments']}, overlap {found['overlap']}",
-            f"{found['planned']:.1%}",
-            f"{found['measured']:.1%}",
-            f"{found['waited']:.1%}",
-            f"{1000 * found['hook_seconds']:.1f} ms",
-            f"{1000 * found['longest_hook_seconds']:.0f} ms",
-            f"{found['hook_over_passes']:.2f}",
+            f"{name.split()[1]}: sync_every {found['sync_every']}, {found['fragments']}",
+            *(f"{found[share]:.1%}" for share in ("planned", "measured", "waited")),
         )
         for name, found in record["values"].items()
     ]
     return {"accelerator": table(columns, rows)}
-
-
-def start(record: Record) -> dict[str, str]:
-    named = {
-        "python": "`python -c pass`, to compare",
-        "import": "`python -c 'import diloco'`",
-        "help": "`diloco --help`",
-    }
-    rows = [
-        (text, *(f"{record['values'][name][key]:.3f} s" for key in ("median", "least"))) for name, text in named.items()
-    ]
-    return {"start": table(("what", "median", "least"), rows)}
 
 
 def autopilot(record: Record) -> dict[str, str]:
@@ -134,24 +93,25 @@ def _settings(settings: Record) -> str:
     return "{sync_every}, {fragments}, overlap {overlap}, {codec}".format_map(settings)
 
 
-def targets(record: Record) -> str:
+def targets(records: dict[str, Record]) -> str:
     rows = [
-        (target.what, target.bound, f"{target.measured:.4g}", "yes" if target.met else "**no**")
+        (name, target.what, target.bound, f"{target.measured:.4g}", "yes" if target.met else "**no**")
+        for name, record in records.items()
         for target in (Target(**saved) for saved in record["targets"])
     ]
-    return table(("target", "bound", "measured", "met"), rows)
+    return table(("benchmark", "target", "bound", "measured", "met"), rows)
 
 
 RECORDS: dict[str, tuple[Path, Callable[[Record], dict[str, str]]]] = {
     "codec": (RESULTS / "codec.json", codec),
     "reduce": (RESULTS / "reduce.json", reduce),
-    "overhead": (RESULTS / "overhead.json", overhead),
+    "overhead": (RESULTS / "overhead.json", none),
     "accelerator": (RESULTS / "accelerator.json", accelerator),
     "trainer": (RESULTS / "trainer.json", none),
-    "start": (RESULTS / "start.json", start),
+    "start": (RESULTS / "start.json", none),
     "netlab": (STUDIES / "netlab/results.json", netlab),
     "autopilot": (STUDIES / "autopilot/results.json", autopilot),
-    "bucket": (STUDIES / "bucket/results.json", bucket),
+    "bucket": (STUDIES / "bucket/results.json", none),
     "restarts": (STUDIES / "bucket/restarts.json", none),
     "chaos": (STUDIES / "bucket/chaos.json", chaos),
 }

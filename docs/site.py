@@ -21,4 +21,4 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Links are written for those who read the sources: those to a page in the root, and to files besides the pages."""
     markdown = re.sub(r"\]\(\.\./(\w+\.md)", r"](\1", markdown)
-    return re.sub(r"\[([^\]]+)\]\((?:\.\./[\w/.]+|examples)\)", r"\1", markdown)
+    return re.sub(r"\[([^\]]+)\]\((?:\.\./[\w/.#-]+|examples)\)", r"\1", markdown)

@@ -1,7 +1,7 @@
 """The goodput that Decoupled DiLoCo publishes for fleets whose chips fail, recomputed cell by cell.
 
     python -m studies.paper.fleet                       the table
-    python -m studies.paper.fleet --write               docs/planner.md and docs/fleet.svg
+    python -m studies.paper.fleet --write               README.md here and docs/fleet.svg
 
 The paper (arXiv 2604.21428) names the inputs of its simulation, but our sources do not have their values. `fleet.toml`
 has ours. Three are fitted to the cells of 1.2 million chips alone, as the best point of a grid of round values. The
@@ -23,7 +23,7 @@ from studies.paper.events import simulate
 
 ROOT = Path(__file__).parents[2]
 RECIPE = Path(__file__).with_name("fleet.toml")
-PAGE, FIGURE = ROOT / "docs/planner.md", ROOT / "docs/fleet.svg"
+PAGE, FIGURE = Path(__file__).with_name("README.md"), ROOT / "docs/fleet.svg"
 PUBLISHED = {
     (1_200_000, 1, False): 27, (1_200_000, 1, True): 58, (1_200_000, 2, True): 70, (1_200_000, 8, True): 88,
     (1_200_000, 16, True): 93, (2_400_000, 1, False): 18, (2_400_000, 1, True): 40, (2_400_000, 8, True): 80,
