@@ -143,11 +143,17 @@ class Campaign:
         return {"seconds to the end": time.monotonic() - began, **out}
 
     def go_on(self, closed: Callable[[], int]) -> Record:
-        """Everybody returns and closes rounds."""
+        """Everybody returns and closes rounds, also those that were asked to leave just before."""
         for name in self.crowd.dead():
             self.crowd.start(name)
         before = closed()
-        self.until(lambda: closed() > before + 3 * FRAGMENTS and not self.waiting(), END)
+
+        def all_returned() -> bool:
+            for name in self.crowd.leaving.intersection(self.crowd.dead()):
+                self.crowd.start(name)
+            return not self.crowd.leaving and not self.waiting()
+
+        self.until(lambda: all_returned() and closed() > before + 3 * FRAGMENTS, END)
         return {"members that could not join in the end": len(self.waiting()) + len(self.crowd.dead()),
                 "rounds closed in the end": closed() - before}  # fmt: skip
 

@@ -194,6 +194,7 @@ class Crowd:
     others: list[Any] = field(default_factory=list)
     stopped: dict[str, float] = field(default_factory=dict)  # name: when it goes on
     stops: list[tuple[str, float, float]] = field(default_factory=list)  # name, from, to
+    leaving: set[str] = field(default_factory=set)  # asked to leave, and not started again since
     lives: int = 0
     started: dict[str, int] = field(default_factory=dict)  # kind of start: how many
 
@@ -210,6 +211,7 @@ class Crowd:
         process = context.Process(target=live, args=(life,), daemon=True)
         process.start()
         self.processes[name] = process
+        self.leaving.discard(name)
         return life
 
     def living(self) -> list[str]:
@@ -251,6 +253,7 @@ class Crowd:
 
     def leave(self, name: str) -> None:
         self.processes[name].terminate()
+        self.leaving.add(name)
 
     def flip(self, name: str) -> None:
         os.kill(self.processes[name].pid, signal.SIGUSR1)
