@@ -1,4 +1,4 @@
-"""Write the tables and plots of docs/parity.md. Run: python -m studies.parity.page"""
+"""Write the tables and plots of docs/parity.md and of README.md here. Run: python -m studies.parity.page"""
 
 from pathlib import Path
 from statistics import fmean
@@ -31,10 +31,9 @@ def main() -> None:
     results, newer = load(PATH), load(today.PATH)
     plots.draw(results, newer, DOCS)
     pages = {
-        DOCS / "parity.md": {"bars": bar_table(today.bars(newer)), "rows": today.rows(newer),
-                             "paper-bars": bar_table(bars(results))},
-        Path(__file__).with_name("README.md"): {"rows": rows(results)},
-    }  # fmt: skip
+        DOCS / "parity.md": {"bars": bar_table(today.bars(newer)), "paper-bars": bar_table(bars(results))},
+        Path(__file__).with_name("README.md"): {"today": today.rows(newer), "rows": rows(results)},
+    }
     for page, tables in pages.items():
         page.write_text(insert(page.read_text(), tables))
         print(f"wrote the tables of {page.name}")
