@@ -1,11 +1,9 @@
 """A run in a bucket: its members, its progress, and the last rounds of every fragment."""
 
-import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -25,6 +23,7 @@ from diloco.codecs.codec import Float32
 from diloco.errors import ConfigError
 from diloco.report.terminal import Column, Fitted
 from diloco.runs import units
+from diloco.runs.reader import rounds_planned
 
 ROUNDS = 5
 """Rounds shown in total; at least the last one of each fragment."""
@@ -129,7 +128,7 @@ class Watch:
         if not self._pace or sum(closed) != self._pace[-1][1]:
             self._pace = [*self._pace[:1], (now, sum(closed), reached)]
         (began, _, first), (changed, _, _) = self._pace[0], self._pace[-1]
-        total = _rounds_planned(self.run.note)
+        total = rounds_planned(self.run.note)
         text = f"round {reached}" + (f" of {total}" if total else "")
         if len(self._pace) > 1 or now - changed > QUIET:
             text += f", the last one {units.ago(now - changed)}"
@@ -206,14 +205,6 @@ def _ranges(numbers: Sequence[int]) -> str:
         else:
             runs.append([number])
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}–{run[-1]}" for run in runs)
-
-
-def _rounds_planned(note: Mapping[str, Any]) -> int:
-    """Rounds of each fragment in the whole run; 0 if unknown."""
-    steps, sync_every = note.get("steps"), note.get("sync_every")
-    if not isinstance(steps, int) or not isinstance(sync_every, int) or steps < 1 or sync_every < 1:
-        return 0
-    return math.ceil(steps / sync_every)
 
 
 def _printable(text: str) -> str:

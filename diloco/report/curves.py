@@ -7,12 +7,13 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
+from itertools import pairwise
 from typing import Any
 
 from diloco.core.stats import RoundStats
 from diloco.runs import units
 from diloco.runs.config import TUNED
-from diloco.runs.reader import RecordedRun, Replica, block
+from diloco.runs.reader import RecordedRun, Replica
 from diloco.runs.schema import Event, Step
 
 ROUNDS = 6000
@@ -45,7 +46,7 @@ def charts(run: RecordedRun) -> dict[str, Any]:
 def timeline(run: RecordedRun) -> dict[str, Any]:
     """Steps and rounds of every replica in seconds, and the windows to look at first."""
     stride = max((_stride(replica) for replica in run.replicas), default=1)
-    lanes = [_lanes(replica, run.width, stride) for replica in run.replicas]
+    lanes = [_lanes(replica, stride) for replica in run.replicas]
     return {
         "replicas": lanes,
         "fragments": 1 + max((round.fragment for round in run.rounds), default=-1),
@@ -102,7 +103,8 @@ def _per_replica(
     }
     axis = sorted({step for curve in values.values() for step in curve} | set(steps))
     curves: list[Curve] = [(label, "replica", curve.get) for label, curve in values.items()]
-    note = f"Each point of a replica is the mean of {run.width} steps." if run.width > 1 else ""
+    stride = max((b.step - a.step for r in run.replicas for a, b in pairwise(r.steps)), default=1)
+    note = f"Shows every {stride}th step of a replica." if stride > 1 else ""
     return _chart(axis, unit, [*curves, *more], note)
 
 
@@ -185,15 +187,15 @@ def _stride(replica: Replica) -> int:
     return stride
 
 
-def _lanes(replica: Replica, width: int, stride: int) -> dict[str, Any]:
+def _lanes(replica: Replica, stride: int) -> dict[str, Any]:
     rounds = [round for round in replica.rounds if not round.index % stride]
     columns = {name: [_short(getattr(round, name)) for round in rounds] for name in _ROUND}
     # A result is applied at the end of a step; after the last step, as soon as it arrives.
-    step_ends = {step.step: step.seconds for step in replica.steps} if width == 1 else {}
+    step_ends = {step.step: step.seconds for step in replica.steps}
     applied = [max(_arrived_at(round), step_ends.get(round.applied_step, 0.0)) for round in rounds]
     return {
         "number": replica.number,
-        "steps": _columns(_blocks(replica.steps, width)),
+        "steps": _columns(_blocks(replica.steps)),
         "rounds": columns | {"applied_at": list(map(_short, applied))} if rounds else {},
         "events": [
             {"event": e.event, "seconds": _number(e.seconds), "step": e.step, "settings": tuned(e)}
@@ -203,15 +205,16 @@ def _lanes(replica: Replica, width: int, stride: int) -> dict[str, Any]:
     }
 
 
-def _blocks(steps: Sequence[Step], width: int) -> list[dict[str, Any]]:
+def _blocks(steps: Sequence[Step]) -> list[dict[str, Any]]:
     """Steps as they are drawn: `count` of them in a block that ends with `step`."""
     blocks: list[dict[str, Any]] = []
-    total = 0.0
+    number, end, exposed = 0, 0.0, 0.0
     for step in steps:
-        exposed, total = max(0.0, step.seconds_exposed - total), step.seconds_exposed
-        count = step.step - (block(step.step, width) - width)
-        start = step.seconds - step.step_seconds
-        blocks.append({"start": start, "end": step.seconds, "exposed": exposed, "step": step.step, "count": count})
+        count = step.step - number
+        start = end if count > 1 else step.seconds - step.step_seconds
+        more = max(0.0, step.seconds_exposed - exposed)
+        blocks.append({"start": start, "end": step.seconds, "exposed": more, "step": step.step, "count": count})
+        number, end, exposed = step.step, step.seconds, step.seconds_exposed
     return blocks
 
 

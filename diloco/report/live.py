@@ -19,7 +19,7 @@ from rich.text import Text
 from diloco.errors import ConfigError
 from diloco.report.terminal import Column, Fitted
 from diloco.runs import units
-from diloco.runs.reader import Follower, RecordedRun, Replica, read_phase
+from diloco.runs.reader import Follower, RecordedRun, Replica, read_phase, rounds_planned
 from diloco.runs.schema import Figures
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
@@ -154,14 +154,13 @@ def progress_of(run: RecordedRun, steps: int = 0) -> Progress:
     `steps`: those of the complete run, if its config is not written yet. Replicas on other machines do not write here.
     """
     replicas = [replica for replica in run.replicas if replica.steps]
-    steps = steps or run.steps_planned or 0
-    sync_every = run.config.get("sync_every") or 0
-    if "bucket" in run.config and sync_every:
+    planned = rounds_planned(run.config) if "bucket" in run.config else 0
+    if planned:
         rounds = [round for round in replicas[0].rounds if round.fragment == 0] if replicas else []
-        unit, done, total = "round", rounds[-1].index if rounds else 0, math.ceil(steps / sync_every)
+        unit, done, total = "round", rounds[-1].index if rounds else 0, planned
         marks = [[(round.index, round.sent_at + round.seconds) for round in rounds[-16:]]]
     else:
-        unit, done, total = "step", run.step, steps
+        unit, done, total = "step", run.step, steps or run.steps_planned or 0
         marks = [[(step.step, step.seconds) for step in replica.steps[-64:]] for replica in replicas]
     paces = [
         max(0.0, last[1] - first[1]) / max(1, last[0] - first[0])

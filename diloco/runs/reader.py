@@ -1,6 +1,6 @@
 """Read a run directory: settings, summary and replicas, complete or while the run is still writing.
 
-Missing values are None and truncated lines are skipped. Steps repeated after a resume count as they were done last.
+Missing values are None and truncated lines are skipped.
 """
 
 import math
@@ -8,8 +8,8 @@ import os
 import threading
 import time
 import tomllib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -30,27 +30,26 @@ from diloco.runs.schema import (
 )
 
 POINTS = 2000
-"""Steps kept of a thinned replica: as many points as a screen can show."""
+"""Most steps kept of a thinned replica: as many points as a screen can show."""
 INTERVAL = 0.2
 """Minimum seconds between two reads by a `Follower`; calls in between get the same result."""
 CHUNK = 1 << 22
 """Bytes read at once."""
 TAIL = 1 << 14
 """Bytes at the end of a file in which `status` looks for the last record."""
-_SUMMED = {"step_seconds"}
-_AVERAGED = {"loss", "lr", "grad_norm", "tokens_per_second"}
-"""How `_merge` combines the fields of two steps. All other fields are totals, of which the last one counts."""
 
 Kind = TypeVar("Kind", Step, RoundStats)
-Entry = TypeVar("Entry", Step, Evaluation, RoundStats)
 
 
 @dataclass(frozen=True)
 class Replica:
-    """The records of one replica. If it is thinned, each entry of `steps` covers several."""
+    """The records of one replica."""
 
     number: int
     steps: tuple[Step, ...]
+    """All steps, or every n-th and the last if it is thinned."""
+    step_seconds: float
+    """Sum over all steps, including their exposed seconds."""
     evaluations: tuple[Evaluation, ...]
     rounds: tuple[RoundStats, ...]
     events: tuple[Event, ...]
@@ -59,6 +58,15 @@ class Replica:
     def seconds_exposed(self) -> float:
         """Seconds in which the training thread waited for rounds, took deltas or applied results."""
         return sum(round.seconds_exposed for round in self.rounds)
+
+    @property
+    def utilization(self) -> float | None:
+        """Training time / (training time + exposed)."""
+        if not self.steps:
+            return None
+        # The time of a step includes its exposed seconds; rounds after the last step add more.
+        trained = self.step_seconds - self.steps[-1].seconds_exposed
+        return trained / (trained + self.seconds_exposed) if trained > 0 else None
 
 
 @dataclass(frozen=True)
@@ -71,8 +79,6 @@ class RecordedRun:
     figures: Figures
     """From the summary; until there is one, from the last lines written."""
     replicas: tuple[Replica, ...]
-    width: int = 1
-    """Steps per entry of a thinned replica."""
 
     @property
     def name(self) -> str:
@@ -136,14 +142,15 @@ class RecordedRun:
 
     @property
     def utilization(self) -> float | None:
-        """Training time / (training time + exposed) of the replica where it is lowest."""
-        return min((u for u in map(_utilization, self.replicas) if u is not None), default=None)
+        """That of the replica where it is lowest."""
+        shares = (replica.utilization for replica in self.replicas)
+        return min((share for share in shares if share is not None), default=None)
 
 
 class ReplicaReader:
     """Reads the two files of a replica, each time from where the last read ended.
 
-    If `thinned`, an entry of `steps` covers `width` steps (a power of 2), so that there are never more than `POINTS`.
+    If `thinned`, it keeps at most `POINTS` steps, so that memory stays flat however long a run is.
     """
 
     def __init__(self, folder: Path, *, thinned: bool = False) -> None:
@@ -151,28 +158,41 @@ class ReplicaReader:
         self._clear()
 
     def _clear(self) -> None:
-        self.width = 1
+        self._stride, self._step_seconds = 1, 0.0
         self._steps: list[Step] = []
         self._evaluations: list[Evaluation] = []
         self._rounds: list[RoundStats] = []
         self._events: list[Event] = []
         # Metrics are read first: then no round of a known step is missing.
-        self._tails = Tail(self._folder / "metrics.jsonl"), Tail(self._folder / "events.jsonl")
+        self._offsets = {self._folder / "metrics.jsonl": 0, self._folder / "events.jsonl": 0}
         self._read_once = False
 
     def poll(self) -> bool:
         """Read the new lines; return whether there were any."""
         changed = False
-        for tail in self._tails:
-            while records := tail.records():
+        if any(path.is_file() and path.stat().st_size < offset for path, offset in self._offsets.items()):
+            self._clear()  # the files were rewritten
+        for path in self._offsets:
+            while records := self._new_records(path):
                 if self._read_once and self._resumed(records):
                     self._clear()
                     return self.poll()
                 changed = True
                 for record in records:
-                    self.add(record)
+                    self._add(record)
         self._read_once = True
         return changed
+
+    def _new_records(self, path: Path) -> list[Record]:
+        """The records in the complete lines added since the last read."""
+        if not path.is_file():  # not there yet; or a pipe, which would block
+            return []
+        with path.open("rb") as file:
+            file.seek(self._offsets[path])
+            chunk = file.read(CHUNK)
+        complete = chunk[: chunk.rfind(b"\n") + 1]
+        self._offsets[path] += len(complete)
+        return list(filter(None, map(from_line, complete.splitlines())))
 
     def _resumed(self, records: list[Record]) -> bool:
         """Whether the run was resumed since the last read: the files were cut at its checkpoint and may have grown
@@ -181,54 +201,26 @@ class ReplicaReader:
         repeated = isinstance(first, Step) and self._steps and first.step <= self._steps[-1].step
         return bool(repeated) or any(isinstance(record, Event) and record.event == "resume" for record in records)
 
-    def add(self, record: Record) -> None:
-        if isinstance(record, Step):
-            _rewind(self._steps, record.step, _step)
-            _rewind(self._evaluations, record.step, _step)
-            self._steps = _append(self._steps, record, self.width)
-            if self._thinned and len(self._steps) > POINTS:
-                self.widen(2 * self.width)
-        elif isinstance(record, Evaluation):
-            _rewind(self._evaluations, record.step, _step)
-            self._evaluations.append(record)
-        elif isinstance(record, RoundStats):
-            self._rounds.append(record)
-        else:
-            if record.event == "resume":
-                _rewind(self._rounds, record.step + 1, lambda round: round.applied_step)
-            self._events.append(record)
-
-    def widen(self, width: int) -> None:
-        """Let each entry of `steps` cover this many of them."""
-        while self.width < width:
-            self.width *= 2
-            steps, self._steps = self._steps, []
-            for step in steps:
-                self._steps = _append(self._steps, step, self.width)
+    def _add(self, record: Record) -> None:
+        match record:
+            case Step():
+                self._step_seconds += record.step_seconds
+                if self._steps and self._steps[-1].step % self._stride:
+                    self._steps.pop()
+                self._steps.append(record)
+                if self._thinned and len(self._steps) > POINTS:
+                    self._stride *= 2
+                    self._steps = [step for step in self._steps if step.step % self._stride == 0 or step is record]
+            case Evaluation():
+                self._evaluations.append(record)
+            case RoundStats():
+                self._rounds.append(record)
+            case Event():
+                self._events.append(record)
 
     def replica(self, number: int) -> Replica:
         steps, evaluations = tuple(self._steps), tuple(self._evaluations)
-        return Replica(number, steps, evaluations, tuple(self._rounds), tuple(self._events))
-
-
-class Tail:
-    """The complete lines added to a file since the last read."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.offset = 0
-
-    def records(self) -> list[Record]:
-        if not self.path.is_file():  # not there yet; or a pipe, which would block
-            return []
-        with self.path.open("rb") as file:
-            if file.seek(0, os.SEEK_END) < self.offset:
-                self.offset = 0  # the file was rewritten
-            file.seek(self.offset)
-            chunk = file.read(CHUNK)
-        complete = chunk[: chunk.rfind(b"\n") + 1]
-        self.offset += len(complete)
-        return list(filter(None, map(from_line, complete.splitlines())))
+        return Replica(number, steps, self._step_seconds, evaluations, tuple(self._rounds), tuple(self._events))
 
 
 class Follower:
@@ -262,11 +254,7 @@ class Follower:
         if self._run and not any(changes) and stamp == self._stamp and len(changes) == len(self._run.replicas):
             return self._run
         self._stamp = stamp
-        width = max((reader.width for reader in self._replicas.values()), default=1)
-        for reader in self._replicas.values():
-            reader.widen(width)
-        replicas = tuple(reader.replica(number) for number, reader in self._replicas.items())
-        return _recorded(self.folder, replicas, width)
+        return _recorded(self.folder, tuple(reader.replica(n) for n, reader in self._replicas.items()))
 
 
 def read(folder: Path) -> RecordedRun:
@@ -285,19 +273,12 @@ class Status:
     model: str = "–"
     step: int = 0
     steps: int | None = None
-    rounds: tuple[int, int] | None = None
-    """For a bucket member: the rounds that the run has closed, as far as this member knows, and the total."""
+    progress: str = ""
+    """In steps; in a bucket in rounds, because members take different numbers of steps."""
     loss: float | None = None
     """Held-out loss from the summary; until there is one, the last training loss."""
     age: float = 0.0
     """Seconds since the run last wrote."""
-
-    @property
-    def progress(self) -> str:
-        """In steps; in a bucket in rounds, because members take different numbers of steps."""
-        if self.rounds:
-            return "{}/{} rounds".format(*self.rounds)
-        return f"{self.step}/{self.steps}" if self.steps else str(self.step)
 
 
 def status(folder: Path) -> Status:
@@ -311,29 +292,33 @@ def status(folder: Path) -> Status:
 def _status(folder: Path) -> Status:
     config, summary = read_config(folder), read_summary(folder)
     last = _last(Step, folder / "replica-0" / "metrics.jsonl")
+    step, steps = last.step if last else summary.steps if summary else 0, config.get("steps")
     ended = "ended" if summary is None else "stopped" if summary.stopped else "finished"
     loss = summary.loss if summary else None
     written = [path for path in (folder / "config.toml", *folder.glob("replica-0/*.jsonl")) if path.exists()]
+    progress = f"{step}/{steps}" if steps else str(step)
+    if planned := rounds_planned(config) if config.get("bucket") else 0:
+        round = _last(RoundStats, folder / "replica-0" / "events.jsonl")
+        progress = f"{planned if ended == 'finished' else round.index if round else 0}/{planned} rounds"
     return Status(
         folder=folder,
         state="running" if folders.in_use(folder) else ended,
         method=str(config.get("method", "–")),
         model=str(config.get("model", "–")),
-        step=last.step if last else summary.steps if summary else 0,
-        steps=config.get("steps"),
-        rounds=_rounds(folder, config, finished=ended == "finished"),
+        step=step,
+        steps=steps,
+        progress=progress,
         loss=last.loss if loss is None and last else loss,
         age=time.time() - max((path.stat().st_mtime for path in written), default=time.time()),
     )
 
 
-def _rounds(folder: Path, config: Mapping[str, Any], finished: bool) -> tuple[int, int] | None:
+def rounds_planned(config: Mapping[str, Any]) -> int:
+    """Rounds of each fragment in the whole run; 0 if unknown."""
     steps, sync_every = config.get("steps"), config.get("sync_every")
-    if not config.get("bucket") or not steps or not sync_every:
-        return None
-    planned = -(-steps // sync_every)
-    last = _last(RoundStats, folder / "replica-0" / "events.jsonl")
-    return planned if finished else last.index if last else 0, planned
+    if not isinstance(steps, int) or not isinstance(sync_every, int) or steps < 1 or sync_every < 1:
+        return 0
+    return math.ceil(steps / sync_every)
 
 
 def _last(kind: type[Kind], path: Path) -> Kind | None:
@@ -379,22 +364,13 @@ def read_phase(folder: Path) -> str:
     return _bytes(folder / "phase").decode(errors="replace").strip()
 
 
-def block(step: int, width: int) -> int:
-    """The last of the `width` steps that this one is drawn with: the same on all replicas.
-
-    >>> [block(step, 4) for step in (1, 4, 5)]
-    [4, 4, 8]
-    """
-    return -(-step // width) * width
-
-
-def _recorded(folder: Path, replicas: tuple[Replica, ...], width: int) -> RecordedRun:
+def _recorded(folder: Path, replicas: tuple[Replica, ...]) -> RecordedRun:
     events = [event.event for event in replicas[0].events] if replicas else []
     marks = [event for event in events if event in ("start", "resume", "stop", "finish")]
     # The summary of a run that was stopped and then resumed is that of the stop.
     outdated = bool(marks) and marks[-1] in ("start", "resume")
     config, summary = read_config(folder), None if outdated else read_summary(folder)
-    return RecordedRun(folder, config, summary, summary or _so_far(config, replicas), replicas, width)
+    return RecordedRun(folder, config, summary, summary or _so_far(config, replicas), replicas)
 
 
 def _so_far(config: Mapping[str, Any], replicas: tuple[Replica, ...]) -> Figures:
@@ -420,44 +396,6 @@ def _so_far(config: Mapping[str, Any], replicas: tuple[Replica, ...]) -> Figures
 
 def _evaluations(replicas: tuple[Replica, ...]) -> tuple[Evaluation, ...]:
     return next((replica.evaluations for replica in replicas if replica.evaluations), ())
-
-
-def _utilization(replica: Replica) -> float | None:
-    if not replica.steps:
-        return None
-    # The time of a step includes its exposed seconds; rounds after the last step add more.
-    trained = sum(step.step_seconds for step in replica.steps) - replica.steps[-1].seconds_exposed
-    return trained / (trained + replica.seconds_exposed) if trained > 0 else None
-
-
-def _append(steps: list[Step], step: Step, width: int) -> list[Step]:
-    """Add a step to the last entry if both are in the same block, otherwise as a new entry."""
-    if steps and block(steps[-1].step, width) == block(step.step, width):
-        steps[-1] = _merge(steps[-1], step, width)
-    else:
-        steps.append(step)
-    return steps
-
-
-def _merge(first: Step, second: Step, width: int) -> Step:
-    """Combine two successive entries of a block."""
-    before, after = first.step - (block(first.step, width) - width), second.step - first.step
-    share = after / (before + after)
-    values = {}
-    for name in (field.name for field in fields(Step)):
-        one, two = getattr(first, name), getattr(second, name)
-        values[name] = one + share * (two - one) if name in _AVERAGED else one + two if name in _SUMMED else two
-    return Step(**values)
-
-
-def _step(entry: Step | Evaluation) -> int:
-    return entry.step
-
-
-def _rewind(entries: list[Entry], step: int, step_of: Callable[[Entry], int]) -> None:
-    """Drop what was done at this step and later: the run was resumed before it."""
-    while entries and step_of(entries[-1]) >= step:
-        entries.pop()
 
 
 def _stamp(path: Path) -> tuple[int, int] | None:

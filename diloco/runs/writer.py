@@ -29,9 +29,10 @@ class Sink(Protocol):
 class Writer:
     """The records of one replica. Times are seconds since the start of the run; a resume continues the clock."""
 
-    def __init__(self, folder: Path, sinks: Sequence[Sink] = ()) -> None:
+    def __init__(self, folder: Path, sinks: Sequence[Sink] = (), *, resume: bool = False) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self._files = {kind: (folder / f"{kind}.jsonl").open("a") for kind in ("metrics", "events")}
+        mode = "a" if resume else "w"  # a member that was killed before its first checkpoint starts again
+        self._files = {kind: (folder / f"{kind}.jsonl").open(mode) for kind in ("metrics", "events")}
         self._sinks = sinks
         self._start = time.time()
 

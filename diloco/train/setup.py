@@ -142,7 +142,7 @@ def prepare(config: TrainConfig, world: World, folder: Path) -> Prepared:
         forward=torch.compile(model) if config.compile else model,
         mesh=mesh,
         optimizers=optimizers(model, config),
-        writer=Writer(home if leader else home / f"shard-{world.shard}", sinks),
+        writer=Writer(home if leader else home / f"shard-{world.shard}", sinks, resume=config.resume),
         checkpoints=Checkpoints(home / "checkpoints", group=mesh.get_group("shard") if mesh else None, leader=leader),
         members=members,
         phase=phase,

@@ -68,22 +68,6 @@ def test_unreadable_lines_are_skipped(copied: Path) -> None:
     assert read(copied).replicas[0] == before
 
 
-def test_steps_repeated_after_a_resume_count_once_and_as_done_last(copied: Path) -> None:
-    metrics, events = copied / "replica-0/metrics.jsonl", copied / "replica-0/events.jsonl"
-    last = json.loads(metrics.read_text().splitlines()[-2])
-    rounds = read(copied).replicas[0].rounds
-    with metrics.open("a") as file:
-        for step in (201, 202):
-            file.write(json.dumps(last | {"step": step, "loss": 9.0}) + "\n")
-    with events.open("a") as file:
-        file.write('{"event": "resume", "seconds": 1.0, "step": 200}\n')
-    replica = read(copied).replicas[0]
-    assert [step.step for step in replica.steps] == list(range(1, 203))
-    assert [step.loss for step in replica.steps[-2:]] == [9.0, 9.0]
-    assert max(evaluation.step for evaluation in replica.evaluations) == 200
-    assert replica.rounds == tuple(round for round in rounds if round.applied_step <= 200)
-
-
 def test_a_follower_reads_a_resumed_run_again_and_ignores_the_summary_of_its_stop(
     finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -112,14 +96,15 @@ def test_a_folder_that_is_not_a_run_is_refused(tmp_path: Path) -> None:
         html.write([], tmp_path / "report.html")
 
 
-def test_long_curves_are_thinned_to_means_and_keep_their_ends(tmp_path: Path) -> None:
+def test_long_curves_are_thinned_and_keep_their_ends(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "long", steps=2 * POINTS + 1)
     run, whole = Follower(folder).read(), read(folder)
     loss = charts(run)["loss"]
-    assert len(loss["steps"]) <= POINTS and "mean of 4 steps" in loss["note"] and loss["steps"][-1] == 2 * POINTS + 1
+    assert len(loss["steps"]) <= POINTS and "every 4th step" in loss["note"] and loss["steps"][-1] == 2 * POINTS + 1
     steps = whole.replicas[0].steps
-    assert loss["curves"][0]["values"][0] == pytest.approx(sum(step.loss for step in steps[:4]) / 4, rel=1e-6)
+    assert loss["curves"][0]["values"][0] == pytest.approx(steps[3].loss, rel=1e-6)
     assert loss["curves"][0]["values"][-1] == pytest.approx(steps[-1].loss, rel=1e-6)
+    assert sum(timeline(run)["replicas"][0]["steps"]["count"]) == len(steps)
     assert run.utilization == pytest.approx(whole.utilization) and run.figures == whole.figures
 
 
