@@ -21,13 +21,12 @@ from diloco.bucket.deltas import layout_of
 from diloco.bucket.fragment import Fragment
 from diloco.bucket.members import MemberOptions, Timing, check_name, register
 from diloco.bucket.round_store import RoundStore
-from diloco.bucket.run import Run, backend_of_shard, contract_of, find_or_create, read_run, starting_state
-from diloco.bucket.session import Session
+from diloco.bucket.run import Run, Session, backend_of_shard, contract_of, find_or_create, read_run
 from diloco.bucket.snapshots import Snapshots
+from diloco.bucket.store import Task, Write, together
 from diloco.bucket.store.backend import Backend, Failure, open_store
 from diloco.bucket.store.contract import probe
 from diloco.bucket.store.envelope import Envelope
-from diloco.bucket.store.operations import Task, Write, together
 from diloco.bucket.store.store import Closed, Store
 from diloco.codecs.formats import GATHER
 from diloco.errors import ConfigError, DiLoCoError
@@ -181,7 +180,8 @@ class Bucket:
         """Take the state of the run."""
         session = self.session
         assert session is not None
-        entered = yield from together([starting_state(p, s) for p, s in zip(self._fragments, states, strict=True)])
+        starts = [part.start(state) for part, state in zip(self._fragments, states, strict=True)]
+        entered = yield from together(starts)
         session.entry = replace(session.entry, joining=False)
         yield from session.tick()
         self._entering, self._ends = True, None

@@ -6,52 +6,27 @@ The path of a delta into the store:
 Then the machine makes it part of the round: it is final.
 """
 
+import logging
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any
 
+from diloco.bucket import effects, rules
 from diloco.bucket.deltas import EncodedDelta, Layout, delta_fields, seal_delta
-from diloco.bucket.effects import (
-    Average,
-    Averaged,
-    Close,
-    Collect,
-    CountVotes,
-    Deliver,
-    Done,
-    Effect,
-    Effects,
-    Encode,
-    Event,
-    GaveUp,
-    HandOver,
-    Inspect,
-    Inspected,
-    Listed,
-    Load,
-    Look,
-    LookFar,
-    Missing,
-    Offer,
-    Polled,
-    ReadDeltas,
-    ReadHeads,
-    Recheck,
-    SeeWhetherFollowed,
-    Sent,
-    Stepped,
-    TakeDelta,
-)
+from diloco.bucket.effects import Effect, Effects, Event
 from diloco.bucket.machine import Machine
 from diloco.bucket.round_store import RoundStore
-from diloco.bucket.rounds import Contribution, Link, Record, folder
-from diloco.bucket.session import Session
+from diloco.bucket.rounds import Contribution, Link, Record, folder, snapshot_index
+from diloco.bucket.run import Session
 from diloco.bucket.shares import Averaging, mean_in_parts
 from diloco.bucket.snapshots import Snapshots
+from diloco.bucket.store import List, Task, Work, together
 from diloco.bucket.store.envelope import put
-from diloco.bucket.store.operations import List, Task, Work, together
+from diloco.errors import DiLoCoError
 from diloco.exchange.mean import Encoded
 from diloco.exchange.reducer import Delta, Outcome, State, unchanged
+
+log = logging.getLogger("diloco")
 
 
 class Fragment:
@@ -82,35 +57,78 @@ class Fragment:
         return timing.idle if self.machine.is_quiet else timing.poll
 
     def should_send(self, steps: int, scheduled: bool) -> bool:
-        return any(isinstance(effect, TakeDelta) for effect in self._handle(Stepped(steps, scheduled)))
+        return any(isinstance(effect, effects.TakeDelta) for effect in self._handle(effects.Stepped(steps, scheduled)))
 
     def send(self, index: int, delta: Callable[[], Delta]) -> None:
-        self._handle(Sent(index, delta))
+        self._handle(effects.Sent(index, delta))
 
     def poll(self, index: int) -> Outcome | None:
         outcome = None
-        for effect in self._handle(Polled(index)):
-            if isinstance(effect, HandOver):
+        for effect in self._handle(effects.Polled(index)):
+            if isinstance(effect, effects.HandOver):
                 outcome = effect.outcome
-            elif isinstance(effect, Offer):
+            elif isinstance(effect, effects.Offer):
                 self._offer(effect)
         return outcome
 
     def give_up(self) -> None:
-        self._handle(GaveUp())
+        self._handle(effects.GaveUp())
 
-    def _offer(self, offer: Offer) -> None:
+    def _offer(self, offer: effects.Offer) -> None:
         session, now, index = self.session, self.session.clock(), offer.state.index
         wanted = session.members.wanted(self.number, index, now)
         timeout = session.straggler_timeout(index, now)
         self.snapshots.consider(offer.state, offer.record, wanted, offer.first, now, timeout)
 
+    def start(self, state: State) -> Task[State | None]:
+        """Choose the state that this member starts with: None for its own, if that belongs to the run and is recent,
+        otherwise the newest snapshot. From there it follows the rounds closed since."""
+        link = yield from self._link_after(state)
+        if link is not None:
+            yield from self.snapshots.refresh()
+            self.machine.start_from(state, link)
+            return None
+        loaded = yield from self.snapshots.load()
+        if loaded is None:
+            raise DiLoCoError(f"the bucket has no usable snapshot of fragment {self.number}: someone deleted them")
+        self.machine.start_from(*loaded)
+        return loaded[0]
+
+    def _link_after(self, state: State) -> Task[Link | None]:
+        """What the record after a state must refer to; None if the state is too old or not of this run."""
+        rounds, snapshots, fingerprint = self.rounds, self.snapshots, state.fingerprint()
+        if (yield from rounds.reaches(rules.too_far(state.index))):
+            return None
+        for name in (yield from snapshots.list()):
+            base: Any = snapshot_index(name)
+            judged = (yield from snapshots.judge(name)) if base <= state.index else None
+            if judged is not None:
+                break
+        else:
+            return None
+        head, link = judged
+        if base == state.index and head.header["fingerprint"] != fingerprint:
+            return None
+        for index in range(base + 1, state.index + 1):
+            yield from rounds.records_ahead(range(index, state.index + 2))
+            record, _, _ = yield from rounds.record(index, link)
+            if record is None:
+                self.session.event("behind", fragment=self.number, index=state.index, closed=index - 1)
+                log.warning("fragment %d: this member holds round %d, but the store ends at round %d: the store was "
+                            "rolled back, or the checkpoint is from another run; continuing from the store",
+                            self.number, state.index, index - 1)  # fmt: skip
+                return None
+            snapshots.followed(record)
+            link = record.link
+        following, _, _ = yield from rounds.record(state.index + 1, link)
+        return None if following is not None and following.fingerprint != fingerprint else link
+
     def tick(self) -> Task[None]:
         """Do everything that the background has to do now."""
-        effects = self._handle(Look())
-        while effects:
-            (effect,) = effects
-            effects = self._handle(Done(effect, (yield from self._perform(effect))))
+        wanted = self._handle(effects.Look())
+        while wanted:
+            (effect,) = wanted
+            wanted = self._handle(effects.Done(effect, (yield from self._perform(effect))))
         yield from self.snapshots.tick(self.machine.frontier, self.session.clock(), self.session.somebody_joins)
 
     def _handle(self, event: Event) -> Effects:
@@ -119,43 +137,43 @@ class Fragment:
     def _perform(self, effect: Effect) -> Task[Any]:
         rounds = self.rounds
         match effect:
-            case Encode(sent):
+            case effects.Encode(sent):
                 return (yield from self._encode(sent))
-            case Deliver(index, delta):
+            case effects.Deliver(index, delta):
                 return (yield from self._deliver(index, delta))
-            case Inspect():
+            case effects.Inspect():
                 return (yield from self._inspect(effect))
-            case ReadDeltas(names, values):
+            case effects.ReadDeltas(names, values):
                 read = yield from rounds.deltas([*names]) if values else rounds.heads([*names])
                 return dict(zip(names, read, strict=True))
-            case Close(record, attempt, heads):
+            case effects.Close(record, attempt, heads):
                 if heads:
                     record = replace(record, heads=(yield from rounds.put_heads(record.index, [*heads])))
                 return (yield from rounds.close(record, attempt))
-            case ReadHeads(record):
+            case effects.ReadHeads(record):
                 return (yield from rounds.heads_of(record))
-            case Average(record, deltas, before):
+            case effects.Average(record, deltas, before):
                 mean = yield Work(lambda: mean_in_parts(record, deltas, self._layout))
                 received = sum(delta.nbytes for delta in deltas.values() if delta.member != self.session.name)
                 return (yield from self._averaged(record, mean, before, received))
-            case Collect():
+            case effects.Collect():
                 return (yield from self._collect(effect))
-            case SeeWhetherFollowed(record):
+            case effects.SeeWhetherFollowed(record):
                 return (yield from rounds.record(record.index + 1, record.link)).record is not None
-            case CountVotes(record):
+            case effects.CountVotes(record):
                 return (yield from rounds.outvoted(record))
-            case Recheck(links):
+            case effects.Recheck(links):
                 return (yield from self._recheck(dict(links)))
-            case Load(target):
+            case effects.Load(target):
                 return (yield from self.snapshots.load(target.least, target.before))
-            case LookFar(closed):
+            case effects.LookFar(closed):
                 if closed is not None and not (yield from rounds.reaches(closed)):
                     return None
                 yield from self.snapshots.refresh()
                 return self.snapshots.newest
         raise TypeError(f"{effect} is not for the background")
 
-    def _encode(self, sent: Sent) -> Task[EncodedDelta | None]:
+    def _encode(self, sent: effects.Sent) -> Task[EncodedDelta | None]:
         delta: Delta = yield Work(sent.delta)
         if delta.weight and not self._unit_agreed:  # a delta without work has no unit
             yield from self.session.agree("tokens" if delta.tokens else "steps")
@@ -191,32 +209,34 @@ class Fragment:
         self.session.timing.uploaded(self.number, self.session.clock() - began)
         return stored
 
-    def _inspect(self, inspect: Inspect) -> Task[Inspected]:
+    def _inspect(self, inspect: effects.Inspect) -> Task[effects.Inspected]:
         """If this round and the next are closed, read the objects of both and of the following ones at once."""
         names: Collection[str] | None = None
         listing, place = self.session.listing, (self.number, inspect.index)
-        if inspect.listed is Listed.NOW:
+        if inspect.listed is effects.Listed.NOW:
             names = yield List(folder(*place))
-        elif inspect.listed is not Listed.NOT:
-            age = self.session.timing.idle if inspect.listed is Listed.IDLE else None
+        elif inspect.listed is not effects.Listed.NOT:
+            age = self.session.timing.idle if inspect.listed is effects.Listed.IDLE else None
             names = yield from listing.names(*place, age)
         yield from self.rounds.read_ahead(listing.closed(*place))
-        return Inspected((yield from self.rounds.record(inspect.index, inspect.previous, names)), names)
+        return effects.Inspected((yield from self.rounds.record(inspect.index, inspect.previous, names)), names)
 
-    def _collect(self, collect: Collect) -> Task[Averaged | Missing | None]:
+    def _collect(self, collect: effects.Collect) -> Task[effects.Averaged | effects.Missing | None]:
         averaging, record = self._averaging, collect.record
         if averaging is None or averaging.record is not record:
             averaging = self._averaging = Averaging(record, collect.heads, self._layout, self.session, collect.own)
         try:
             mean = yield from averaging.tick()
-        except Missing as missing:
+        except effects.Missing as missing:
             self._averaging = None
             return missing
         if mean is None:
             return None
         return (yield from self._averaged(record, mean, collect.before, averaging.received))
 
-    def _averaged(self, record: Record, mean: tuple[Encoded, ...], before: State, received: int) -> Task[Averaged]:
+    def _averaged(
+        self, record: Record, mean: tuple[Encoded, ...], before: State, received: int
+    ) -> Task[effects.Averaged]:
         def advance() -> State:
             if not any(record.members.values()):
                 return unchanged(before)
@@ -224,7 +244,7 @@ class Fragment:
 
         state = yield Work(advance)
         self.snapshots.followed(record)
-        return Averaged(mean, state, received)
+        return effects.Averaged(mean, state, received)
 
     def _recheck(self, links: dict[int, Link]) -> Task[int | None]:
         self.rounds.forget()

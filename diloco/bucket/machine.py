@@ -22,43 +22,11 @@ from functools import partial
 from math import inf
 from typing import Any
 
-from diloco.bucket import rules
+from diloco.bucket import effects, rules
 from diloco.bucket.deltas import EncodedDelta, Layout
-from diloco.bucket.effects import (
-    Average,
-    Averaged,
-    Close,
-    Collect,
-    CountVotes,
-    Deliver,
-    Done,
-    Effect,
-    Effects,
-    Encode,
-    Event,
-    GaveUp,
-    HandOver,
-    Inspect,
-    Inspected,
-    Listed,
-    Load,
-    Look,
-    LookFar,
-    Missing,
-    Offer,
-    Phase,
-    Polled,
-    ReadDeltas,
-    ReadHeads,
-    Recheck,
-    SeeWhetherFollowed,
-    Sent,
-    Stepped,
-    TakeDelta,
-    Target,
-)
+from diloco.bucket.effects import Effect, Effects, Event, Phase
 from diloco.bucket.rounds import Contribution, Followed, Link, Record, delta_name, member_of, place_of
-from diloco.bucket.session import Session
+from diloco.bucket.run import Session
 from diloco.bucket.store.envelope import Invalid
 from diloco.errors import Diverged
 from diloco.exchange.reducer import Cost, Dropped, Jump, Round, State
@@ -93,7 +61,7 @@ FOLLOWING: Mapping[Phase, frozenset[Phase]] = {
 class OwnDelta:
     """This member's delta for the round after the held one. There may be several: an undelivered one is replaced."""
 
-    waiting: Sent | None = None  # to be encoded
+    waiting: effects.Sent | None = None  # to be encoded
     encoded: dict[str, Contribution] = field(default_factory=dict)  # by digest
     delivered: Contribution | None = None  # final: the store has confirmed it
     delivered_at: float = 0.0
@@ -131,7 +99,7 @@ class Machine:
         self.caught_up = False  # the round after the frontier was seen open
         self._links: dict[int, Link] = {}  # of the last rounds followed
         self._late = False  # too far behind: discard the local work at the frontier
-        self._target = Target(0)  # while JUMPING
+        self._target = effects.Target(0)  # while JUMPING
         self._against: Record | None = None  # while JUDGING: a record closed against other bits than this member's
         self._differs: int | None = None  # other bits were seen; forgotten once the record of this index agrees
         self._differs_since: float | None = None  # when bits were found to differ for the second time
@@ -165,51 +133,51 @@ class Machine:
 
     def handle(self, event: Event, now: float) -> Effects:
         match event:
-            case Stepped():
+            case effects.Stepped():
                 return self._stepped(event)
-            case Sent():
+            case effects.Sent():
                 return self._sent(event, now)
-            case Polled(index):
+            case effects.Polled(index):
                 return self._polled(index)
-            case GaveUp():
+            case effects.GaveUp():
                 self._given_up = True
                 self._clear(counted=False)
                 return ()
-            case Look():
+            case effects.Look():
                 self.seen.void = None
-                return [Encode(self.own.waiting)] if self.own.waiting else self._next(now)
-            case Done(effect, answer):
+                return [effects.Encode(self.own.waiting)] if self.own.waiting else self._next(now)
+            case effects.Done(effect, answer):
                 return self._done(effect, answer, now)
 
     def _done(self, effect: Effect, answer: Any, now: float) -> Effects:
         """Go on with the answer to an effect, if it still fits: training may have changed the state meanwhile."""
         match effect, self.following:
-            case Encode(), _:
+            case effects.Encode(), _:
                 return self._encoded(effect, answer, now)
-            case Deliver(), _:
+            case effects.Deliver(), _:
                 self._delivered(effect, answer, now)
-            case Inspect(), Phase.OPEN:
+            case effects.Inspect(), Phase.OPEN:
                 return self._inspected(answer, now)
-            case Recheck(), Phase.OPEN:
+            case effects.Recheck(), Phase.OPEN:
                 return self._next(now) if answer is None else self._left_the_run(answer)
-            case ReadDeltas(), Phase.OPEN:
+            case effects.ReadDeltas(), Phase.OPEN:
                 self._note_deltas(answer, now)
                 return self._considered(effect.complete, now)
-            case ReadDeltas(), Phase.COMMITTED:
+            case effects.ReadDeltas(), Phase.COMMITTED:
                 return self._average(answer, now)
-            case Close(), Phase.OPEN:
+            case effects.Close(), Phase.OPEN:
                 return self._closed(answer, now)
-            case ReadHeads(record), Phase.COMMITTED:
+            case effects.ReadHeads(record), Phase.COMMITTED:
                 return self._heads_read(record, answer, now)
-            case Average(record) | Collect(record), Phase.COMMITTED | Phase.AVERAGING:
+            case effects.Average(record) | effects.Collect(record), Phase.COMMITTED | Phase.AVERAGING:
                 return self._averaged(record, answer, now)
-            case SeeWhetherFollowed(record), Phase.COMMITTED | Phase.AVERAGING:
+            case effects.SeeWhetherFollowed(record), Phase.COMMITTED | Phase.AVERAGING:
                 return self._replace(record, answer, now)
-            case CountVotes(record), Phase.JUDGING if record is self._against:
+            case effects.CountVotes(record), Phase.JUDGING if record is self._against:
                 return self._judged(record, answer, now)
-            case Load(target), Phase.JUMPING if target is self._target:
+            case effects.Load(target), Phase.JUMPING if target is self._target:
                 return self._loaded(target, answer, now)
-            case LookFar(), Phase.OPEN:
+            case effects.LookFar(), Phase.OPEN:
                 self._looked_far(answer)
             case _:
                 pass
@@ -218,9 +186,9 @@ class Machine:
     def _next(self, now: float) -> Effects:
         """What to do for the round after the frontier, if anything."""
         if self.following is Phase.JUDGING and self._against is not None:
-            return [CountVotes(self._against)]
+            return [effects.CountVotes(self._against)]
         if self.following is Phase.JUMPING:
-            return [Load(self._target)]
+            return [effects.Load(self._target)]
         if self._is_over(self.seen.index):
             self.caught_up = True
             if self.following is Phase.OPEN:
@@ -228,12 +196,12 @@ class Machine:
         if self.following is Phase.ENDED or len(self.ready) >= AHEAD:
             return ()
         if self.following is Phase.AVERAGING and self.seen.record is not None:
-            return [Collect(self.seen.record, self.seen.heads, self.own.encoded, self._frontier_state)]
-        return [Inspect(self.seen.index, self.previous, self._listed(now))]
+            return [effects.Collect(self.seen.record, self.seen.heads, self.own.encoded, self._frontier_state)]
+        return [effects.Inspect(self.seen.index, self.previous, self._listed(now))]
 
     # This member's delta.
 
-    def _stepped(self, event: Stepped) -> Effects:
+    def _stepped(self, event: effects.Stepped) -> Effects:
         """Send after sync_every steps, or when another member has sent: without answering such calls, two members that
         are out of phase would close all rounds alone."""
         if self._steps_from is None:
@@ -242,11 +210,11 @@ class Machine:
         if self.sending is Phase.DELIVERED or self.ready or self._is_over(self.held + 1):
             return ()  # a delivered delta is final; a newer one replaces any other
         if event.scheduled if self._never_sent else count >= self.session.timing.sync_every:
-            return [TakeDelta()]
+            return [effects.TakeDelta()]
         answers = self.sending is Phase.IDLE and count >= 1 and self.held == self.frontier
-        return [TakeDelta()] if answers and self._is_called() else ()
+        return [effects.TakeDelta()] if answers and self._is_called() else ()
 
-    def _sent(self, sent: Sent, now: float) -> Effects:
+    def _sent(self, sent: effects.Sent, now: float) -> Effects:
         if self._is_over(sent.index):
             self.ready.append(Dropped())
             return ()
@@ -256,10 +224,10 @@ class Machine:
             self._send(Phase.ENCODING)
         return ()
 
-    def _encoded(self, effect: Encode, encoded: EncodedDelta | None, now: float) -> Effects:
+    def _encoded(self, effect: effects.Encode, encoded: EncodedDelta | None, now: float) -> Effects:
         index = effect.sent.index
         if self.own.waiting is not effect.sent:  # a newer one has replaced it
-            return [Encode(self.own.waiting)] if self.own.waiting else self._next(now)
+            return [effects.Encode(self.own.waiting)] if self.own.waiting else self._next(now)
         self.own.waiting = None
         if encoded is None:
             self._send(Phase.IDLE)
@@ -273,7 +241,7 @@ class Machine:
             self._send(Phase.IDLE)
             return self._next(now)
         self._send(Phase.DELIVERING)
-        return [Deliver(index, encoded)]
+        return [effects.Deliver(index, encoded)]
 
     def is_stale(self, index: int) -> bool:
         """Whether to stop delivering a delta for this round: a newer one waits, or the round is over."""
@@ -289,7 +257,7 @@ class Machine:
             record = self._against
         return record is not None and record.index == index == self.held + 1 and record.fingerprint != self.fingerprint
 
-    def _delivered(self, effect: Deliver, stored: bool, now: float) -> None:
+    def _delivered(self, effect: effects.Deliver, stored: bool, now: float) -> None:
         contribution, sealed = effect.delta.contribution, effect.delta.sealed
         if contribution.digest not in self.own.encoded:
             return  # training has already got the outcome of its round
@@ -329,7 +297,7 @@ class Machine:
                 self._differs = max(self._differs, outcome.state.index + 2)
             self._hold(outcome.state)
         self._clear(counted=False)
-        return [HandOver(outcome)]
+        return [effects.HandOver(outcome)]
 
     def _handed_over(self, followed: Followed, index: int) -> Effects:
         record, own = followed.record, self.own
@@ -350,22 +318,25 @@ class Machine:
         self._hold(followed.state)
         outcome = Round(followed.state, record.members, counted=delta is not None, own=values, cost=cost)
         if self.held != self.frontier:
-            return [HandOver(outcome)]  # catching up: `previous` no longer belongs to this state
-        return [HandOver(outcome), Offer(followed.state, self.previous.digest, record.by == self.session.name)]
+            return [effects.HandOver(outcome)]  # catching up: `previous` no longer belongs to this state
+        return [
+            effects.HandOver(outcome),
+            effects.Offer(followed.state, self.previous.digest, record.by == self.session.name),
+        ]
 
     # The open round.
 
-    def _listed(self, now: float) -> Listed:
+    def _listed(self, now: float) -> effects.Listed:
         """With few members, each lists the round and reads every delta as it arrives; the one that sees the last delta
         closes the round. With many members that would be O(members²) requests, so they take turns: one lists the round
         and reads the heads, and the others only check whether it is closed."""
         if self.seen.lacking_since is not None:
-            return Listed.NOW  # another record may have replaced its record by now
+            return effects.Listed.NOW  # another record may have replaced its record by now
         if not self._is_crowded(now):
-            return Listed.SHARED
+            return effects.Listed.SHARED
         if self.sending is Phase.IDLE:
-            return Listed.IDLE
-        return Listed.NOW if self._has_turn(now) else Listed.NOT
+            return effects.Listed.IDLE
+        return effects.Listed.NOW if self._has_turn(now) else effects.Listed.NOT
 
     def _is_crowded(self, now: float) -> bool:
         return self._layout.cut and self.session.crowded(now)
@@ -380,12 +351,12 @@ class Machine:
         before = rules.turns(order, session.name, session.members.away(order, now))(self.number + self.seen.index)
         return now - self.own.delivered_at >= before * session.timing.turn
 
-    def _inspected(self, inspected: Inspected, now: float) -> Effects:
+    def _inspected(self, inspected: effects.Inspected, now: float) -> Effects:
         record, seen = inspected.attempts.record, self.seen
         seen.attempt = inspected.attempts.free
         if inspected.attempts.branched and not seen.rechecked:
             seen.rechecked = True
-            return [Recheck(self._links)]
+            return [effects.Recheck(self._links)]
         if record is not None and not (seen.void and seen.void.digest == record.digest):
             return self._committed(record, now)
         if inspected.names is None:
@@ -396,14 +367,14 @@ class Machine:
                 self.session.reject(name, Invalid("it does not have the name of an object of a round"))
         new = [name for name in names if member_of(name)]
         if not self._is_crowded(now) or seen.void:
-            return [ReadDeltas(new)] if new else self._considered(True, now)
+            return [effects.ReadDeltas(new)] if new else self._considered(True, now)
         present = {str(member_of(name)) for name in (*new, *seen.deltas)}
         for member in present:
             self._note_member(member, now)
         if self._may_close(present, now):
-            return [ReadDeltas(new, values=False)] if new else self._considered(True, now)
+            return [effects.ReadDeltas(new, values=False)] if new else self._considered(True, now)
         if new and not self._is_called():
-            return [ReadDeltas(new[:1], values=False, complete=False)]
+            return [effects.ReadDeltas(new[:1], values=False, complete=False)]
         return self._considered(False, now)
 
     def _note_deltas(self, deltas: Mapping[str, Contribution | Invalid | None], now: float) -> None:
@@ -438,10 +409,10 @@ class Machine:
             self._late = False
             self.ready.append(Dropped(reset=True))
             self.session.want(self.number, None)
-        effects = self._close(now) if complete else ()
-        if not effects and self.seen.void is not None and self.following is Phase.OPEN:
+        closing = self._close(now) if complete else ()
+        if not closing and self.seen.void is not None and self.following is Phase.OPEN:
             return self._wait_for_snapshot(now)
-        return effects
+        return closing
 
     def _close(self, now: float) -> Effects:
         own, seen, session = self.own.delivered, self.seen, self.session
@@ -455,7 +426,7 @@ class Machine:
         by_shares = self._layout.cut and len(deltas) >= session.shares_from
         if unread and not by_shares:
             seen.deltas = {name: delta for name, delta in seen.deltas.items() if name not in unread}
-            return [ReadDeltas(sorted(unread), complete=False)]
+            return [effects.ReadDeltas(sorted(unread), complete=False)]
         if not self._agrees(now):
             return ()
         entries = rules.entries_of(deltas, session.max_work, own.digest)
@@ -463,7 +434,7 @@ class Machine:
         record = Record(self.number, seen.index, self.previous, self.fingerprint, session.name, entries, voids=void)
         named = {entry.digest for entry in entries}
         heads = [delta for delta in deltas if delta.digest in named] if by_shares else ()
-        return [Close(record, seen.attempt, heads)]
+        return [effects.Close(record, seen.attempt, heads)]
 
     def _agrees(self, now: float) -> bool:
         """Whether this member's bits are those of the run. Not if at least as many members agree on other bits: then
@@ -475,7 +446,7 @@ class Machine:
             return True
         if self._differs is None or differ > agree:
             if self._may_be_wrong(self.seen.index, now):
-                self._target = Target(0)
+                self._target = effects.Target(0)
                 self._diverged(self.seen.index, Phase.JUMPING)
             return False
         waited = now - (self.seen.first_delta_at or 0.0)
@@ -496,10 +467,10 @@ class Machine:
         if record.heads and not self._layout.cut:
             return self._discard(record, now)
         if record.heads:
-            return [ReadHeads(record)]
+            return [effects.ReadHeads(record)]
         known = {name for name, delta in self.seen.deltas.items() if delta.payloads is not None}
         missing = [name for name in _names(record) if name not in known]
-        return [ReadDeltas(missing)] if missing else self._average({}, now)
+        return [effects.ReadDeltas(missing)] if missing else self._average({}, now)
 
     def _average(self, read: Mapping[str, Contribution | Invalid | None], now: float) -> Effects:
         record = self.seen.record
@@ -511,7 +482,7 @@ class Machine:
             return self._lacks(record, now)
         if not rules.is_truthful(record, deltas, self.session.max_work):
             return self._discard(record, now)
-        return [Average(record, deltas, self._frontier_state)]
+        return [effects.Average(record, deltas, self._frontier_state)]
 
     def _heads_read(self, record: Record, heads: Mapping[str, Contribution] | Invalid | None, now: float) -> Effects:
         if heads is None:
@@ -529,10 +500,10 @@ class Machine:
         self._follow(Phase.OPEN)
         return self._next(now)
 
-    def _averaged(self, record: Record, average: Averaged | Missing | None, now: float) -> Effects:
+    def _averaged(self, record: Record, average: effects.Averaged | effects.Missing | None, now: float) -> Effects:
         if average is None:
             return ()  # some shares are not there yet
-        if isinstance(average, Missing):
+        if isinstance(average, effects.Missing):
             return self._lacks(record, now)
         self._follow(Phase.OPEN)
         self.ready.append(Followed(record, average.mean, average.received, now, average.state))
@@ -540,9 +511,9 @@ class Machine:
         self._advance(average.state, record.link, record.members)
         behind = self.frontier - self._reached > 1
         if behind and not self._late:
-            return [LookFar(rules.too_far(self._reached))]
+            return [effects.LookFar(rules.too_far(self._reached))]
         if behind and self.frontier % (2 * rules.BEHIND) == 0:
-            return [LookFar(None)]  # it has asked: an occasional look is enough
+            return [effects.LookFar(None)]  # it has asked: an occasional look is enough
         return self._next(now)
 
     def _lacks(self, record: Record, now: float) -> Effects:
@@ -556,11 +527,11 @@ class Machine:
                         "snapshot of a member that has followed the round", self.number, seen.index)  # fmt: skip
         sends = self.own.delivered is not None and self.held == self.frontier
         if sends and rules.may_replace(now - seen.lacking_since, followed=False):
-            return [SeeWhetherFollowed(record)]
+            return [effects.SeeWhetherFollowed(record)]
         return self._wait_for_snapshot(now)
 
     def _wait_for_snapshot(self, now: float) -> Effects:
-        self._target = Target(self.frontier + 1, until=now + self.session.options.ttl)
+        self._target = effects.Target(self.frontier + 1, until=now + self.session.options.ttl)
         self._follow(Phase.JUMPING)
         return ()
 
@@ -588,12 +559,12 @@ class Machine:
             return
         self._late = True
         if newest >= rules.too_far(self.frontier):
-            self._target = Target(self.frontier + 1, until=-inf)
+            self._target = effects.Target(self.frontier + 1, until=-inf)
             self._follow(Phase.JUMPING)
         else:
             self.session.want(self.number, rules.too_far(self.frontier))
 
-    def _loaded(self, target: Target, snapshot: tuple[State, Link] | None, now: float) -> Effects:
+    def _loaded(self, target: effects.Target, snapshot: tuple[State, Link] | None, now: float) -> Effects:
         """Jump to a snapshot; if there is none yet, ask the others for one."""
         if snapshot is None and target.before is not None:
             raise Diverged(f"fragment {self.number}: this member read round {target.before} differently than the "
@@ -621,7 +592,7 @@ class Machine:
         if self._branches > 1:
             raise Diverged(f"fragment {self.number}: this member read round {index} differently than the others, for "
                            "the second time: check the path to the store for a proxy or a cache")  # fmt: skip
-        self._target = Target(0, before=index)
+        self._target = effects.Target(0, before=index)
         self._diverged(index, Phase.JUMPING)
         return ()
 
@@ -635,7 +606,7 @@ class Machine:
             self._late = False
             self._advance(self._held_state, self._links[self.held])
         elif self._may_be_wrong(record.index, now):
-            self._target = Target(0)
+            self._target = effects.Target(0)
             self._follow(Phase.JUMPING)
         else:
             return ()

@@ -16,8 +16,8 @@ from math import inf
 from diloco.bucket.effects import Phase
 from diloco.bucket.rounds import MEMBER
 from diloco.bucket.rules import expected
+from diloco.bucket.store import All, Delete, List, Read, Task, Write, create
 from diloco.bucket.store.envelope import PREFIX, Envelope, Invalid, Opened, Reject, integer, number, refuses, text
-from diloco.bucket.store.operations import All, Delete, List, Read, Task, Write, create
 from diloco.errors import ConfigError, DiLoCoError
 
 MEMBERS = "members/"

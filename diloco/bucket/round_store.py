@@ -39,6 +39,19 @@ from diloco.bucket.rounds import (
     record_name,
     round_prefix,
 )
+from diloco.bucket.store import (
+    OBJECTS,
+    All,
+    List,
+    Read,
+    ReadAhead,
+    Size,
+    Task,
+    Work,
+    create,
+    in_batches,
+    together,
+)
 from diloco.bucket.store.envelope import (
     HEADER,
     PART,
@@ -51,19 +64,6 @@ from diloco.bucket.store.envelope import (
     put,
     read_twice,
     usable,
-)
-from diloco.bucket.store.operations import (
-    OBJECTS,
-    All,
-    List,
-    Read,
-    ReadAhead,
-    Size,
-    Task,
-    Work,
-    create,
-    in_batches,
-    together,
 )
 from diloco.codecs.codec import Float32
 

@@ -15,7 +15,8 @@ from diloco.bucket.effects import Missing
 from diloco.bucket.round_store import AT_ONCE
 from diloco.bucket.rounds import Contribution, Record, pieces_name, share_name
 from diloco.bucket.rules import turns
-from diloco.bucket.session import Session
+from diloco.bucket.run import Session
+from diloco.bucket.store import Create, Read, Task, Work, in_batches, together, until_there
 from diloco.bucket.store.envelope import (
     HEADER,
     PREFIX,
@@ -27,7 +28,6 @@ from diloco.bucket.store.envelope import (
     read_twice,
     refuses,
 )
-from diloco.bucket.store.operations import Create, Read, Task, Work, in_batches, together, until_there
 from diloco.codecs.codec import pack
 from diloco.exchange.mean import Encoded
 

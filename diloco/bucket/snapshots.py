@@ -14,6 +14,7 @@ from diloco.bucket.rounds import (
     snapshot_folder,
     snapshot_index,
 )
+from diloco.bucket.store import All, Delete, List, Read, Task, Work, together
 from diloco.bucket.store.envelope import (
     DIGEST,
     PART,
@@ -28,7 +29,6 @@ from diloco.bucket.store.envelope import (
     refuses,
     usable,
 )
-from diloco.bucket.store.operations import All, Delete, List, Read, Task, Work, together
 from diloco.exchange.reducer import State
 
 EVERY = 100

@@ -155,9 +155,9 @@ def _port() -> Finding:
 
 def _bucket(url: str, size: int) -> Finding:
     """Whether this machine can use the store, whether the store is suitable, and its bandwidth."""
+    from diloco.bucket.store import Delete, Read, Write
     from diloco.bucket.store.backend import open_store, patiently
     from diloco.bucket.store.contract import broken_promises, probe
-    from diloco.bucket.store.operations import Delete, Read, Write
 
     name, body = f"probe/{secrets.token_hex(8)}", bytes(size)
     try:

@@ -32,7 +32,7 @@ def main(config: WatchConfig) -> int:
     from rich.console import Console
     from rich.live import Live
 
-    from diloco.bucket.store.cipher import read_secret
+    from diloco.bucket.store.envelope import read_secret
     from diloco.report.bucket import Watch, table
 
     watch = Watch(config.url, read_secret(config.key_file), read_secret(config.encrypt))

@@ -14,10 +14,9 @@ from diloco.bucket.members import Member, MemberOptions, read_members
 from diloco.bucket.round_store import RoundStore
 from diloco.bucket.rounds import PIECES, Record, folder
 from diloco.bucket.run import NAME, SHARD, below, find_run
+from diloco.bucket.store import List, Size
 from diloco.bucket.store.backend import open_store
-from diloco.bucket.store.cipher import open_encrypted
-from diloco.bucket.store.envelope import Envelope
-from diloco.bucket.store.operations import List, Size
+from diloco.bucket.store.envelope import Envelope, open_encrypted
 from diloco.bucket.store.store import Store
 from diloco.codecs.codec import Float32
 from diloco.errors import ConfigError

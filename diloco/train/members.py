@@ -20,7 +20,7 @@ import torch.distributed as dist
 from diloco.bucket import Bucket, below, find_run
 from diloco.bucket.members import check_name
 from diloco.bucket.run import Run
-from diloco.bucket.store.cipher import read_secret
+from diloco.bucket.store.envelope import read_secret
 from diloco.core.diloco import DiLoCo
 from diloco.errors import ConfigError, Mismatch
 from diloco.exchange.reducer import Reducer

@@ -15,9 +15,9 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 from diloco.bucket.rounds import ROUNDS, folder, place_of
+from diloco.bucket.store import List
 from diloco.bucket.store.backend import Backend, open_store
-from diloco.bucket.store.cipher import Encrypted
-from diloco.bucket.store.operations import List
+from diloco.bucket.store.envelope import Encrypted
 from studies.bucket.life import FRAGMENTS, Life, live
 from studies.bucket.s3_server import LISTS, REFUSALS, STATUS, Fault, Server
 

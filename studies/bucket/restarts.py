@@ -25,9 +25,9 @@ from benchmarks.record import Target, write
 from diloco.bucket import find_run
 from diloco.bucket.members import read_members
 from diloco.bucket.rounds import Link, Record, member_of, place_of, read_record, record_name
+from diloco.bucket.store import List, Read
 from diloco.bucket.store.backend import open_store
 from diloco.bucket.store.envelope import HEADER, PREFIX, Envelope
-from diloco.bucket.store.operations import List, Read
 from diloco.bucket.store.store import Store
 
 RESULTS = Path(__file__).parent / "restarts.json"

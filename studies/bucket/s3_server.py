@@ -12,7 +12,7 @@ import urllib.parse
 from typing import Any, Literal
 from xml.sax.saxutils import escape
 
-from diloco.bucket.store.operations import List, Oversized, Read, Size
+from diloco.bucket.store import List, Read, Size, too_large
 
 Fault = Literal["none", "500", "429/503", "409", "412", "slow", "cut", "reply lost", "done twice", "hang", "reset",
                 "gone", "stale lists", "late lists", "refused", "no such bucket", "expired credentials",
@@ -66,7 +66,7 @@ class Server(http.server.ThreadingHTTPServer):
                     data = self.objects.get(f"run/{name}", (None, 0.0))[0]
                     if data is None or first is not None:
                         return data if data is None else data[operation.at :][:first]
-                    return data if len(data) <= limit else Oversized(len(data))
+                    return data if len(data) <= limit else too_large(len(data))
                 case Size(name):
                     found = self.objects.get(f"run/{name}")
                     return None if found is None else len(found[0])

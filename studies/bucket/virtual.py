@@ -15,7 +15,7 @@ import torch
 
 from diloco.bucket import Bucket
 from diloco.bucket.rounds import PIECES, place_of
-from diloco.bucket.store.operations import All, Create, Delete, List, Operation, Pause, Read, Size, Work, Write, advance
+from diloco.bucket.store import All, Create, Delete, List, Operation, Pause, Read, Size, Work, Write, advance
 from diloco.bucket.store.store import CONNECTIONS
 from diloco.codecs.codec import E3M0
 from diloco.core.memory import Memory

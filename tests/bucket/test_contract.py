@@ -2,10 +2,10 @@
 
 import pytest
 
+from diloco.bucket.store import Create, Delete, List, Read, Size, Write
 from diloco.bucket.store.backend import Failure, Folder, open_store
-from diloco.bucket.store.cipher import Encrypted
 from diloco.bucket.store.contract import PROMISES, broken_promises
-from diloco.bucket.store.operations import Create, Delete, List, Read, Size, Write
+from diloco.bucket.store.envelope import Encrypted
 
 
 def test_a_folder_and_the_store_in_memory_keep_all_promises(tmp_path):

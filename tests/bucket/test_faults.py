@@ -6,7 +6,7 @@ from diloco import SGD, Diverged
 from diloco.bucket import snapshots
 from diloco.bucket.members import Member
 from diloco.bucket.rounds import Entry, Link, Record, folder, member_of, place_of, record_name, snapshot_index
-from diloco.bucket.store.operations import List, Read
+from diloco.bucket.store import List, Read
 from tests.support.players import GARBAGE, SETTINGS, Player, World, complete, meet, one_member
 from tests.support.sharing import crowd, rounds_of, small_pieces, together
 

@@ -10,7 +10,7 @@ from diloco.bucket import snapshots as snapshot
 from diloco.bucket.round_store import AT_ONCE
 from diloco.bucket.rounds import folder, record_name
 from diloco.bucket.rules import BEHIND
-from diloco.bucket.store.operations import List, Read, Size, Work
+from diloco.bucket.store import List, Read, Size, Work
 from diloco.exchange.reducer import Dropped, Jump, Round
 from tests.support.players import SETTINGS, Player, World, complete, meet, train
 

@@ -13,8 +13,7 @@ from diloco.bucket.members import Member
 from diloco.bucket.rounds import Contribution, Entry, Link, Record, record_name
 from diloco.bucket.shares import seal_share
 from diloco.bucket.snapshots import seal_snapshot
-from diloco.bucket.store.cipher import Cipher
-from diloco.bucket.store.envelope import PROTOCOL, Envelope
+from diloco.bucket.store.envelope import PROTOCOL, Cipher, Envelope
 from diloco.exchange.reducer import State
 
 ENVELOPE = Envelope("0123456789abcdef", b"k" * 32)

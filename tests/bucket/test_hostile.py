@@ -8,21 +8,21 @@ import pytest
 
 from diloco import ConfigError, DiLoCoError
 from diloco.bucket.rounds import folder, record_name
+from diloco.bucket.store import (
+    FORBIDDEN,
+    UNDECIPHERED,
+    Create,
+    Delete,
+    List,
+    Read,
+    Size,
+    Write,
+    too_large,
+)
 from diloco.bucket.store import backend as stores
 from diloco.bucket.store import store as store_module
 from diloco.bucket.store.backend import STAGING, Failure, Folder, Refused, open_store
 from diloco.bucket.store.contract import probe
-from diloco.bucket.store.operations import (
-    Create,
-    Delete,
-    Forbidden,
-    List,
-    Oversized,
-    Read,
-    Size,
-    Undeciphered,
-    Write,
-)
 from diloco.bucket.store.store import Store
 from tests.support.members import Member, until
 from tests.support.players import Player, World, one_member
@@ -77,7 +77,7 @@ def test_a_folder_reads_what_is_not_a_file_as_an_empty_object_and_lists_it(tmp_p
         assert store.attempt(Create(f"x/{name}", b"new")) is False
     store.attempt(Delete("x/folder"))  # as the collector does, with whatever has the name of an object
     assert (tmp_path / "x" / "folder").is_dir()
-    assert store.attempt(Read("x/good", 4)) == Oversized(5) and store.attempt(Read("x/good", 0, first=2)) == b"12"
+    assert store.attempt(Read("x/good", 4)) == too_large(5) and store.attempt(Read("x/good", 0, first=2)) == b"12"
     assert store.attempt(Read("x/good", 0, first=9, at=3)) == b"45" and store.attempt(Read("x/good", 0, 9, at=9)) == b""
     assert store.attempt(Read("x/none", 9)) is None and store.attempt(List("y/")) == {}
 
@@ -115,7 +115,7 @@ def test_a_file_of_another_user_is_forbidden(tmp_path, monkeypatch):
         raise PermissionError
 
     monkeypatch.setattr(stores.os, "open", refuse)
-    assert Folder(tmp_path).attempt(Read("x", 9)) == Forbidden()
+    assert Folder(tmp_path).attempt(Read("x", 9)) == FORBIDDEN
 
 
 def test_an_object_that_the_store_refuses_to_read_is_named_once_and_the_round_closes_without_it():
@@ -125,7 +125,7 @@ def test_an_object_that_the_store_refuses_to_read_is_named_once_and_the_round_cl
     for name in refused:
         world.objects[name] = b"secret"
     attempt = world.attempt
-    world.attempt = lambda o: Forbidden() if isinstance(o, Read) and o.name in refused else attempt(o)
+    world.attempt = lambda o: FORBIDDEN if isinstance(o, Read) and o.name in refused else attempt(o)
     go_on(a, 20)
     assert min(a.held) > 3 and sorted(named(a)) == sorted(refused)
 
@@ -162,7 +162,7 @@ class Hostile(World):
         if not isinstance(operation, Read) or not isinstance(answer, bytes):
             return answer
         if "/d-b-" in operation.name:  # what b sends reaches nobody as it was
-            ways = (answer[:-3], answer[:20], b"", flipped(answer), Oversized(1 << 40), Forbidden(), Undeciphered(),
+            ways = (answer[:-3], answer[:20], b"", flipped(answer), too_large(1 << 40), FORBIDDEN, UNDECIPHERED,
                     next(iter(self.objects.values())))  # fmt: skip
             return self.altered.setdefault(operation.name, ways[len(self.altered) % len(ways)])
         return flipped(answer) if self.chance.random() < 0.1 and "closed" in operation.name else answer
@@ -261,9 +261,9 @@ def test_one_refused_object_is_left_alone_while_the_store_does_the_rest(no_pause
     store = store_of(backend, events)
     store.perform(Read("y", 9))
     backend.never, backend.meanwhile = {"x"}, lambda: store.perform(Read("y", 9))
-    assert store.perform(Read("x", 9)) == Forbidden()
+    assert store.perform(Read("x", 9)) == FORBIDDEN
     before = backend.now
-    assert store.perform(Read("x", 9, patient=True)) == Forbidden()
+    assert store.perform(Read("x", 9, patient=True)) == FORBIDDEN
     assert backend.now - before > store_module.REFUSED  # a final answer is asked for longer
     before = backend.now
     assert store.perform(Size("x")) == 0 and store.perform(Delete("x")) is None

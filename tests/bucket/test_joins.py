@@ -5,7 +5,7 @@ import pytest
 from diloco.bucket import machine
 from diloco.bucket import snapshots as snapshot
 from diloco.bucket.round_store import REACH
-from diloco.bucket.store.operations import SMALL, All, Pause, Read, Work
+from diloco.bucket.store import SMALL, All, Pause, Read, Work
 from diloco.bucket.store.store import CONNECTIONS
 from tests.support.players import Player, World, complete
 

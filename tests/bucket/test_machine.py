@@ -42,7 +42,7 @@ from diloco.bucket.machine import FOLLOWING, SENDING, Machine
 from diloco.bucket.members import Member, MemberOptions, Timing
 from diloco.bucket.rounds import Attempts, Contribution, Entry, Link, Record, delta_name, record_name
 from diloco.bucket.rules import VOID
-from diloco.bucket.session import Session
+from diloco.bucket.run import Session
 from diloco.bucket.store.envelope import Envelope, Invalid, Sealed
 from diloco.errors import Diverged
 from diloco.exchange.reducer import Dropped, Jump, Round, State

@@ -19,8 +19,8 @@ from diloco.bucket.members import (
     read_members,
     register,
 )
+from diloco.bucket.store import Read
 from diloco.bucket.store.envelope import Envelope, Invalid
-from diloco.bucket.store.operations import Read
 from diloco.errors import DiLoCoError
 from tests.support.players import World, complete, one_member
 

@@ -21,9 +21,19 @@ from diloco.bucket.rounds import (
     read_record,
     record_name,
 )
-from diloco.bucket.store.cipher import read_secret
-from diloco.bucket.store.envelope import HEADER, PART, PREFIX, PROTOCOL, Envelope, Invalid, get, put, refuses
-from diloco.bucket.store.operations import Oversized
+from diloco.bucket.store import too_large
+from diloco.bucket.store.envelope import (
+    HEADER,
+    PART,
+    PREFIX,
+    PROTOCOL,
+    Envelope,
+    Invalid,
+    get,
+    put,
+    read_secret,
+    refuses,
+)
 from diloco.errors import ConfigError, Mismatch
 from tests.support.players import Player, World, complete, one_member
 
@@ -219,7 +229,7 @@ def test_a_header_has_a_limit_both_where_it_is_written_and_where_it_is_read():
 
 def test_what_is_too_large_is_not_even_read():
     with pytest.raises(Invalid, match="too large"):
-        Envelope("r").open("x", "delta", Oversized(1 << 40), 4)
+        Envelope("r").open("x", "delta", too_large(1 << 40), 4)
 
 
 @given(st.binary(max_size=400))

@@ -4,7 +4,7 @@ import torch
 
 from diloco import TwoBit
 from diloco.bucket.rounds import folder
-from diloco.bucket.store.operations import All, Create
+from diloco.bucket.store import All, Create
 from diloco.exchange.reducer import Round
 from tests.support.players import FRAGMENTS, SETTINGS, SYNC_EVERY, Player, World, meet, one_member, train
 

@@ -15,7 +15,7 @@ from diloco.bucket import deltas, machine, round_store, rules
 from diloco.bucket import rounds as round_
 from diloco.bucket import snapshots as snapshot
 from diloco.bucket.rounds import folder, record_name, share_name
-from diloco.bucket.store.operations import All, Create, List
+from diloco.bucket.store import All, Create, List
 from diloco.exchange.reducer import Jump, Round
 from tests.support.players import FRAGMENTS, GARBAGE, SYNC_EVERY, Player, Violation, World, meet
 

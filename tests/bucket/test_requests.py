@@ -8,7 +8,7 @@ from diloco.bucket import deltas, round_store
 from diloco.bucket.bucket import PATIENCE
 from diloco.bucket.effects import Phase
 from diloco.bucket.rounds import PIECES, delta_name, folder
-from diloco.bucket.store.operations import All, List, Read
+from diloco.bucket.store import All, List, Read
 from diloco.exchange.reducer import Dropped
 from tests.support.players import SETTINGS, Player, World, meet, one_member, train
 

@@ -12,9 +12,9 @@ import pytest
 
 from diloco import ConfigError, DiLoCoError
 from diloco.bucket import find_run
+from diloco.bucket.store import Create, List, Read, Write
 from diloco.bucket.store.backend import Failure, Refused, open_store
 from diloco.bucket.store.contract import probe
-from diloco.bucket.store.operations import Create, List, Read, Write
 from tests.support.members import PATIENT, Member, agree, until
 from tests.support.s3 import ENVIRONMENT, Proxy, Server, free_port
 

@@ -12,9 +12,9 @@ from diloco.bucket import members as members_
 from diloco.bucket.deltas import delta_fields, layout_of, places, seal_delta
 from diloco.bucket.effects import Phase
 from diloco.bucket.rounds import Link, folder, share_name
+from diloco.bucket.store import Create, List
 from diloco.bucket.store.backend import open_store
 from diloco.bucket.store.envelope import Envelope
-from diloco.bucket.store.operations import Create, List
 from diloco.errors import ConfigError, Mismatch
 from diloco.exchange.reducer import Jump
 from tests.support.members import PATIENT, Member, agree

@@ -19,8 +19,8 @@ from diloco.bucket.snapshots import (
     read_snapshot,
     seal_snapshot,
 )
+from diloco.bucket.store import Read, advance
 from diloco.bucket.store.envelope import DIGEST, PREFIX, Envelope, Invalid
-from diloco.bucket.store.operations import Read, advance
 from diloco.exchange.reducer import State
 from tests.support.players import World, complete
 

@@ -11,8 +11,8 @@ from torch import nn
 
 from diloco import Balanced, DiLoCo, Float32
 from diloco.bucket import Bucket
+from diloco.bucket.store import All, Create, List, Read, Size, Write
 from diloco.bucket.store.backend import TIMEOUT, Failure, Obstore, open_store, patiently
-from diloco.bucket.store.operations import All, Create, List, Read, Size, Write
 from diloco.bucket.store.store import LARGE, MAX_TRANSFERS, STEADY, Closed, Store, TransferLimit
 from diloco.errors import ConfigError
 from tests.support.members import PATIENT, until

@@ -6,9 +6,9 @@ import time
 import pytest
 
 from diloco import ConfigError, DiLoCoError
+from diloco.bucket.store import Create, Delete, List, Read, Size, Write, too_large
 from diloco.bucket.store.backend import Failure, open_store
 from diloco.bucket.store.contract import probe
-from diloco.bucket.store.operations import Create, Delete, List, Oversized, Read, Size, Write
 from studies.bucket.chaos import Campaign, campaign
 from studies.bucket.faults import ServerMedium
 from studies.bucket.s3_server import PAGE, REFUSALS, STATUS, Server
@@ -30,7 +30,7 @@ def test_the_server_does_what_the_protocol_asks_of_a_store(server):
     probe(store)
     attempt = store.attempt
     assert attempt(Create("a/b", b"one")) is True and attempt(Create("a/b", b"two")) is False
-    assert attempt(Read("a/b", 3)) == b"one" and attempt(Read("a/b", 2)) == Oversized(3)
+    assert attempt(Read("a/b", 3)) == b"one" and attempt(Read("a/b", 2)) == too_large(3)
     assert attempt(Read("a/b", 0, first=2)) == b"on" and attempt(Read("a/c", 9)) is None
     attempt(Write("a/b", b"three"))
     assert attempt(Size("a/b")) == 5 and attempt(List("a/")) == {"a/b": 5}

@@ -14,8 +14,8 @@ from torch import nn
 from diloco import SGD, Balanced, DiLoCo, Float32
 from diloco.bucket import Bucket
 from diloco.bucket.rounds import Branched, Link, read_record, record_name
+from diloco.bucket.store import All, Create, Delete, List, Pause, Read, Size, Work, Write, advance, too_large
 from diloco.bucket.store.envelope import Envelope, Invalid
-from diloco.bucket.store.operations import All, Create, Delete, List, Oversized, Pause, Read, Size, Work, Write, advance
 from diloco.core.sync import advance_of
 from diloco.exchange.reducer import Join, Jump, Round
 
@@ -56,7 +56,7 @@ class World:
                 data = self.objects.get(name)
                 if data is None or first is not None:
                     return data if data is None else data[operation.at :][:first]
-                return data if len(data) <= limit else Oversized(len(data))
+                return data if len(data) <= limit else too_large(len(data))
             case Size(name):
                 return len(self.objects[name]) if name in self.objects else None
             case List(prefix, after):

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 from urllib.parse import urlsplit
 
-from diloco.bucket.store.operations import Create, Delete, Forbidden, List, Operation, Oversized, Read, Size, Write
+from diloco.bucket.store import FORBIDDEN, Create, Delete, List, Operation, Read, Size, Unusable, Write, too_large
 from diloco.errors import ConfigError, DiLoCoError, install_command
 
 TIMEOUT = 60.0
@@ -193,18 +193,18 @@ class Folder:
                     if entry.is_file(follow_symlinks=False) and now - entry.stat().st_mtime > LEFT_OVER:
                         Path(entry.path).unlink()
 
-    def _read(self, path: Path, limit: int, first: int | None, at: int) -> bytes | Oversized | Forbidden | None:
+    def _read(self, path: Path, limit: int, first: int | None, at: int) -> bytes | Unusable | None:
         size = _size(path)
         if size is None or not stat.S_ISREG(path.lstat().st_mode):
             return None if size is None else b""
         try:
             file = os.fdopen(os.open(path, _FLAGS), "rb")
         except PermissionError:
-            return Forbidden()
+            return FORBIDDEN
         with file:
             size = os.fstat(file.fileno()).st_size
             if first is None and size > limit:
-                return Oversized(size)
+                return too_large(size)
             file.seek(at)
             return file.read(size if first is None else first)
 
@@ -291,7 +291,7 @@ class Obstore:
                 result = obstore.get(self._store, name)
                 size = result.meta["size"]
                 if size > limit:
-                    return Oversized(size)
+                    return too_large(size)
                 data = bytes(result.bytes())
                 if len(data) != size:
                     raise Failure(f"{name}: received {len(data)} of {size} bytes")

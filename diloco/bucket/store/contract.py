@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from diloco.bucket.store import Create, Delete, List, Operation, Read, Size, Write
 from diloco.bucket.store.backend import Backend, Failure, patiently
-from diloco.bucket.store.operations import Create, Delete, List, Operation, Read, Size, Write
 from diloco.errors import ConfigError, DiLoCoError
 
 LENGTH = 1 << 20

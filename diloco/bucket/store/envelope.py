@@ -4,6 +4,10 @@ Body: magic, length of the header, signature, header, payload. The header holds 
 that ends in a digest holds the header's SHA-256, so it commits to every byte. A payload of more than 16 MB is split
 into separate parts, which are put first: once the named object exists, all of it does.
 
+With encryption, all of this lies in chunks of 64 kB after another magic number: the store's owner learns names, sizes
+and times, nothing else. Each chunk is sealed separately (AES-256-GCM, random nonce) and bound to the object's name and
+its position, so a range can be decrypted without the rest. Completeness follows from the header inside.
+
 The signature is an HMAC-SHA256 over run id, name and header (and through the header the payload), with the secret that
 all members share. It is all zeros in a run without a secret.
 """
@@ -11,26 +15,34 @@ all members share. It is all zeros in a run without a secret.
 import hashlib
 import hmac
 import json
+import logging
+import os
 import struct
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import wraps
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, wraps
+from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-from diloco.bucket.store.operations import (
+from diloco.bucket.store import (
+    UNDECIPHERED,
     All,
     Create,
-    Forbidden,
-    Oversized,
+    List,
+    Operation,
     Read,
     Size,
     Task,
-    Undeciphered,
+    Unusable,
     Work,
+    Write,
     together,
     until_there,
 )
+from diloco.bucket.store.backend import Backend, open_store
+from diloco.errors import ConfigError, install_command
 
+log = logging.getLogger("diloco")
 T = TypeVar("T")
 P = ParamSpec("P")
 PROTOCOL = 6
@@ -43,10 +55,16 @@ HEADER = 64 << 10
 PART = 16 << 20
 READS = 8
 """Maximum reads of an object that reads differently each time."""
+CHUNK = 64 << 10
+NONCE, TAG = 12, 16
+SEALED = NONCE + CHUNK + TAG
+SHORTEST = 32
+"""Minimum bytes of a secret. Anyone who can read the bucket can guess offline, so it must be random, not typed."""
+_LABEL = b"diloco object encryption 1|"
 DIGEST = "{digest}"
 """Placeholder in a name for the digest of the header, until the object is sealed."""
 
-Answer = bytes | Oversized | Forbidden | Undeciphered
+Answer = bytes | Unusable
 """The possible answers to reading an existing object."""
 Reject = Callable[[str, "Invalid"], None]
 """Reports an unusable object by name."""
@@ -133,12 +151,8 @@ class Envelope:
     def open(self, name: str, kind: str, data: Answer, size: int | None, *, head: bool = False) -> Opened:
         """Check everything except the parts. `size`: exact size of the payload; None: at most one part. `head`: the
         data may end after the header. Raises Invalid."""
-        if isinstance(data, Oversized):
-            raise Invalid(f"it is too large: {data.size} bytes")
-        if isinstance(data, Forbidden):
-            raise Invalid("the store refuses to read it")
-        if isinstance(data, Undeciphered):
-            raise Invalid("it is not encrypted with the key of this run")
+        if isinstance(data, Unusable):
+            raise Invalid(data.reason)
         if len(data) < PREFIX.size:
             raise Invalid("it is truncated")
         magic, length, signature = PREFIX.unpack_from(data)
@@ -288,3 +302,142 @@ def text(value: object, key: str) -> str:
     if not isinstance(value, str):
         raise Invalid(f"{key} is not text")
     return value
+
+
+def read_secret(path: Path | None) -> bytes | None:
+    """The secret in a file; None without a path. Raises ConfigError."""
+    if path is None:
+        return None
+    try:
+        content, mode = path.read_bytes().strip(), path.stat().st_mode
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from None
+    if len(content) < SHORTEST:
+        raise ConfigError(f"{path} holds {len(content)} bytes; a secret needs at least {SHORTEST} random ones: make "
+                          "one with `openssl rand -hex 32`")  # fmt: skip
+    if mode & 0o077:
+        _warn_readable(path)
+    return content
+
+
+@cache
+def _warn_readable(path: Path) -> None:
+    log.warning("%s can be read by other users of this machine: chmod 600 %s", path, path)
+
+
+def sealed_size(size: int) -> int:
+    """Bytes of an encrypted object.
+
+    >>> [sealed_size(n) for n in (0, 1, CHUNK, CHUNK + 1)]
+    [32, 33, 65568, 65597]
+    """
+    return len(ENCRYPTED) + size + max(-(-size // CHUNK), 1) * (NONCE + TAG)
+
+
+def opened_size(size: int) -> int:
+    """Bytes of an object before encryption; 0 if it is too short to be encrypted.
+
+    >>> [opened_size(sealed_size(n)) for n in (0, 1, 65536, 65537, 999_999)]
+    [0, 1, 65536, 65537, 999999]
+    """
+    rest = size - len(ENCRYPTED)
+    return max(rest - max(-(-rest // SEALED), 1) * (NONCE + TAG), 0)
+
+
+def span(start: int, stop: int) -> tuple[int, int, int]:
+    """The bytes of the encrypted object that cover a range of the object, and the number of their first chunk."""
+    first, last = start // CHUNK, max(-(-stop // CHUNK), start // CHUNK + 1)
+    return len(ENCRYPTED) + first * SEALED, len(ENCRYPTED) + last * SEALED, first
+
+
+class Cipher:
+    """Seals and opens chunks."""
+
+    def __init__(self, secret: bytes) -> None:
+        self._secret = secret
+
+    def seal(self, name: str, data: bytes) -> bytes:
+        """Encrypt a complete object."""
+        aead, view = self._aead(name), memoryview(data)
+        out = [ENCRYPTED]
+        for number, at in enumerate(range(0, max(len(data), 1), CHUNK)):
+            nonce = os.urandom(NONCE)
+            out += [nonce, aead.encrypt(nonce, view[at : at + CHUNK], _place(name, number))]
+        return b"".join(out)
+
+    def open(self, name: str, data: bytes, first: int = 0) -> bytes | None:
+        """Decrypt chunks, starting with number `first`. None if a chunk was altered or moved, or has another key."""
+        try:
+            return b"".join(self._opened(name, memoryview(data), first))
+        except ValueError:
+            return None
+
+    def _opened(self, name: str, data: memoryview, first: int) -> Iterator[bytes]:
+        from cryptography.exceptions import InvalidTag
+
+        aead = self._aead(name)
+        for number, at in enumerate(range(0, max(len(data), 1), SEALED)):
+            chunk = data[at : at + SEALED]
+            try:
+                yield aead.decrypt(bytes(chunk[:NONCE]), chunk[NONCE:], _place(name, first + number))
+            except InvalidTag:
+                raise ValueError(name) from None
+
+    def _aead(self, name: str) -> Any:
+        """Each name has its own key, so nonces must differ only among the chunks of one name."""
+        try:
+            from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+        except ImportError:
+            raise ConfigError(f"encryption needs cryptography: {install_command('bucket')}") from None
+        return AESGCM(hmac.new(self._secret, _LABEL + name.encode(errors="surrogateescape"), hashlib.sha256).digest())
+
+
+def _place(name: str, number: int) -> bytes:
+    return f"{number}|".encode() + name.encode(errors="surrogateescape")
+
+
+class Encrypted:
+    """Another store, where only names and sizes are in clear."""
+
+    def __init__(self, backend: Backend, secret: bytes) -> None:
+        self._backend, self._cipher = backend, Cipher(secret)
+
+    def attempt(self, operation: Operation) -> Any:
+        match operation:
+            case Create(name, data) | Write(name, data):
+                return self._backend.attempt(replace(operation, data=self._cipher.seal(name, data)))
+            case Read(_, limit, None):
+                answer = self._backend.attempt(replace(operation, limit=sealed_size(limit)))
+                return self._opened(operation, answer)
+            case Read(_, _, int(first)):
+                low, high, _ = span(operation.at, operation.at + first)
+                low = low if operation.at else 0
+                return self._opened(operation, self._backend.attempt(replace(operation, at=low, first=high - low)))
+            case Size():
+                size = self._backend.attempt(operation)
+                return None if size is None else opened_size(size)
+            case List():
+                return {name: opened_size(size) for name, size in self._backend.attempt(operation).items()}
+        return self._backend.attempt(operation)
+
+    def _opened(self, read: Read, answer: Any) -> Any:
+        if not isinstance(answer, bytes):
+            return answer
+        chunk, skipped = divmod(read.at, CHUNK)
+        if not answer and read.at:
+            return b""  # the object ends earlier
+        if not read.at and not answer.startswith(ENCRYPTED):
+            return UNDECIPHERED
+        data = self._cipher.open(read.name, answer if read.at else answer[len(ENCRYPTED) :], chunk)
+        if data is None:
+            return UNDECIPHERED
+        return data[skipped:] if read.first is None else data[skipped : skipped + read.first]
+
+
+def open_encrypted(url: str, secret: bytes | None, *, create: bool = True) -> Backend:
+    """The store at a URL; with a secret, all its objects are encrypted."""
+    return encrypted(open_store(url, create=create), secret)
+
+
+def encrypted(backend: Backend, secret: bytes | None) -> Backend:
+    return backend if secret is None else Encrypted(backend, secret)

@@ -9,12 +9,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from diloco.bucket.store.backend import TIMEOUT, Backend, Failure, Refused
-from diloco.bucket.store.operations import (
+from diloco.bucket.store import (
+    FORBIDDEN,
     All,
     Create,
     Delete,
-    Forbidden,
     List,
     Operation,
     Pause,
@@ -26,6 +25,7 @@ from diloco.bucket.store.operations import (
     advance,
     backoff,
 )
+from diloco.bucket.store.backend import TIMEOUT, Backend, Failure, Refused
 from diloco.errors import ConfigError
 
 CONNECTIONS = 16
@@ -44,7 +44,7 @@ LARGE = 1 << 20
 MAX_TRANSFERS = 8
 STEADY = 4
 """Quick transfers in a row before one more is allowed."""
-_GIVEN_UP: dict[type, Any] = {Read: Forbidden(), Size: 0, Delete: None}
+_GIVEN_UP: dict[type, Any] = {Read: FORBIDDEN, Size: 0, Delete: None}
 """The answers when one object is refused: it is unusable, as if it were empty."""
 T = TypeVar("T")
 Report = Callable[..., None]
