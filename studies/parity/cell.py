@@ -47,13 +47,15 @@ class Cell:
     """Inner optimizer, as in the trainer's flag."""
     outer: str = "paper"
     """paper: Nesterov with `outer_lr` and `momentum`; following: the same, and it follows the inner lr; growing: the
-    trainer's default, which reads neither; sgd: with `outer_lr`."""
+    trainer's default, which reads neither; capped: the trainer's, which grows to these two; sgd: with `outer_lr`."""
     batch: int = 1
     """Times BATCH; with as many times fewer steps the tokens are equal."""
     evaluated: int = EVALUATED
     """Held-out tokens behind the final loss."""
     tail: int = 0
     """Last steps on whose mean of weights data-parallel is evaluated, at the end and on the way; 0: the last one's."""
+    decay: float = 1.0
+    """Weight decay, in multiples of the trainer's 1/steps."""
 
     def __str__(self) -> str:
         """What differs from the default, for people."""
@@ -65,7 +67,7 @@ class Cell:
         return _key(self)
 
 
-LATER = ("inner", "outer", "batch", "evaluated", "tail")
+LATER = ("inner", "outer", "batch", "evaluated", "tail", "decay")
 
 
 @cache

@@ -1,9 +1,11 @@
-"""A negative control: a codec that should fail."""
+"""A negative control: a codec that should fail; and an outer rule that the trainer does not have."""
 
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from diloco.core.outer import GROWTH, Nesterov, Stage
 
 KEPT = 1 / 8
 """Share of values that random zeroing keeps: in fp32, as many bits as 4 for each (positions follow from a seed)."""
@@ -24,3 +26,14 @@ class Zeroing:
 
     def decode(self, payload: Tensor, n: int) -> Tensor:
         return payload.clone().view(torch.float32)
+
+
+@dataclass(frozen=True)
+class Capped(Nesterov):
+    """The trainer's rule with another end: from plain averaging to this learning rate and momentum."""
+
+    def at(self, stage: Stage, state: Tensor) -> tuple[float, float, float]:
+        assert self.lr is not None and self.momentum is not None
+        momentum = min(max(1 - GROWTH / stage.index, 0.0), self.momentum)
+        lr = 1 - (1 - self.lr) * momentum / self.momentum
+        return Nesterov(lr, momentum).at(stage, state)

@@ -29,7 +29,7 @@ from diloco.train.model import Decoder, held_out_loss
 from diloco.train.settings import lr_at
 from diloco.train.setup import optimizers, set_lr
 from studies.parity.cell import BATCH, CONTEXT, SHAPES, Cell
-from studies.parity.controls import Zeroing
+from studies.parity.controls import Capped, Zeroing
 from studies.parity.cosines import Cosines
 from studies.parity.results import Results
 
@@ -75,7 +75,9 @@ class _Loop:
     def __init__(self, cell: Cell, corpus: Corpus, replica: int) -> None:
         replicas, batch, steps = max(cell.replicas, 1), BATCH * cell.batch, cell.steps
         self.cell, self.corpus = cell, corpus
-        self.config = TrainConfig(lr=cell.lr, warmup=steps // 10, weight_decay=1 / steps, steps=steps, inner=cell.inner)
+        self.config = TrainConfig(
+            lr=cell.lr, warmup=steps // 10, weight_decay=cell.decay / steps, steps=steps, inner=cell.inner
+        )
         self.model = Decoder(SHAPES[cell.width], CONTEXT)
         self.model.initialize(torch.Generator().manual_seed(cell.seed))
         self.compiled: Any = torch.compile(self.model, dynamic=False) if steps >= COMPILED else self.model
@@ -174,6 +176,8 @@ def _outer(cell: Cell) -> Outer:
             return Nesterov(cell.outer_lr, cell.momentum, follow=cell.outer == "following")
         case "growing":
             return Nesterov()
+        case "capped":
+            return Capped(cell.outer_lr, cell.momentum)
         case _:
             return SGD(cell.outer_lr)
 

@@ -38,6 +38,7 @@ ADAMW, MUON, DEFAULTS = "data-parallel, AdamW", "data-parallel, Muon", "the trai
 SAME, LARGEST = "defaults with AdamW", "1M parameters"
 TWO_BITS, TOPK = "defaults, 2 bits", "defaults, top-k"
 ONE, FOUR, EIGHT = (f"defaults, M = {replicas}" for replicas in (1, 4, 8))
+KEPT, KEPT_MUON = f"{FOUR}, twice the batch and the tokens", f"{MUON}, twice the batch and the tokens"
 AVERAGED = f"data-parallel, Muon, mean of the last {TAIL} steps' weights"
 
 
@@ -78,8 +79,13 @@ ROWS: dict[str, Cell] = {
     f"{FOUR}, outer 1/0.5": replace(_fixed, replicas=4, outer_lr=1.0),
     EIGHT: replace(_muon, replicas=8),
     f"{EIGHT}, outer 1.41/0.5": replace(_fixed, replicas=8, outer_lr=1.41),
+    f"{EIGHT}, outer 1/0 to 0.9/0.8": replace(_muon, replicas=8, outer="capped", outer_lr=0.9, momentum=0.8),
+    f"{EIGHT}, weight decay ÷ 8": replace(_muon, replicas=8, decay=1 / 8),
     f"{EIGHT}, mean sent in bfloat16": replace(_muon, replicas=8, second="bfloat16"),
     f"{EIGHT}, sync_every 12": replace(_muon, replicas=8, sync_every=12),
+    KEPT: replace(_muon, replicas=4, batch=2),
+    KEPT_MUON: replace(_dp, inner="muon", batch=2),
+    f"{KEPT_MUON}, lr × √2": replace(_dp, inner="muon", batch=2, lr=0.016),
     AVERAGED: replace(_dp, inner="muon", tail=TAIL),
     **{
         at_batch(batch, name): _larger(cell, batch)
