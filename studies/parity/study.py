@@ -1,78 +1,101 @@
-"""Which runs the study consists of, in the order in which they matter.
+"""A study: named rows, the runs that they need, and what the results say about one row beside another."""
 
-`wanted` is a pure function of the results so far: tuning decides what comes next, and an interrupted study goes on.
-"""
+import argparse
+import multiprocessing
+import os
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from math import log
+from pathlib import Path
+from typing import Any
 
-from collections.abc import Iterator
-from dataclasses import replace
-from math import inf
+import torch
 
-from studies.parity import today
-from studies.parity.cell import EVALUATED, Cell
-from studies.parity.paired import FEW, MANY, compared
-from studies.parity.results import Results
-from studies.parity.rows import DILOCO, DP, NAMED, ROWS, STREAMING, WIDTH, Row
-from studies.parity.tuning import tuned
+from studies.parity.cell import Cell
+from studies.parity.results import Results, load, once
+from studies.parity.run import check_corpus, train
+from studies.parity.spread import Noise, Spread, residual, spread
 
-RESOLVED = 0.2
-"""Percent: a headline row gets seeds until the half-width of its 95 % interval is below this, or MANY are run."""
-QUICK: dict[str, tuple[str, ...]] = {
-    DP: (),
-    DILOCO: (DP,),
-    STREAMING: (DP,),
-    "random zeroing": (DP,),
-    today.MUON: (DP,),
-    today.DEFAULTS: (DP, today.MUON),
-}
-"""Rows, and those that they are compared with."""
-QUICK_STEPS, QUICK_SEEDS = 900, 2
+SEEDS = range(1, 4)
+"""Of a row, unless it asks for more."""
+MANY = range(1, 7)
+"""Seeds that results are looked for. Learning rates were tuned on seed 0."""
 
 
-def quick(results: Results) -> tuple[Row, ...]:
-    """A few rows with the values that the complete study has found, in a third of the steps."""
-    cells = {name: tuned(NAMED[name], results)[0] for name in QUICK if name in NAMED}
-    cells |= {name: replace(today.ROWS[name], width=WIDTH, evaluated=EVALUATED) for name in QUICK if name not in NAMED}
-    return tuple(Row(name, replace(cell, steps=QUICK_STEPS), against=QUICK[name])
-                 for name, cell in cells.items() if cell is not None)  # fmt: skip
+@dataclass(frozen=True)
+class Study:
+    path: Path
+    rows: Mapping[str, Cell]
+    """The most important first."""
+    headlines: Mapping[str, Sequence[int]] = field(default_factory=dict[str, Sequence[int]])
+    """Rows of which all seeds come first, and these seeds."""
+    alike: Callable[[str], Hashable] = lambda name: None
+    """Rows with the same value share one estimate of noise; None: the row has its own."""
+
+    @cached_property
+    def results(self) -> Results:
+        return load(self.path)
+
+    def runs(self, row: str) -> dict[int, dict[str, Any]]:
+        """Results by seed."""
+        keys = {seed: replace(self.rows[row], seed=seed).key for seed in MANY}
+        return {seed: self.results[key] for seed, key in keys.items() if key in self.results}
+
+    def gap(self, row: str, against: str, what: str = "final", of: str = "final") -> Spread | None:
+        """Difference in percent of the loss, paired by seed."""
+        ours, theirs = self.runs(row), self.runs(against)
+        both = sorted(ours.keys() & theirs.keys())
+        differences = [100 * (ours[seed][what] / theirs[seed][of] - 1) for seed in both]
+        return spread(differences, self.noise(row, against) if row != against else None) if both else None
+
+    def noise(self, row: str, against: str) -> Noise | None:
+        """Of a paired difference in percent. Few differences alone say little about it."""
+        groups = {self.alike(row), self.alike(against)}
+        if None in groups:
+            return None
+        alike = [name for name in self.rows if self.alike(name) in groups]
+        return residual({(name, seed): 100 * log(result["final"])
+                         for name in alike for seed, result in self.runs(name).items()})  # fmt: skip
+
+    def wanted(self, names: Sequence[str] = ("",), seeds: Sequence[int] | None = None) -> list[tuple[str, Cell]]:
+        """Runs without a result, of rows with one of these in the name: headlines first, then seed by seed."""
+        rows = {name: cell for name, cell in self.rows.items() if any(text in name for text in names)}
+        order = [(name, seed) for name in rows if name in self.headlines for seed in seeds or self.headlines[name]]
+        order += [(name, seed) for seed in seeds or SEEDS for name in rows if name not in self.headlines]
+        cells = [(name, replace(rows[name], seed=seed)) for name, seed in order]
+        return [(name, cell) for name, cell in cells if cell.key not in self.results]
+
+    def run(self, missing: Sequence[tuple[str, Cell]], processes: int) -> None:
+        """Results are added to the file one by one, so that an interrupted study goes on where it was."""
+        check_corpus(self.path, self.results)
+        context = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(processes, context, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            names = {pool.submit(_run, self.path, cell): f"{name}, seed {cell.seed}" for name, cell in missing}
+            for done in as_completed(names):
+                final = done.result()
+                print(f"{names[done]}: {'elsewhere' if final is None else f'{final:.4f}'}", flush=True)
 
 
-def wanted(results: Results, rows: tuple[Row, ...] = ROWS, few: int = FEW) -> Iterator[tuple[str, Cell]]:
-    """(row, run) still to be done, the most important first. More may follow from their results."""
-    headlines = [row for row in rows if row.headline]
-    for row in headlines:
-        yield from _of_row(row, results, few)
-    for seeds in range(1, few + 1):
-        for row in rows:
-            yield from _of_row(row, results, seeds)
-    for row in headlines:
-        yield from _of_row(row, results, _seeds(row, results, rows))
+def _run(path: Path, cell: Cell) -> float | None:
+    """The final loss, or None where another process does or has done this run."""
+    result = once(path, cell.key, lambda: train(cell))
+    return None if result is None else result["final"]
 
 
-def least(results: Results, rows: tuple[Row, ...], few: int) -> int:
-    """How many runs there are to do, if every tuning ends where it begins and the first seeds resolve all."""
-    rows, supposed = tuple(replace(row, headline=False) for row in rows), dict(results)
-    while todo := {cell.key for _, cell in wanted(supposed, rows, few)} - supposed.keys():
-        supposed |= {key: {"final": inf} for key in todo}
-    return len(supposed) - len(results)
+def arguments(description: str | None) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--processes", type=int, default=os.cpu_count(), help="runs at a time")
+    parser.add_argument("--rows", nargs="+", default=[""], metavar="TEXT", help="rows with one of these in the name")
+    parser.add_argument("--seeds", nargs="+", type=int, help="1 2 3, and more for headlines, unless given")
+    parser.add_argument("--list", action="store_true", help="say what is to be run, and end")
+    return parser
 
 
-def _of_row(row: Row, results: Results, seeds: int) -> Iterator[tuple[str, Cell]]:
-    chosen, missing = tuned(row, results)
-    yield from ((row.name, cell) for cell in missing)
-    if chosen is not None:
-        for seed in range(1, seeds + 1):
-            cell = replace(chosen, seed=seed)
-            if cell.key not in results:
-                yield row.name, cell
-
-
-def _seeds(row: Row, results: Results, rows: tuple[Row, ...]) -> int:
-    """One more than there are, for both sides of a comparison that is not resolved."""
-    most = FEW
-    for other in rows:
-        if other.headline and (other is row or row.name in other.against):
-            for against in other.against:
-                found = compared(other, NAMED[against], results)
-                if found is not None and found.half_width > RESOLVED:
-                    most = max(most, min(found.n + 1, MANY))
-    return most
+def main(study: Study, args: argparse.Namespace) -> None:
+    missing = study.wanted(args.rows, args.seeds)
+    for name, cell in missing:
+        print(f"to run: {name}, seed {cell.seed}", flush=True)
+    if not args.list:
+        study.run(missing, args.processes)

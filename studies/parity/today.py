@@ -4,41 +4,31 @@ Its runs are lines of today.jsonl: python -m studies.parity.today. Learning rate
 for Muon, whose updates have the size of AdamW's, √2 times as much was tried and was no better.
 """
 
-import argparse
-import multiprocessing
-import os
-from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import replace
-from math import log
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import torch
-
 from benchmarks.record import table
 from studies.parity.cell import Cell, data_parallel
-from studies.parity.paired import MANY
-from studies.parity.results import Results, load, once
-from studies.parity.run import check_corpus, train
-from studies.parity.spread import Bar, Noise, Spread, residual, signed, spread
+from studies.parity.spread import Bar, signed
+from studies.parity.study import SEEDS, Study, arguments, main
 
-PATH = Path(__file__).parent / "today.jsonl"
 ALL = 1 << 21
 """More than all of the held-out text, which has 0.6 MB."""
-SEEDS = 3
 LR = 0.0113
 TAIL = 60
 _dp = replace(data_parallel(lr=LR), evaluated=ALL)
+_dp_muon = replace(_dp, inner="muon")
 _streaming = Cell(lr=LR, momentum=0, outer="growing", evaluated=ALL)
 _muon = replace(_streaming, inner="muon")
 _fixed = replace(_muon, outer="following", outer_lr=0.7, momentum=0.5)
 ADAMW, MUON, DEFAULTS = "data-parallel, AdamW", "data-parallel, Muon", "the trainer's defaults"
-SAME, LARGEST = "defaults with AdamW", "1M parameters"
+SAME = "defaults with AdamW"
 TWO_BITS, TOPK = "defaults, 2 bits", "defaults, top-k"
 ONE, FOUR, EIGHT = (f"defaults, M = {replicas}" for replicas in (1, 4, 8))
-KEPT, KEPT_MUON = f"{FOUR}, twice the batch and the tokens", f"{MUON}, twice the batch and the tokens"
+LARGEST, KEPT = "1M parameters: ", "batch and tokens × 2: "
+"""Such rows are compared with those of the same prefix."""
 AVERAGED = f"data-parallel, Muon, mean of the last {TAIL} steps' weights"
 
 
@@ -47,24 +37,15 @@ def _larger(cell: Cell, batch: int) -> Cell:
     return replace(cell, batch=batch, steps=cell.steps // batch, lr=round(cell.lr * batch**0.5, 4))
 
 
-def at_batch(batch: int, name: str) -> str:
-    return name if batch == 1 else f"batch × {batch}: {name}"
-
-
 def _largest(cell: Cell) -> Cell:
     """20 bytes for each of 1.0M parameters. The learning rate is that of width 64: it was not tuned again."""
     return replace(cell, width=112, batch=2, steps=4920)
 
 
-def as_large(cell: Cell, name: str) -> str:
-    """The row of this name with the size and the batch of the cell."""
-    return at_batch(cell.batch, name) if cell.width == _muon.width else f"{LARGEST}: {name}"
-
-
 ROWS: dict[str, Cell] = {
     DEFAULTS: _muon,
     ADAMW: _dp,
-    MUON: replace(_dp, inner="muon"),
+    MUON: _dp_muon,
     SAME: _streaming,
     TWO_BITS: replace(_muon, codec="twobit"),
     f"{TWO_BITS}, sync_every 70": replace(_muon, codec="twobit", sync_every=70),
@@ -83,94 +64,28 @@ ROWS: dict[str, Cell] = {
     f"{EIGHT}, weight decay ÷ 8": replace(_muon, replicas=8, decay=1 / 8),
     f"{EIGHT}, mean sent in bfloat16": replace(_muon, replicas=8, second="bfloat16"),
     f"{EIGHT}, sync_every 12": replace(_muon, replicas=8, sync_every=12),
-    KEPT: replace(_muon, replicas=4, batch=2),
-    KEPT_MUON: replace(_dp, inner="muon", batch=2),
-    f"{KEPT_MUON}, lr × √2": replace(_dp, inner="muon", batch=2, lr=0.016),
-    AVERAGED: replace(_dp, inner="muon", tail=TAIL),
+    AVERAGED: replace(_dp_muon, tail=TAIL),
+    f"{KEPT}{FOUR}": replace(_muon, replicas=4, batch=2),
+    f"{KEPT}{MUON}": replace(_dp_muon, batch=2),
+    f"{KEPT}{MUON}, lr × √2": replace(_dp_muon, batch=2, lr=0.016),
     **{
-        at_batch(batch, name): _larger(cell, batch)
+        f"batch × {batch}: {name}": _larger(cell, batch)
         for batch in (2, 4)
-        for name, cell in ((DEFAULTS, _muon), (MUON, replace(_dp, inner="muon")), (ADAMW, _dp))
+        for name, cell in ((DEFAULTS, _muon), (MUON, _dp_muon))
     },
-    **{
-        f"{LARGEST}: {name}": _largest(cell)
-        for name, cell in ((DEFAULTS, _muon), (ADAMW, _dp), (MUON, replace(_dp, inner="muon")))
-    },
+    **{LARGEST + name: _largest(cell) for name, cell in ((DEFAULTS, _muon), (ADAMW, _dp), (MUON, _dp_muon))},
 }
 """The most important first."""
-HEADLINES = (DEFAULTS, ADAMW, MUON)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rows", nargs="+", default=[""], metavar="TEXT", help="rows with one of these in the name")
-    parser.add_argument("--seeds", nargs="+", type=int, default=list(range(1, SEEDS + 1)), help="1 2 3 unless given")
-    parser.add_argument("--processes", type=int, default=os.cpu_count(), help="runs at a time")
-    parser.add_argument("--list", action="store_true", help="say what is to be run, and end")
-    args = parser.parse_args()
-    known = load(PATH)
-    check_corpus(PATH, known)
-    missing = wanted(known, args.rows, args.seeds)
-    for name, cell in missing:
-        print(f"to run: {name}, seed {cell.seed}", flush=True)
-    if args.list:
-        return
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(args.processes, context, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        names = {pool.submit(run, cell): f"{name}, seed {cell.seed}" for name, cell in missing}
-        for done in as_completed(names):
-            final = done.result()
-            print(f"{names[done]}: {'elsewhere' if final is None else f'{final:.4f}'}", flush=True)
+def _alike(name: str) -> str | None:
+    """Rows of one size, batch and inner optimizer. A mean of weights varies with the run that it is of."""
+    return None if ": " in name or name == AVERAGED else ROWS[name].inner
 
 
-def wanted(known: Results, rows: Sequence[str], seeds: Sequence[int]) -> list[tuple[str, Cell]]:
-    """Runs without a result, the most important first: all seeds of the headlines, then one seed of all rows."""
-    named = [(name, cell) for name, cell in ROWS.items() if any(text in name for text in rows)]
-    order = [(name, replace(cell, seed=seed)) for name, cell in named if name in HEADLINES for seed in seeds]
-    order += [(name, replace(cell, seed=seed)) for seed in seeds for name, cell in named if name not in HEADLINES]
-    return [(name, cell) for name, cell in order if cell.key not in known]
-
-
-def run(cell: Cell) -> float | None:
-    """The final loss, or None where another process does or has done this run."""
-    result = once(PATH, cell.key, lambda: train(cell))
-    return None if result is None else result["final"]
-
-
-def gap(row: str, against: str, results: Results) -> Spread | None:
-    """Difference in percent of the loss, paired by seed."""
-    found = differences(row, against, results)
-    return spread(found, noise(row, against, results)) if found else None
-
-
-def differences(row: str, against: str, results: Results) -> list[float]:
-    return [100 * (ours["final"] / theirs["final"] - 1) for ours, theirs in _pairs(row, against, results)]
-
-
-def _pairs(row: str, against: str, results: Results) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    ours, theirs = runs(row, results), runs(against, results)
-    return [(ours[seed], theirs[seed]) for seed in sorted(ours.keys() & theirs.keys())]
-
-
-def runs(row: str, results: Results) -> dict[int, dict[str, Any]]:
-    """By seed."""
-    keys = {seed: replace(ROWS[row], seed=seed).key for seed in range(1, MANY + 1)}
-    return {seed: results[key] for seed, key in keys.items() if key in results}
-
-
-def noise(row: str, against: str, results: Results) -> Noise | None:
-    """Of a paired difference in percent. Rows that are alike share it: few differences alone say little about it."""
-    inners = {ROWS[row].inner, ROWS[against].inner}
-    alike = [name for name, cell in ROWS.items() if _is_plain(cell) and cell.inner in inners]
-    if not {row, against} <= set(alike):
-        return None
-    return residual({(name, seed): 100 * log(result["final"])
-                     for name in alike for seed, result in runs(name, results).items()})  # fmt: skip
-
-
-def _is_plain(cell: Cell) -> bool:
-    """Of one size and batch, and of the weights after the last step: a mean of weights varies with the run it is of."""
-    return cell.width == _muon.width and cell.batch == 1 and not cell.tail
+TODAY = Study(
+    Path(__file__).parent / "today.jsonl", ROWS, dict.fromkeys((DEFAULTS, ADAMW, MUON), SEEDS), alike=_alike
+)  # fmt: skip
 
 
 def _bits(result: dict[str, Any]) -> float:
@@ -179,32 +94,39 @@ def _bits(result: dict[str, Any]) -> float:
     return 8 * result["bytes_sent"] / result["parameters"] / rounds
 
 
-def bars(results: Results) -> list[Bar]:
+def bars() -> list[Bar]:
+    gap = TODAY.gap
     return [
-        Bar("the defaults, to data-parallel AdamW", gap(DEFAULTS, ADAMW, results), high=-1.5),
-        Bar(f"the same with {LARGEST}", gap(f"{LARGEST}: {DEFAULTS}", f"{LARGEST}: {ADAMW}", results), high=-1.5),
-        Bar("the defaults, to data-parallel Muon", gap(DEFAULTS, MUON, results), high=0.5),
-        Bar("the defaults with AdamW, to data-parallel AdamW", gap(SAME, ADAMW, results), high=0.5),
-        Bar("four replicas, to data-parallel Muon", gap(FOUR, MUON, results), high=1.0),
-        Bar("eight replicas, to data-parallel Muon", gap(EIGHT, MUON, results), high=2.0),
-        Bar("2 bits, to 4 bits", gap(TWO_BITS, DEFAULTS, results), high=0.2),
-        Bar("top-k, to 4 bits", gap(TOPK, DEFAULTS, results), high=1.0),
+        Bar("the defaults, to data-parallel AdamW", gap(DEFAULTS, ADAMW), high=-1.5),
+        Bar("the same with 1M parameters", gap(LARGEST + DEFAULTS, LARGEST + ADAMW), high=-1.5),
+        Bar("the defaults, to data-parallel Muon", gap(DEFAULTS, MUON), high=0.5),
+        Bar("the defaults with AdamW, to data-parallel AdamW", gap(SAME, ADAMW), high=0.5),
+        Bar("four replicas, to data-parallel Muon", gap(FOUR, MUON), high=1.0),
+        Bar("eight replicas, to data-parallel Muon", gap(EIGHT, MUON), high=2.0),
+        Bar("2 bits, to 4 bits", gap(TWO_BITS, DEFAULTS), high=0.2),
+        Bar("top-k, to 4 bits", gap(TOPK, DEFAULTS), high=1.0),
     ]
 
 
-def rows(results: Results) -> str:
-    lines = [_line(name, cell, results) for name, cell in ROWS.items() if runs(name, results)]
+def rows() -> str:
+    lines = [_line(name, cell) for name, cell in ROWS.items() if TODAY.runs(name)]
     return table(("row", "seeds", "loss", "to data-parallel Muon, %", "to the defaults, %", "bits"), lines)
 
 
-def _line(name: str, cell: Cell, results: Results) -> tuple[str, ...]:
-    found = runs(name, results).values()
-    others = [as_large(cell, other) for other in (MUON, DEFAULTS)]
-    gaps = [gap(name, other, results) if name != other else None for other in others]
-    shown = ["" if one is None else signed(one) for one in gaps]
-    bits = f"{fmean(_bits(result) for result in found):.3g}" if cell.replicas else ""
-    return name, str(len(found)), f"{fmean(result['final'] for result in found):.4f}", *shown, bits
+def _line(name: str, cell: Cell) -> tuple[str, ...]:
+    results = TODAY.runs(name).values()
+    bits = f"{fmean(_bits(result) for result in results):.3g}" if cell.replicas else ""
+    loss = f"{fmean(result['final'] for result in results):.4f}"
+    return name, str(len(results)), loss, _gap(name, MUON), _gap(name, DEFAULTS), bits
+
+
+def _gap(row: str, against: str) -> str:
+    """To the row of the same size and batch."""
+    prefix, colon, _ = row.rpartition(": ")
+    other = prefix + colon + against
+    gap = TODAY.gap(row, other) if other in ROWS and other != row else None
+    return "" if gap is None else signed(gap)
 
 
 if __name__ == "__main__":
-    main()
+    main(TODAY, arguments(__doc__).parse_args())
