@@ -20,7 +20,7 @@ class FleetConfig:
     data-parallel training and for DiLoCo."""
 
     # fmt: off
-    chips: str = _chips(REQUIRED, "Number of chips, such as 16k or 1.2m.")
+    chips: int = _chips(REQUIRED, "Number of chips, such as 16k or 1.2m.")
     mtbf: str = _chips("5.8y", "Mean time between failures of one chip, such as 1y.",
         why="Llama 3 reported 419 interruptions of 16,384 chips in 54 days")
     slice: int = _chips(8, "Chips that go down together when one of them fails.", why="a host")
@@ -55,11 +55,11 @@ def main(config: FleetConfig) -> int:
 
 
 def fleet_of(config: FleetConfig) -> fleets.Fleet:
-    if config.slice < 1:
-        raise ConfigError(f"slice={config.slice}: must be at least 1")
+    if config.slice < 1 or config.chips < 1:
+        raise ConfigError(f"chips={config.chips}, slice={config.slice}: both must be at least 1")
     names = ("detect", "restart", "resize", "repair", "save_every")
     return fleets.Fleet(
-        chips=quantity.count(config.chips, "chips"),
+        chips=config.chips,
         mtbf=quantity.seconds(config.mtbf, "mtbf", zero=False),
         slice=config.slice,
         quorum=config.quorum,
@@ -73,7 +73,7 @@ def _member_counts(config: FleetConfig, chips: float) -> list[int]:
     if members[0] < 2:
         raise ConfigError(f"members={members[0]}: use 2 or more; one member is data-parallel training")
     if chips < members[-1] * config.slice:
-        raise ConfigError(f"chips={config.chips!r}: {members[-1]} members need at least one slice of {config.slice} "
+        raise ConfigError(f"chips={config.chips}: {members[-1]} members need at least one slice of {config.slice} "
                           "chips each; use fewer --members or a smaller --slice")  # fmt: skip
     if not 1 <= config.quorum <= members[0]:
         raise ConfigError(f"quorum={config.quorum}: use 1 to {members[0]}, the smallest of --members")

@@ -33,8 +33,7 @@ def render(command: str, kind: type, examples: Sequence[str], width: int | None 
         parts.append("\n".join([f"{group}:", *entries]))
     if len(usual) < len(flags):
         parts.append(f"diloco {command} --help-all shows {len(flags) - len(usual)} more flags.")
-    if not arguments:
-        summaries = [_summary(path, width) for path in shipped_configs().values()]
+    if summaries := [_summary(path, width) for path in shipped_configs(kind).values()]:
         parts.append("\n".join(["configs, by name, or a path that ends in .toml:", *summaries]))
     return "\n\n".join([*parts, "\n".join(["examples:", *(_command(text, width) for text in examples)])])
 
@@ -43,7 +42,7 @@ def _usage(command: str, kind: type) -> str:
     places = [field for field in fields(kind) if meaning(field).positional]
     arguments = [_name(field) if field.default is MISSING else f"[{_name(field)}]" for field in places]
     required = [_name(f) for f in fields(kind) if f.default is MISSING and not meaning(f).positional]
-    words = [*(arguments or ["[CONFIG]"]), *required, "[flags]"]
+    words = [*(["[CONFIG]"] if shipped_configs(kind) else arguments), *required, "[flags]"]
     if any(meaning(field).rest for field in places):  # flags after it would belong to it
         words = ["[flags]", *arguments]
     return " ".join(["usage: diloco", command, *words])

@@ -15,8 +15,9 @@ from diloco.plan.costs import Conditions, rows
 from diloco.plan.methods import Model, model_of_layers, model_of_preset
 from diloco.plan.simulate import Group
 from diloco.plan.traffic import ROUND_SECONDS, bus_bytes
-from diloco.runs.flags import flag
+from diloco.runs.flags import REQUIRED, flag
 from diloco.runs.presets import PRESETS
+from diloco.runs.units import amount
 
 GROUPS = ("model and data", "replicas and link", "sync", "output")
 _model, _replicas, _sync, _output = (partial(flag, group=group) for group in GROUPS)
@@ -29,23 +30,23 @@ class PlanConfig:
     # fmt: off
     model: str | None = _model(None, f"A preset ({', '.join(PRESETS)}), or hf:PATH_OR_ID for a Hugging Face causal "
         "LM; or set --parameters and --layers.", why="none")
-    parameters: str | None = _model(None, "Number of parameters, such as 7b, if the model is not a preset.")
+    parameters: int | None = _model(None, "Number of parameters, such as 7b, if the model is not a preset.")
     layers: int | None = _model(None, "Number of layers, if the model is not a preset.")
-    tokens: str | None = _model(None, "Tokens of all replicas together, such as 25b.", why="20 per parameter")
+    tokens: int | None = _model(None, "Tokens of all replicas together, such as 25b.", why="20 per parameter")
     batch: int | None = _model(None, "Sequences per step, all replicas together.",
         why="by scaling law, as in training")
     context: int = _model(2048, "Tokens per sequence.", why="as in the scaling laws")
-    step_seconds: str | None = _replicas(None, "Time of one step of a replica without communication, such as 1.5 or "
-        "800ms. Required.")
+    step_seconds: str = _replicas(REQUIRED, "Time of one step of a replica without communication, such as 1.5 or "
+        "800ms; time a few.")
     replicas: int = _replicas(2, "Number of replicas.")
-    link: str | None = _replicas(None, "Rate of the slowest link, in its slower direction, such as 100mbit. Required.")
+    link: str = _replicas(REQUIRED, "Rate of the slowest link, in its slower direction, such as 100mbit.")
     round_trip: str = _replicas("0ms", "Round trip between replicas, such as 80ms.")
     reduce: Literal["collective", "bucket"] = _replicas("collective",
         "collective: replicas exchange deltas directly. bucket: through a folder or object store.")
     codec_ns: float | None = _replicas(None, "Nanoseconds of the communication thread per value of a round: encode, "
-        "decode, mean, outer step.", why="as measured on this machine")
+        "decode, mean, outer step.", why="as measured on this machine", expert=True)
     hook_ns: float | None = _replicas(None, "Nanoseconds of the training thread per value of a round, to take the "
-        "delta and write the result.", why="as measured on this machine; 0 with --bus")
+        "delta and write the result.", why="as measured on this machine; 0 with --bus", expert=True)
     bus: str | None = _replicas(None, "The model is on accelerators, and a rank copies from and to its own at this "
         "rate, such as 25GB/s for PCIe 4 x16. `diloco doctor --device` measures it.", why="the model is on the host")
     shards: int = _replicas(1, "Ranks over which a replica is sharded. --codec-ns, --hook-ns and --bus are of one.")
@@ -70,7 +71,7 @@ EXAMPLES = (
 
 def main(config: PlanConfig) -> int:
     """Print the plan. Returns the exit code."""
-    for name in ("replicas", "shards", "layers", "batch", "context"):
+    for name in ("replicas", "shards", "parameters", "layers", "tokens", "batch", "context"):
         if (number := getattr(config, name)) is not None and number < 1:
             raise ConfigError(f"{name}={number}: must be at least 1")
     conditions = _conditions(config)
@@ -100,10 +101,6 @@ def main(config: PlanConfig) -> int:
 
 
 def _conditions(config: PlanConfig) -> Conditions:
-    if config.step_seconds is None:
-        raise ConfigError("no step time: set --step-seconds to the time of a step without waiting; time a few steps")
-    if config.link is None:
-        raise ConfigError("no link: set --link 1gbit, or the rate you measured")
     for name in ("codec_ns", "hook_ns"):
         if (value := getattr(config, name)) is not None and value < 0:
             raise ConfigError(f"{name}={value}: must be 0 or more nanoseconds per value")
@@ -111,12 +108,11 @@ def _conditions(config: PlanConfig) -> Conditions:
     seconds = config.step_seconds if config.step_seconds[-1:].isalpha() else f"{config.step_seconds}s"
     step_seconds = quantity.seconds(seconds, "step_seconds", zero=False)
     round_trip = quantity.seconds(config.round_trip)
-    tokens = None if config.tokens is None else quantity.count(config.tokens)
     return Conditions(
         model=model,
         group=Group(step_seconds, config.replicas, round_trip, round_seconds=ROUND_SECONDS),
         rate=quantity.rate(config.link),
-        steps=laws.steps(model.parameters, config.replicas, config.context, config.batch, tokens),
+        steps=laws.steps(model.parameters, config.replicas, config.context, config.batch, config.tokens),
         reduce=config.reduce,
         measured_here=config.codec_ns is None or (config.hook_ns is None and config.bus is None),
         shards=config.shards,
@@ -137,7 +133,7 @@ def _read_model(config: PlanConfig) -> Model:
         return model_of(model, dict(model.named_parameters()), config.model)
     if config.parameters is None or config.layers is None:
         raise ConfigError("no model: set --model 1b, or --parameters 7b and --layers 32")
-    return model_of_layers(quantity.count(config.parameters, "parameters"), config.layers, config.parameters)
+    return model_of_layers(config.parameters, config.layers, f"{amount(config.parameters)} parameters")
 
 
 def _rehearsal(config: PlanConfig, settings: Settings) -> dict[str, float]:

@@ -27,7 +27,6 @@ class RunConfig:
         positional=True, rest=True)  # fmt: skip
     sync_every: int = flag(100, "Steps between two syncs of the same fragment.")
     overlap: int = flag(1, "Steps between sending a fragment and applying the result.")
-    keep_local: float = flag(0.0, "Weight of the local value when the result is applied.")
     fragments: str = flag("strided:3", "How to cut the model: strided:N, sequential:N or balanced:N.")
     codec: str = flag("e3m0", "Format of the deltas on the wire.", choices=FORMATS)
     outer: str = flag("nesterov", "Outer optimizer, such as nesterov:0.4,0.9 or sgd:1.")

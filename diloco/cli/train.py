@@ -36,7 +36,7 @@ def complete(words: Sequence[str]) -> list[str]:
         return complete_words
     start = len(complete_words) - complete_words[::-1].index("--auto")
     names = itertools.takewhile(lambda word: not word.startswith("--"), complete_words[start:])
-    path = config_file(words)
+    path = config_file(words, TrainConfig)
     explicit = {_name(word) for word in (*(stored(path) if path else ()), *words)}
     return [*complete_words, "--auto", *(name for name in (list(names) or TUNED) if name not in explicit)]
 
@@ -50,7 +50,7 @@ def _with_stored(words: Sequence[str]) -> list[str]:
         return list(words)
     parts = [part for word in words for part in (word.split("=", 1) if word.startswith("--") else [word])]
     options = {flag: value for flag, value in itertools.pairwise(parts) if flag.startswith("--")}
-    if path := config_file(words):
+    if path := config_file(words, TrainConfig):
         if "--name" not in options and "--name" not in stored(path):
             raise ConfigError(f"--resume with {words[0]}: which run? Add --name, or leave the config out to continue "
                               "the newest run with its own settings")  # fmt: skip

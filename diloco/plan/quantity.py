@@ -1,10 +1,9 @@
-"""Parse quantities as people write them: 1gbit, 80ms, 1.3b."""
+"""Parse quantities as people write them: 1gbit, 80ms, 25GB/s."""
 
 import math
 import re
 
 from diloco.errors import ConfigError
-from diloco.runs.flags import whole_number
 
 RATES = {f"{prefix}{unit}": scale for prefix, scale in (("", 1.0), ("k", 1e3), ("m", 1e6), ("g", 1e9), ("t", 1e12))
          for unit in ("bit", "bps")}  # fmt: skip
@@ -47,21 +46,6 @@ def seconds(text: str, name: str = "round_trip", *, zero: bool = True) -> float:
     (0.08, 604800.0)
     """
     return _quantity(text, name, TIMES, "80ms, 1.5s, 10min, 2h, 7d or 1y", zero=zero)
-
-
-def count(text: str, name: str = "tokens") -> int:
-    """
-    >>> count("1.3b"), count("70000")
-    (1300000000, 70000)
-    """
-    examples = "25b, 700m, 64k or a whole number"
-    try:
-        number = whole_number(text)
-    except ValueError:
-        raise ConfigError(f"{name}={text!r}: write {examples}") from None
-    if number < 1:
-        raise ConfigError(f"{name}={text!r}: must be above 0; write {examples}")
-    return number
 
 
 def _quantity(text: str, name: str, units: dict[str, float], examples: str, *, zero: bool = False) -> float:

@@ -7,7 +7,7 @@ settings all members share, which each member chooses, and which methods read th
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 from diloco.codecs.formats import FORMATS, format_named
 from diloco.core.fragment import fragmenter
@@ -37,6 +37,8 @@ class TrainConfig:
 
     Options you do not set are derived and printed with the reason.
     """
+
+    shipped: ClassVar[bool] = True  # see flags.shipped_configs
 
     # fmt: off
     model: str = _model("tiny",
@@ -85,8 +87,6 @@ class TrainConfig:
     overlap: int | Literal["auto"] = _sync(1, "Steps between sending a fragment and applying the result (tau). auto: "
         "the fewest, from 1 to 5, with which this replica never waits; it adapts to the link.",
         why="as in the paper, which saw no loss up to 5", methods=STREAMING)
-    keep_local: float = _sync(0.0, "Weight of the local value when the result is applied (alpha).",
-        why="the agreed value replaces the local one", methods=STREAMING, expert=True)
     codec: str = _sync("e3m0", "Format of the deltas on the wire.", why="4 bits per value, without visible loss",
         methods=STREAMING, choices=FORMATS)
     outer: str = _sync("nesterov", f"Outer optimizer: {forms()}.",

@@ -136,21 +136,26 @@ def finite_number(text: str) -> float:
     return number
 
 
-def shipped_configs() -> dict[str, Path]:
-    return {path.stem: path for path in sorted((HOME / "recipes").glob("*.toml"))}
+def shipped_configs(kind: type) -> dict[str, Path]:
+    """The configs that come with the package, if they are of this kind."""
+    return (
+        {}
+        if not getattr(kind, "shipped", False)
+        else {path.stem: path for path in sorted((HOME / "recipes").glob("*.toml"))}
+    )
 
 
-def config_file(words: Sequence[str]) -> Path | None:
+def config_file(words: Sequence[str], kind: type) -> Path | None:
     """The config file that comes before the flags: a path that ends in .toml, or the name of a shipped one."""
     first = words[0] if words else ""
-    return Path(first) if first.endswith(".toml") else shipped_configs().get(first)
+    return Path(first) if first.endswith(".toml") else shipped_configs(kind).get(first)
 
 
 def parse(kind: type, words: Sequence[str]) -> Any:
-    """Parse a command line: a config file, if the command takes one, then flags that override it."""
+    """Parse a command line: a config file, then flags that override it."""
     flags = {f.name: f for f in fields(kind)}
     places = [f for f in flags.values() if meaning(f).positional]
-    if not places and (path := config_file(words)):
+    if not places and (path := config_file(words, kind)):
         words = [*_from_file(path, flags), *words[1:]]
     values: dict[str, Any] = {}
     remaining, arguments = list(words), []
@@ -177,8 +182,9 @@ def parse(kind: type, words: Sequence[str]) -> Any:
         if arguments[position:end]:
             values[place.name] = _value(place, arguments[position:end])
     if len(arguments) > len(places) and not (places and value_type(places[-1])[1]):
-        hint = "the config comes before the flags" if config_file(arguments[-1:]) else "flags begin with --"
-        configs = f"; configs: a path that ends in .toml, or {_listed([*shipped_configs()])}" if not places else ""
+        hint = "the config comes before the flags" if config_file(arguments[-1:], kind) else "flags begin with --"
+        names = [*shipped_configs(kind)]
+        configs = f"; configs: a path that ends in .toml, or {_listed(names)}" if names else ""
         raise ConfigError(f"unexpected argument {arguments[-1]!r}: {hint}{configs}")
     for name, required in flags.items():
         if required.default is MISSING and name not in values:
@@ -221,8 +227,7 @@ def stored(path: Path) -> list[str]:
             values = tomllib.load(file)
         return [word for key, value in values.items() for word in _words(key, value)]
     except FileNotFoundError:
-        raise ConfigError(f"{path} does not exist; these configs come with diloco, by name: "
-                          f"{', '.join(shipped_configs())}") from None  # fmt: skip
+        raise ConfigError(f"{path} does not exist; `diloco train --help` lists the configs that come with it") from None
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None
     except ConfigError as error:

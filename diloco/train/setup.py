@@ -338,7 +338,6 @@ def attach(
         sync_every=config.sync_every,
         fragments=fragmenter(config.fragments) if streaming else Balanced(1),
         overlap=config.overlap if streaming else 0,
-        keep_local=config.keep_local if streaming else 0.0,
         codec=codec_named(config.codec) if streaming else Float32(),
         outer=outer_named(config.outer),
         reducer=reducer,

@@ -206,7 +206,6 @@ def test_the_recommendation_syncs_less_often_where_the_hook_is_slow(cached, caps
         ({"link": "1gigawatt"}, "allowed: bit, bps, kbit"),
         ({"link": "fast"}, "write 1gbit"),
         ({"link": "100MB/s"}, "bits or bytes.* 100Mbit, or 800Mbit"),
-        ({"link": None}, "set --link 1gbit"),
         ({"round_trip": "80"}, "allowed: us, ms, s"),
         ({"round_trip": "-1ms"}, "0 or more"),
         ({"fragments": "strided:25"}, "strided:1 to strided:24"),
@@ -217,17 +216,16 @@ def test_the_recommendation_syncs_less_often_where_the_hook_is_slow(cached, caps
         ({"codec": "int3"}, "e3m0"),
         ({"model": "2b"}, "use one of nano, tiny"),
         ({"model": None}, "set --model 1b, or"),
-        ({"parameters": "7b"}, "either"),
+        ({"parameters": 7}, "either"),
         ({"layers": 0}, "at least 1"),
         ({"replicas": 0}, "at least 1"),
         ({"batch": 0}, "at least 1"),
-        ({"step_seconds": None}, "set --step-seconds"),
         ({"step_seconds": "-1"}, "above 0"),
         ({"bus": "50gbit"}, "large B: 50GB/s"),
         ({"bus": "0GB/s"}, "above 0"),
         ({"shards": 0}, "shards=0"),
         ({"hook_ns": -1.0}, "hook_ns=-1.0: must be 0 or more"),
-        ({"tokens": "many"}, "write 25b"),
+        ({"tokens": 0}, "at least 1"),
     ],
 )
 def test_bad_input_is_refused_in_one_line_that_says_what_is_allowed(change, message):
@@ -246,7 +244,7 @@ QUANTITIES = st.one_of(st.text(max_size=30), st.text("0123456789.eE+-_ kmgtbKMGT
 @example("1e308t")
 @example("1e308tbit")
 def test_any_text_is_a_finite_quantity_or_a_config_error(text):
-    for read in (quantity.rate, quantity.bandwidth, quantity.seconds, quantity.count):
+    for read in (quantity.rate, quantity.bandwidth, quantity.seconds):
         try:
             value = read(text)
         except ConfigError:

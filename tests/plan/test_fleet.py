@@ -116,7 +116,7 @@ def test_the_tables_fit_and_the_numbers_of_members_that_fit_are_compared(monkeyp
     ("words", "message"),
     [
         ([], "--chips is missing"),
-        (["--chips", "few"], "chips='few': write 25b"),
+        (["--chips", "few"], "--chips few: use a whole number"),
         (["--chips", "1k", "--members", "1"], "use 2 or more"),
         (["--chips", "64", "--members", "16"], "16 members need"),
         (["--chips", "8"], "2 members need"),

@@ -73,7 +73,7 @@ def test_help_shows_the_usual_flags_and_help_all_every_one(capsys):
         return capsys.readouterr().out
 
     usual, full = output("train", "--help"), output("train", "--help-all")
-    assert "  --sync-every" in usual and "  --keep-local" not in usual and "  --keep-local" in full
+    assert "  --sync-every" in usual and "  --outer" not in usual and "  --outer" in full
     hidden = sum(meaning(field).expert for field in fields(TrainConfig))
     assert f"diloco train --help-all shows {hidden} more flags." in usual and "--help-all" not in full
     usual, full = output("compare", "--help"), output("compare", "--help-all")
@@ -98,12 +98,14 @@ def test_help_shows_the_usual_flags_and_help_all_every_one(capsys):
         (["train", "--track", "wandb", "logbook"], "--track logbook: use tensorboard, wandb or trackio"),
         (["train", "more"], "unexpected argument 'more': flags begin with --; configs: a path that ends in .toml, or"),
         (["train", "--steps", "5", "demo.toml"], "unexpected argument 'demo.toml': the config comes before the flags"),
-        (["train", "absent.toml"], "absent.toml does not exist; these configs come with diloco, by name: demo"),
+        (["train", "absent.toml"], "absent.toml does not exist; `diloco train --help` lists the configs"),
         (["export", "runs/x"], "--to is missing"),
         (["export", "--to", "y"], "RUN is missing"),
         (["export", "x", "y", "--to", "z"], "unexpected argument 'y'"),
         (["run", "--sync-every", "5"], "SCRIPT is missing"),
         (["run", "-m"], "-m needs the name of a module"),
+        (["plan", "--model", "1b", "--step-seconds", "1"], "--link is missing: Rate of the slowest link"),
+        (["plan", "demo"], "unexpected argument 'demo': flags begin with --"),
     ],
 )
 def test_a_wrong_command_flag_or_value_is_refused_in_one_line(words, message, capsys):

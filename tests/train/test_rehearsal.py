@@ -69,7 +69,7 @@ def test_rank_0_has_its_part_of_every_fragment_and_a_bucket_gets_what_the_host_e
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"model": None, "parameters": "8b", "layers": 32}, "set --model"),
+        ({"model": None, "parameters": 8_000_000_000, "layers": 32}, "set --model"),
         ({"model": "1b", "bus": None, "hook_ns": 0.0}, "set --bus"),
     ],
 )
