@@ -18,12 +18,12 @@ from diloco.errors import ConfigError, DiLoCoError, Mismatch
 COMMANDS = {
     "train": "train a language model on several replicas",
     "run": "run a transformers or Lightning script as a replica, unchanged",
-    "compare": "run several methods or settings at equal tokens, side by side",
-    "report": "list runs, or show one: a table here, curves and timeline in one HTML file",
-    "dashboard": "serve a live dashboard",
+    "compare": "run several methods at equal tokens, side by side",
+    "report": "list runs; show or compare them, here and in an HTML file",
+    "dashboard": "serve a live page of all runs",
     "stop": "stop a run as Ctrl-C would, with a checkpoint",
     "watch": "watch a run in a bucket, live, from anywhere",
-    "sample": "generate text with the model of a run",
+    "sample": "continue a text with the model of a run",
     "export": "write the agreed weights as a Hugging Face folder",
     "plan": "predict whether the link is fast enough",
     "fleet": "estimate goodput under failures",
@@ -87,7 +87,8 @@ def _usage() -> str:
         "usage: diloco COMMAND [flags]\n\n"
         "Train one model on machines that are far apart, without waiting for the slow\nlinks between them.\n\n"
         f"{commands}\n\n"
-        "diloco COMMAND --help lists the flags of a command; diloco --version prints the version."
+        "diloco COMMAND --help lists the usual flags of a command, --help-all every one.\n"
+        "diloco --version prints the version."
     )
 
 

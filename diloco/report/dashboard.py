@@ -1,8 +1,6 @@
 """The report as a live page: a small read-only HTTP server on loopback, polled by the pages it serves."""
 
-import gzip
 import hashlib
-import ipaddress
 import json
 import sys
 from collections.abc import Mapping, Sequence
@@ -23,6 +21,8 @@ from diloco.runs.reader import Follower, RecordedRun, read_phase, status
 HOST, PORT = "127.0.0.1", 8265
 FOLLOWED = 64
 """Runs kept in memory; others are read again when they are opened."""
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+"""The names under which a browser on this machine asks. Any other is a page elsewhere that reads through a browser."""
 HEADERS = {
     "Cache-Control": "no-store",
     "Referrer-Policy": "no-referrer",
@@ -150,7 +150,7 @@ class _Handler(BaseHTTPRequestHandler):
         except ValueError:  # such as a host of [::1
             self._send_text(HTTPStatus.BAD_REQUEST, "The address or the Host header is malformed.")
             return
-        if not _is_loopback(host):  # a page elsewhere is trying to read through the visitor's browser
+        if host not in LOOPBACK:
             self._send_text(HTTPStatus.FORBIDDEN, f"{host} is not this machine.")
             return
         words = [unquote(word) for word in address.path.split("/") if word]
@@ -182,8 +182,6 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(status, text.encode() + b"\n", **{"Content-Type": "text/plain; charset=utf-8"})
 
     def _send(self, status: HTTPStatus, body: bytes, **headers: str) -> None:
-        if len(body) > 4096 and "gzip" in self.headers.get("Accept-Encoding", ""):
-            body, headers["Content-Encoding"] = gzip.compress(body, compresslevel=1), "gzip"
         self.send_response(status)
         for name, value in (HEADERS | headers | {"Content-Length": str(len(body))}).items():
             self.send_header(name, value)
@@ -195,17 +193,3 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: Any) -> None:
         """Log nothing: the terminal belongs to the command that started the server."""
-
-
-def _is_loopback(host: str) -> bool:
-    """Whether only this machine can reach the address.
-
-    >>> _is_loopback("127.0.0.1"), _is_loopback("localhost"), _is_loopback("::1"), _is_loopback("0.0.0.0")
-    (True, True, True, False)
-    """
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

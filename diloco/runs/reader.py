@@ -31,8 +31,6 @@ from diloco.runs.schema import (
 
 POINTS = 2000
 """Most steps kept of a thinned replica: as many points as a screen can show."""
-INTERVAL = 0.2
-"""Minimum seconds between two reads by a `Follower`; calls in between get the same result."""
 CHUNK = 1 << 22
 """Bytes read at once."""
 TAIL = 1 << 14
@@ -231,30 +229,23 @@ class Follower:
         self._thinned = thinned
         self._replicas: dict[int, ReplicaReader] = {}
         self._lock = threading.Lock()
-        self._last_read = -INTERVAL
-        self._stamp: object = None
+        self._last_read: object = None
         self._run: RecordedRun | None = None
 
     def read(self) -> RecordedRun:
         """The run as it is now; the same object if nothing has changed."""
         with self._lock:
-            if time.monotonic() - self._last_read >= INTERVAL or self._run is None:
-                self._run = self._read()
-                self._last_read = time.monotonic()
+            self._replicas = {
+                number: self._replicas.get(number) or ReplicaReader(path, thinned=self._thinned)
+                for number, path in replica_folders(self.folder).items()
+            }
+            changes = [reader.poll() for reader in self._replicas.values()]
+            config, summary = read_config(self.folder), read_summary(self.folder)
+            if self._run is None or any(changes) or self._last_read != (config, summary, len(changes)):
+                self._last_read = config, summary, len(changes)
+                replicas = tuple(reader.replica(number) for number, reader in self._replicas.items())
+                self._run = _recorded(self.folder, config, summary, replicas)
             return self._run
-
-    def _read(self) -> RecordedRun:
-        paths = replica_folders(self.folder)
-        self._replicas = {
-            number: self._replicas.get(number) or ReplicaReader(path, thinned=self._thinned)
-            for number, path in paths.items()
-        }
-        changes = [reader.poll() for reader in self._replicas.values()]
-        stamp = [_stamp(self.folder / name) for name in ("config.toml", "summary.json")]
-        if self._run and not any(changes) and stamp == self._stamp and len(changes) == len(self._run.replicas):
-            return self._run
-        self._stamp = stamp
-        return _recorded(self.folder, tuple(reader.replica(n) for n, reader in self._replicas.items()))
 
 
 def read(folder: Path) -> RecordedRun:
@@ -364,12 +355,13 @@ def read_phase(folder: Path) -> str:
     return _bytes(folder / "phase").decode(errors="replace").strip()
 
 
-def _recorded(folder: Path, replicas: tuple[Replica, ...]) -> RecordedRun:
+def _recorded(
+    folder: Path, config: Mapping[str, Any], summary: Summary | None, replicas: tuple[Replica, ...]
+) -> RecordedRun:
     events = [event.event for event in replicas[0].events] if replicas else []
     marks = [event for event in events if event in ("start", "resume", "stop", "finish")]
-    # The summary of a run that was stopped and then resumed is that of the stop.
-    outdated = bool(marks) and marks[-1] in ("start", "resume")
-    config, summary = read_config(folder), None if outdated else read_summary(folder)
+    if marks and marks[-1] in ("start", "resume"):
+        summary = None  # it is that of a stop, after which the run was resumed
     return RecordedRun(folder, config, summary, summary or _so_far(config, replicas), replicas)
 
 
@@ -396,14 +388,6 @@ def _so_far(config: Mapping[str, Any], replicas: tuple[Replica, ...]) -> Figures
 
 def _evaluations(replicas: tuple[Replica, ...]) -> tuple[Evaluation, ...]:
     return next((replica.evaluations for replica in replicas if replica.evaluations), ())
-
-
-def _stamp(path: Path) -> tuple[int, int] | None:
-    try:
-        stat = path.stat()
-    except OSError:
-        return None
-    return stat.st_mtime_ns, stat.st_size
 
 
 def _bytes(path: Path) -> bytes:

@@ -16,7 +16,6 @@ import pytest
 
 from diloco.report.dashboard import Dashboard
 from diloco.runs import folder as folders
-from diloco.runs import reader
 from tests.support.browser import CHROMIUM, Browser, browsing
 from tests.support.commands import HANG, run_here, start, wait_for
 from tests.support.dashboard import serving
@@ -32,11 +31,6 @@ COMMANDS = [
     )
 ]
 HEAD = "document.getElementById('head').textContent"
-
-
-@pytest.fixture(autouse=True)
-def read_every_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reader, "INTERVAL", 0.0)
 
 
 class Answer(NamedTuple):

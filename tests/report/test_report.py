@@ -11,7 +11,6 @@ from diloco.core.stats import RoundStats
 from diloco.errors import ConfigError
 from diloco.report import html, terminal
 from diloco.report.curves import charts, timeline
-from diloco.runs import reader
 from diloco.runs.reader import POINTS, Follower, read
 from tests.support.run_directory import (
     DATA_PARALLEL,
@@ -69,9 +68,8 @@ def test_unreadable_lines_are_skipped(copied: Path) -> None:
 
 
 def test_a_follower_reads_a_resumed_run_again_and_ignores_the_summary_of_its_stop(
-    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    finished: Path, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(reader, "INTERVAL", 0.0)
     copy_until(60, finished, tmp_path)
     follower = Follower(tmp_path)
     assert follower.read() is follower.read(), "nothing has changed"

@@ -17,15 +17,13 @@ from rich.console import Console
 
 from diloco.report import html, terminal
 from diloco.report.live import Live, shown_in_background, sparkline
-from diloco.runs import reader
 from diloco.runs.reader import read
 from diloco.runs.writer import Phase
 from tests.support.run_directory import ROUND_BYTES, STEPS, copy_until, make_run, wait_at_end
 
 
 @pytest.fixture(autouse=True)
-def read_every_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reader, "INTERVAL", 0.0)
+def colors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm-256color")
 
 
