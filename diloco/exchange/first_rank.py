@@ -1,9 +1,7 @@
-"""One replica of several DDP ranks behind any reducer: the first rank uses it, and all ranks do the same at each step.
+"""One replica of several DDP ranks behind any reducer: the first rank asks it, and every rank gets the answer.
 
-Each rank would see rounds arrive at a different step, and DDP needs equal weights. So after every step the first rank
-broadcasts one message: the fragments that all ranks send now, and the outcomes that they apply from the next step on.
-Everything happens one step later than in a replica of one process. The states of a round follow the message: 8 bytes a
-value, over the network inside the replica, while training waits.
+DDP needs equal weights, so all ranks send and apply the same fragments after the same step. Each call of the reducer
+is a message of 512 bytes inside the replica. The states of a round follow it, 8 bytes a value, while training waits.
 """
 
 import json
@@ -55,16 +53,8 @@ class FirstRank:
         self._first = self._place.index == 0
         self._groups: Groups | None = None
         self._job: Join | None = None
-        self._begin()
-
-    def _begin(self) -> None:
-        self._together = True  # every poll waits for the first rank: while joining and finishing
-        self._outcomes: dict[int, Outcome] = {}  # that all ranks have
-        self._sends: set[int] = set()  # fragments that all ranks send after this step
-        self._next_sends: set[int] = set()  # after the next step
-        self._polled: dict[int, int] = {}  # fragments that all ranks are ready to apply → index
-        self._digests: dict[int, list[int]] = {}  # of the last delta of a fragment: round, sum over its bits
-        self._deltas: dict[int, Callable[[], Delta]] = {}
+        self._deltas: dict[int, Callable[[], Delta]] = {}  # the last of each fragment
+        self._digests: dict[int, int] = {}  # of those of the first rank
         self._warned = False
 
     @property
@@ -74,15 +64,18 @@ class FirstRank:
     def join(self, job: Join) -> list[State | None]:
         if self._groups is None:
             self._groups = self._safely(lambda: Groups(replace(self._place, name=f"ranks {self._place.name}"), OPENING))
-        self._begin()
         self._job = job
         differs = self._compare(job)
-        entered: list[State | None] = [None] * len(job.states)
-        if self._first:
-            entered = self._ask(lambda: self.reducer.join(job))
-        replaced = [state or (job.states[f] if differs[f] else None) for f, state in enumerate(entered)]
-        indices = self._share("join", lambda: [state and state.index for state in replaced])
-        states = [None if index is None else self._broadcast(f, index, replaced[f]) for f, index in enumerate(indices)]
+        entered: list[State | None] = []
+        shared: list[State | None] = [None] * len(job.states)
+
+        def ask() -> list[int | None]:
+            entered[:] = self.reducer.join(job)
+            shared[:] = [state or (job.states[f] if differs[f] else None) for f, state in enumerate(entered)]
+            return [state and state.index for state in shared]
+
+        indices = self._share("join", ask)
+        states = [None if index is None else self._broadcast(f, index, shared[f]) for f, index in enumerate(indices)]
         return entered if self._first else states
 
     def _compare(self, job: Join) -> list[bool]:
@@ -102,57 +95,41 @@ class FirstRank:
         return differs
 
     def should_send(self, fragment: int, steps: int, scheduled: bool) -> bool:
-        if fragment == 0:
-            self._announce()
-        if self._first and self._ask(lambda: self.reducer.should_send(fragment, steps, scheduled)):
-            self._next_sends.add(fragment)
-        return fragment in self._sends
-
-    def _announce(self) -> None:
-        """After each step: what all ranks send now, and apply from the next step on."""
-        self._together = False
-        outcomes: dict[int, Outcome] = {}
-        if self._first:
-            arrived = {f: self._ask(lambda f=f, i=i: self.reducer.poll(f, i)) for f, i in self._polled.items()}
-            outcomes = {f: outcome for f, outcome in arrived.items() if outcome is not None}
-            self._sends = self._next_sends - outcomes.keys() - self._outcomes.keys() - self._sends
-        message = self._share("step", lambda: {
-            "sends": sorted(self._sends),
-            "outcomes": {str(f): self._described(f, outcome) for f, outcome in outcomes.items()},
-        })  # fmt: skip
-        self._sends = set(message["sends"])
-        for f, described in message["outcomes"].items():
-            self._outcomes[int(f)] = self._received(int(f), described, outcomes.get(int(f)))
-        self._next_sends.clear()
-        self._polled.clear()
+        return self._share("step", lambda: self.reducer.should_send(fragment, steps, scheduled))
 
     def send(self, fragment: int, index: int, delta: Callable[[], Delta]) -> None:
-        self._deltas[fragment] = delta
-        if not self._first:
-            return
-
         def of_all_ranks() -> Delta:
             """Each rank counts its own tokens, and the gradient is the mean over the ranks."""
-            mine = delta()
-            self._digests[fragment] = [index, mine.digest()]
-            return replace(mine, weight=mine.weight * len(self._ranks)) if mine.tokens else mine
+            ours = delta()
+            self._digests[fragment] = ours.digest()
+            return replace(ours, weight=ours.weight * len(self._ranks)) if ours.tokens else ours
 
-        self._ask(lambda: self.reducer.send(fragment, index, of_all_ranks))
+        self._deltas[fragment] = delta
+        self._share("step", lambda: self.reducer.send(fragment, index, of_all_ranks))
 
     def poll(self, fragment: int, index: int) -> Outcome | None:
-        if fragment in self._outcomes:
-            return self._outcomes.pop(fragment)
-        if not self._together:
-            self._polled[fragment] = index
-            return None
-        outcome = self._ask(lambda: self.reducer.poll(fragment, index)) if self._first else None
-        described = self._share("poll", lambda: outcome and self._described(fragment, outcome))
-        return described and self._received(fragment, described, outcome)
+        outcome: Outcome | None = None
+
+        def ask() -> dict[str, Any] | None:
+            nonlocal outcome
+            outcome = self.reducer.poll(fragment, index)
+            return outcome and self._outline(fragment, outcome)
+
+        outline = self._share("step", ask)
+        match outline and outline.pop("kind"):
+            case "Round":
+                return self._round(fragment, outline, outcome if isinstance(outcome, Round) else None)
+            case "Jump":
+                state = outcome.state if isinstance(outcome, Jump) else None
+                return Jump(self._broadcast(fragment, outline["index"], state))
+            case "Dropped":
+                return Dropped(**outline)
+            case "NonFinite":
+                return NonFinite(**outline)
+        return None
 
     def drain(self, seconds: float | None = None) -> bool:
-        done = self._ask(lambda: self.reducer.drain(seconds)) if self._first else False
-        self._together = True
-        return self._share("finish", lambda: done)
+        return self._share("finish", lambda: self.reducer.drain(seconds))
 
     def leave(self) -> None:
         if self._first:
@@ -161,74 +138,63 @@ class FirstRank:
             self._groups.drop()
             self._groups = None
 
-    def _described(self, fragment: int, outcome: Outcome) -> dict[str, Any]:
+    def _outline(self, fragment: int, outcome: Outcome) -> dict[str, Any]:
         """An outcome as JSON, without its tensors."""
+        kind = {"kind": type(outcome).__name__}
         match outcome:
             case Round():
-                return {"kind": "round", "index": outcome.state.index, "members": dict(outcome.members),
+                return {**kind, "index": outcome.state.index, "members": dict(outcome.members),
                         "counted": outcome.counted, "own": outcome.own is not None, "cost": asdict(outcome.cost),
                         "digest": self._digests.get(fragment)}  # fmt: skip
             case Jump():
-                return {"kind": "jump", "index": outcome.state.index}
-            case Dropped():
-                return {"kind": "dropped", **asdict(outcome)}
-            case NonFinite():
-                return {"kind": "non-finite", "index": outcome.index, "spans": dict(outcome.spans)}
+                return {**kind, "index": outcome.state.index}
+            case _:
+                return {**kind, **asdict(outcome)}
 
-    def _received(self, fragment: int, described: dict[str, Any], outcome: Outcome | None) -> Outcome:
-        """The outcome, with the tensors that the first rank sends now."""
-        kind, index = described.pop("kind"), described.get("index", 0)
-        if kind == "dropped":
-            return Dropped(**described)
-        if kind == "non-finite":
-            return NonFinite(**described)
-        state = self._broadcast(fragment, index, outcome.state if isinstance(outcome, (Round, Jump)) else None)
-        if kind == "jump":
-            return outcome or Jump(state)
-        own = outcome.own() if isinstance(outcome, Round) and outcome.own else None
-        if described["own"]:
-            own = self._send_tensor(own if own is not None else torch.empty_like(state.anchor))
-        if isinstance(outcome, Round):
-            return replace(outcome, own=None if own is None else lambda: own)
-        self._check_drift(fragment, described)
-        cost = Cost(**described["cost"])
-        return Round(state, described["members"], described["counted"], None if own is None else lambda: own, cost)
-
-    def _check_drift(self, fragment: int, described: dict[str, Any]) -> None:
-        delta = self._deltas.pop(fragment, None)
-        if delta is None or described["digest"] is None or described["digest"][0] != described["index"]:
-            return
-        if not self._warned and delta().digest() != described["digest"][1]:
+    def _round(self, fragment: int, outline: dict[str, Any], outcome: Round | None) -> Round:
+        """The first rank's round, on all ranks."""
+        state = self._broadcast(fragment, outline["index"], outcome and outcome.state)
+        own = None
+        if outline["own"]:
+            decoded = outcome.own() if outcome and outcome.own else torch.empty_like(state.anchor)
+            self._broadcast_tensor(decoded)
+            own = lambda: decoded  # noqa: E731
+        checked = self._first or self._warned or not outline["counted"]
+        if not checked and self._deltas[fragment]().digest() != outline["digest"]:
             self._warned = True
             warn(f"this rank and rank {self._ranks[0]}, which has the reducer, trained different weights, and this "
                  "one's work is lost: FirstRank is for ranks that train one model together, with "
                  "DistributedDataParallel(model)", stacklevel=2)  # fmt: skip
+        return Round(state, outline["members"], outline["counted"], own, Cost(**outline["cost"]))
 
     def _broadcast(self, fragment: int, index: int, state: State | None) -> State:
         """The first rank's state, on all ranks."""
         assert self._job is not None
-        like = self._job.states[fragment]
-        tensors = (
-            (state.anchor, state.outer) if state else (torch.empty_like(like.anchor), torch.empty_like(like.outer))
-        )
-        for tensor in tensors:
-            self._send_tensor(tensor)
-        return state or State(index, *tensors)
+        if state is None:
+            like = self._job.states[fragment]
+            state = State(index, torch.empty_like(like.anchor), torch.empty_like(like.outer))
+        self._broadcast_tensor(state.anchor)
+        self._broadcast_tensor(state.outer)
+        return state
 
-    def _send_tensor(self, tensor: Tensor) -> Tensor:
+    def _broadcast_tensor(self, tensor: Tensor) -> None:
         groups = self._groups
         assert groups is not None, "join() comes first"
         if len(tensor):
             self._safely(lambda: groups.broadcast_patiently(tensor))
-        return tensor
 
-    def _share(self, moment: str, value: Callable[[], Any]) -> Any:
-        """The first rank's value, on all ranks."""
+    def _share(self, moment: str, ask: Callable[[], Any]) -> Any:
+        """The first rank's answer, or the error that it got, on all ranks."""
         if self._first:
-            shared = value()
-            self._send_json({"moment": moment, "value": shared})
-            return shared
-        message = self._receive_json()
+            try:
+                answer = ask()
+            except BaseException as error:
+                with suppress(PeerLost):
+                    self._send({"error": [type(error).__name__, str(error)]})
+                raise
+            self._send({"moment": moment, "answer": answer})
+            return answer
+        message = self._receive()
         if "error" in message:
             kind, text = message["error"]
             error = getattr(errors, kind, None)
@@ -240,28 +206,19 @@ class FirstRank:
                 f"rank {self._ranks[0]} of this member is at a {message['moment']}, this one at a {moment}: all ranks "
                 "must make the same steps, and call finish() after the same one"
             )
-        return message["value"]
+        return message["answer"]
 
-    def _send_json(self, message: object) -> None:
+    def _send(self, message: object) -> None:
         data = json.dumps(message).encode()
         head = len(data).to_bytes(4, "little") + data[: HEAD - 4]
         for part in (head.ljust(HEAD, b"\0"), data[HEAD - 4 :]):
-            self._send_tensor(torch.frombuffer(bytearray(part), dtype=torch.uint8) if part else torch.empty(0))
+            self._broadcast_tensor(torch.frombuffer(bytearray(part), dtype=torch.uint8) if part else torch.empty(0))
 
-    def _receive_json(self) -> Any:
-        head = self._send_tensor(torch.empty(HEAD, dtype=torch.uint8)).numpy().tobytes()
-        length = int.from_bytes(head[:4], "little")
-        rest = self._send_tensor(torch.empty(max(length - (HEAD - 4), 0), dtype=torch.uint8))
-        return json.loads((head[4:] + rest.numpy().tobytes())[:length])
-
-    def _ask(self, question: Callable[[], Any]) -> Any:
-        """Ask the reducer. An error on the first rank is one of all ranks."""
-        try:
-            return question()
-        except BaseException as error:
-            with suppress(PeerLost):
-                self._send_json({"error": [type(error).__name__, str(error)]})
-            raise
+    def _receive(self) -> Any:
+        self._broadcast_tensor(head := torch.empty(HEAD, dtype=torch.uint8))
+        length = int.from_bytes(head[:4].numpy().tobytes(), "little")
+        self._broadcast_tensor(rest := torch.empty(max(length - (HEAD - 4), 0), dtype=torch.uint8))
+        return json.loads((head[4:].numpy().tobytes() + rest.numpy().tobytes())[:length])
 
     def _safely(self, exchange: Callable[[], Any]) -> Any:
         try:

@@ -6,7 +6,7 @@ So the order of execution, and with it every random number, is the same each tim
 
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from diloco.codecs.codec import Codec
-from diloco.errors import ConfigError, DiLoCoError, Mismatch, PeerLost
+from diloco.errors import ConfigError, PeerLost
 from diloco.exchange.contract import SameData, compare, sources
 from diloco.exchange.header import EarlyEnd, Header, Kind, check_round
 from diloco.exchange.mean import (
@@ -77,6 +77,27 @@ def run(replicas: int, loop: Callable[["Local"], T], *, mean_codec: Codec | None
     return results
 
 
+@dataclass
+class _Round:
+    """The deltas at the same place in each replica's order of sends: the collective pairs them in this way too."""
+
+    deltas: dict[int, Delta] = field(default_factory=dict)  # by replica
+    headers: dict[int, Header] = field(default_factory=dict)
+    outcome: "_Mean | NonFinite | None" = None
+    polls: int = 0
+
+
+@dataclass(frozen=True)
+class _Mean:
+    """What the collective would compute on all replicas."""
+
+    parts: Sequence[Encoded]  # empty: nobody had trained
+    members: dict[str, float]
+    lr: float
+    nbytes: int
+    encoded: list[list[Tensor]]  # the payloads of each replica
+
+
 class _Board:
     """State that the replicas share, and whose turn it is."""
 
@@ -85,18 +106,16 @@ class _Board:
         self.holder = 0
         self.condition = threading.Condition()
         self.waiting: dict[int, Callable[[], bool]] = {}
-        self.joins: list[_Join] = []
-        self.deltas: dict[tuple[int, int], dict[int, Delta]] = {}
-        self.outcomes: dict[tuple[int, int], _Outcome] = {}
-        self.places: dict[tuple[int, int], dict[int, int]] = {}
-        self.dropped: set[tuple[int, tuple[int, int]]] = set()
-        self.drained: set[int] = set()
+        self.joins: list[dict[int, Join]] = []
+        self.joined: list[set[int]] = []  # that have copied the states of others
         self.gone: set[int] = set()
         self.same_data, self.early_end = SameData(), EarlyEnd()
+        self.clear()
 
     def clear(self) -> None:
-        for left in (self.deltas, self.outcomes, self.places, self.dropped, self.drained):
-            left.clear()
+        self.sends = [0] * self.replicas
+        self.rounds: dict[int, _Round] = {}
+        self.drained: set[int] = set()
 
     def begin(self, m: int) -> None:
         with self.condition:
@@ -111,10 +130,6 @@ class _Board:
             self.condition.wait_for(lambda: self.holder == m)
             del self.waiting[m]
 
-    def some_will_not_send(self, deltas: Collection[int]) -> bool:
-        """Whether a replica that has finished its steps is missing while others still train."""
-        return len(self.drained) < self.replicas and any(m not in deltas for m in self.drained)
-
     def pass_on(self, m: int) -> None:
         with self.condition:
             self._next(m)
@@ -127,28 +142,16 @@ class _Board:
         self.holder = next(iter(able or alive), -1)
         self.condition.notify_all()
 
+    def decided(self, round: _Round) -> bool:
+        """Whether all have sent, or some never will: they have finished their steps while others still train."""
+        some_drained = len(self.drained) < self.replicas and self.drained - round.deltas.keys()
+        return len(round.deltas) == self.replicas or bool(some_drained)
 
-@dataclass
-class _Join:
-    offers: dict[int, Join] = field(default_factory=dict)
-    done: set[int] = field(default_factory=set)
-
-
-@dataclass(frozen=True)
-class _Mean:
-    """What the collective would compute on all replicas."""
-
-    parts: Sequence[Encoded]  # empty: nobody had trained
-    members: dict[str, float]
-    lr: float
-    nbytes: int
-    encoded: list[list[Tensor]]  # the payloads of each replica
-
-
-@dataclass
-class _Outcome:
-    result: _Mean | NonFinite | DiLoCoError
-    polled: set[int] = field(default_factory=set)  # by these replicas
+    def drain(self, m: int) -> None:
+        self.drained.add(m)
+        if len(self.drained) == self.replicas:
+            self.rounds = {place: r for place, r in self.rounds.items() if len(r.deltas) == self.replicas}
+            self.sends = [max(self.sends)] * self.replicas
 
 
 class Local:
@@ -159,73 +162,81 @@ class Local:
         self.identity = Identity(replica, board.replicas, packs_for=board.replicas)
         self._job: Join | None = None
         self._states: list[State] = []  # the newest of each fragment
-        self._began: dict[tuple[int, int], float] = {}
-        self._sends = 0  # since all replicas joined or drained together
+        self._sent: dict[tuple[int, int], tuple[int, float]] = {}  # (fragment, index) → place in the order, time
         self._joins = 0
 
     def join(self, job: Join) -> list[State | None]:
+        board = self._board
         self._job, self._states = job, list(job.states)
-        if len(self._board.joins) == self._joins:
-            self._board.joins.append(_Join())
-        meeting = self._board.joins[self._joins]
+        if len(board.joins) == self._joins:
+            board.joins.append({})
+            board.joined.append(set())
+        offers, joined = board.joins[self._joins], board.joined[self._joins]
         self._joins += 1
-        meeting.offers[self.replica] = job
-        self._wait("join", lambda: len(meeting.offers) == self.replicas)
-        self._began.clear()
-        self._sends = 0
-        self._board.clear()  # all are here: the rest belongs to a run that has ended
-        offers = [meeting.offers[m] for m in range(self.replicas)]
-        compare([offer.contract for offer in offers])
-        indices = [[(state.index, state.fingerprint()) for state in offer.states] for offer in offers]
+        offers[self.replica] = job
+        self._wait("join", lambda: len(offers) == self.replicas)
+        self._sent.clear()
+        board.clear()  # all are here: the rest belongs to a run that has ended
+        jobs = [offers[m] for m in range(self.replicas)]
+        compare([job.contract for job in jobs])
+        versions = [[(state.index, state.fingerprint()) for state in job.states] for job in jobs]
         replaced: list[State | None] = [None] * len(job.states)
-        for i, source in enumerate(sources(indices)):
-            if source is not None and indices[source][i] != indices[self.replica][i]:
-                theirs = offers[source].states[i]
+        for i, source in enumerate(sources(versions)):
+            if source is not None and versions[source][i] != versions[self.replica][i]:
+                theirs = jobs[source].states[i]
                 replaced[i] = self._states[i] = State(theirs.index, theirs.anchor.clone(), theirs.outer.clone())
-        meeting.done.add(self.replica)  # a source must not train before all have copied
-        self._wait("join", lambda: len(meeting.done) == self.replicas)
+        joined.add(self.replica)  # a source must not train before all have copied
+        self._wait("join", lambda: len(joined) == self.replicas)
         return replaced
 
     def should_send(self, fragment: int, steps: int, scheduled: bool) -> bool:
         return scheduled
 
     def send(self, fragment: int, index: int, delta: Callable[[], Delta]) -> None:
-        self._began[fragment, index] = time.perf_counter()
-        self._board.deltas.setdefault((fragment, index), {})[self.replica] = delta()
-        self._sends += 1
-        self._board.places.setdefault((fragment, index), {})[self.replica] = self._sends
+        place, ours, began = self._board.sends[self.replica], delta(), time.perf_counter()
+        self._board.sends[self.replica] += 1
+        self._sent[fragment, index] = place, began
+        span = ours.find_non_finite()
+        round = self._board.rounds.setdefault(place, _Round())
+        round.deltas[self.replica] = ours
+        round.headers[self.replica] = Header(
+            Kind.ROUND,
+            tokens=ours.tokens,
+            fragment=fragment,
+            index=index,
+            weight=ours.weight,
+            lr=ours.lr,
+            fingerprint=ours.fingerprint,
+            non_finite=-1 if span is None else span,
+            digest=ours.digest(),
+        )
 
     def poll(self, fragment: int, index: int) -> Outcome | None:
-        key = fragment, index
-        began = self._began.pop(key, None)
-        if began is None:
+        if (fragment, index) not in self._sent:
             return None
+        place, began = self._sent.pop((fragment, index))
         board, job = self._board, self._job
         assert job is not None
-        if (self.replica, key) in board.dropped:
-            board.dropped.remove((self.replica, key))
+        round = board.rounds.get(place)
+        if round is None:
             return Dropped()
-        deltas = board.deltas[key]
-        round_name = f"fragment {fragment}, round {index}"
-        self._wait(round_name, lambda: len(deltas) == self.replicas or board.some_will_not_send(deltas))
-        if len(deltas) < self.replicas:
-            board.early_end.warn(board.drained - deltas.keys())
-            del deltas[self.replica]
+        self._wait(f"fragment {fragment}, round {index}", lambda: board.decided(round))
+        if len(round.deltas) < self.replicas:
+            board.early_end.warn(board.drained - round.deltas.keys())
+            del round.deltas[self.replica]
             return Dropped()
-        delta = deltas[self.replica]
+        delta = round.deltas[self.replica]
         codec = codec_of_round(job.codecs[fragment], last=delta.last)
-        if key not in board.outcomes:
-            ordered = [deltas[m] for m in range(self.replicas)]
-            _check_places(round_name, board.places.pop(key))
-            board.same_data.compare({str(m): d.digest() for m, d in enumerate(ordered)}, len(job.codecs))
-            board.outcomes[key] = _Outcome(_mean(index, ordered, fragment, board.mean_codec, codec))
-        outcome = board.outcomes[key]
-        outcome.polled.add(self.replica)
-        if len(outcome.polled) == self.replicas:
-            del board.outcomes[key], board.deltas[key]
-        mean = outcome.result
-        if isinstance(mean, DiLoCoError):
-            raise mean
+        if round.outcome is None:
+            headers = [round.headers[m] for m in range(self.replicas)]
+            check_round(headers)
+            board.same_data.compare({str(m): header.digest for m, header in enumerate(headers)}, len(job.codecs))
+            deltas = [round.deltas[m] for m in range(self.replicas)]
+            round.outcome = _outcome(headers, deltas, codec, codec_of_mean(codec, board.mean_codec))
+        round.polls += 1
+        if round.polls == self.replicas:
+            del board.rounds[place]
+        mean = round.outcome
         if isinstance(mean, NonFinite):
             return mean
         state, own = self._states[fragment], None
@@ -240,13 +251,8 @@ class Local:
         return Round(state, mean.members, own=own, cost=Cost(mean.nbytes, mean.nbytes, seconds=seconds))
 
     def drain(self, seconds: float | None = None) -> bool:
-        board = self._board
-        board.drained.add(self.replica)
-        if len(board.drained) == self.replicas:
-            for key in [key for key, deltas in board.deltas.items() if len(deltas) < self.replicas]:
-                board.dropped.update((m, key) for m in board.deltas.pop(key))
-        self._wait("finish", lambda: len(board.drained) == self.replicas)
-        self._sends = 0
+        self._board.drain(self.replica)
+        self._wait("finish", lambda: len(self._board.drained) == self.replicas)
         return True
 
     def leave(self) -> None:
@@ -261,28 +267,10 @@ class Local:
             raise PeerLost(f"{what}: {reason}, so this one would wait forever")
 
 
-def _check_places(round_name: str, places: dict[int, int]) -> None:
-    """The collective pairs deltas by their order, not by their round: refuse here what it would refuse."""
-    if len(set(places.values())) > 1:
-        orders = ", ".join(f"send {place} of replica {m}" for m, place in sorted(places.items()))
-        raise Mismatch(f"replicas sent {round_name} in a different order ({orders}): they resumed from different "
-                       "steps; resume all from the same one")  # fmt: skip
-
-
-def _mean(
-    index: int, deltas: list[Delta], fragment: int, mean_codec: Codec | None, codec: Codec
-) -> _Mean | NonFinite | DiLoCoError:
-    spans = [delta.find_non_finite() for delta in deltas]
-    headers = [
-        Header(Kind.ROUND, d.tokens, fragment, index, d.weight, d.lr, d.fingerprint, -1 if span is None else span)
-        for d, span in zip(deltas, spans, strict=True)
-    ]
-    try:
-        check_round(headers)
-    except DiLoCoError as error:
-        return error
-    if any(span is not None for span in spans):
-        return NonFinite(index, {str(m): span for m, span in enumerate(spans) if span is not None})
+def _outcome(headers: list[Header], deltas: list[Delta], codec: Codec, mean_codec: Codec) -> _Mean | NonFinite:
+    spans = {str(m): header.non_finite for m, header in enumerate(headers) if header.non_finite >= 0}
+    if spans:
+        return NonFinite(headers[0].index, spans)
     weights = [delta.weight for delta in deltas]
     members = {str(m): weight for m, weight in enumerate(weights)}
     if not any(weights):
@@ -295,7 +283,6 @@ def _mean(
         else encode_cuts(codec, delta.values, replicas)
         for delta in deltas
     ]
-    mean_codec = codec_of_mean(codec, mean_codec)
     parts = mean_of_encoded(codec, mean_codec, encoded, weights, n)
     to_each = codec.nbytes(n) if gathers(codec, replicas) else (codec.nbytes(n) + mean_codec.nbytes(n)) / replicas
     lr = mean_lr(weights, [delta.lr for delta in deltas])

@@ -147,7 +147,7 @@ def join(reducer, contract=CONTRACT, states_=None):
 
 
 def ranks_in(reducer):
-    """Ranks of a member: each counts its own tokens, and all do one step later what the first one found out."""
+    """Ranks of a member: each counts its own tokens."""
     return len(reducer.identity.ddp_ranks)
 
 
@@ -170,17 +170,10 @@ def outcome_of(reducer, fragment, index=1):
 
     def there():
         polled.append(reducer.poll(fragment, index))
-        for f in range(len(SIZES)) if polled[-1] is None and ranks_in(reducer) else ():
-            reducer.should_send(f, 1, False)
         return polled[-1] is not None
 
     until(there)
     return polled[-1]
-
-
-def should_send(reducer, steps, scheduled):
-    answer = reducer.should_send(0, steps, scheduled)
-    return reducer.should_send(0, steps + 1, False) if ranks_in(reducer) else answer
 
 
 def _join_apart(reducer, number, folder):
@@ -225,13 +218,13 @@ def test_a_contract_that_differs_raises_a_mismatch_that_says_where(kind, tmp_pat
 
 def _send_when_told(reducer, number, folder):
     join(reducer)
-    before = should_send(reducer, 1, False), should_send(reducer, 2, True)
+    before = reducer.should_send(0, 1, False), reducer.should_send(0, 2, True)
     (folder / f"asked by {number}").touch()
     if reducer.identity.replicas is None and not isinstance(reducer, Script):
         until((folder / f"asked by {1 - number}").exists)  # a member's delta calls the other, scheduled or not
     send(reducer, 0, number)
     outcome_of(reducer, 0)
-    after = should_send(reducer, 1, False), should_send(reducer, CONTRACT["sync_every"], False)
+    after = reducer.should_send(0, 1, False), reducer.should_send(0, CONTRACT["sync_every"], False)
     reducer.leave()
     return before, after
 
