@@ -22,7 +22,8 @@ from diloco.bucket.store.envelope import Envelope, Opened
 from diloco.codecs.codec import E3M0
 from studies.bucket.virtual import Plan, World, crowd
 
-RESULTS, PAGE = Path(__file__).parent / "scale.json", Path(__file__).parents[2] / "docs" / "bucket.md"
+RESULTS = Path(__file__).parent / "scale.json"
+PAGES = (Path(__file__).parent / "README.md", Path(__file__).parents[2] / "docs/bucket.md")
 VALUES, LEAST = 1 << 16, 2 << 10
 """Of a fragment in virtual time, and the fewest bytes of one of its pieces: 16 pieces, as a fragment of 42 M has."""
 MODEL, FRAGMENTS, SYNC_EVERY = 1e9, 24, 100
@@ -109,7 +110,8 @@ def day(row: dict[str, Any], listed: tuple[float, float], store: str) -> dict[st
     return {"up": up, "down": down, "requests": puts * put_price + gets * get_price, "egress": down * byte_price}
 
 
-def page(values: dict[str, Any]) -> str:
+def rounds(values: dict[str, Any]) -> str:
+    """What a member asks and moves for one round of a fragment."""
     rows = [
         (f"{m:,}", f"{moved_of_large(r)[0] / LARGE:.2f}, {moved_of_large(r)[1] / LARGE:.2f}",
          f"{max(moved_of_large(r)) / bound(LARGE, m):.2f}", f"{requests(r, 'GET') + requests(r, 'HEAD'):.0f}",
@@ -118,15 +120,19 @@ def page(values: dict[str, Any]) -> str:
     ]  # fmt: skip
     head = ("members", "bytes a value: up, down", "÷ an all-reduce", "GET, HEAD", "PUT", "LIST",
             "GET for heartbeats, a minute", "CPU")  # fmt: skip
-    paid = []
+    return table(head, rows)
+
+
+def costs(values: dict[str, Any]) -> str:
+    """What a member of a model of 1B moves and pays in a day."""
+    rows = []
     for m in MODELS:
         if (row := values.get(f"{m} members")) and (listed := _listed(values, m)) is not None:
             s3, r2 = day(row, listed, "S3"), day(row, listed, "R2")
             dollars = s3["requests"], s3["egress"], s3["requests"] + s3["egress"], r2["requests"]
             gigabytes = f"{s3['up'] / 1e9:.0f}, {s3['down'] / 1e9:.0f} GB"
-            paid.append((f"{m}", gigabytes, *(f"${each:.2f}" for each in dollars)))
-    head_paid = "members", "up, down", "requests, S3", "egress, S3", "together, S3", "together, R2"
-    return f"{table(head, rows)}\n\n{table(head_paid, paid)}\n"
+            rows.append((f"{m}", gigabytes, *(f"${each:.2f}" for each in dollars)))
+    return table(("members", "up, down", "requests, S3", "egress, S3", "together, S3", "together, R2"), rows)
 
 
 def _listed(values: dict[str, Any], members: int) -> tuple[float, float] | None:
@@ -182,7 +188,8 @@ def main() -> None:
                   targets(values), quiet=True)  # fmt: skip
             print(name, json.dumps(values[name]), flush=True)
     print(*targets(values), sep="\n")
-    PAGE.write_text(insert(PAGE.read_text(), {"scale": page(values)}))
+    for path, tables in zip(PAGES, ({"rounds": rounds(values)}, {"costs": costs(values)}), strict=True):
+        path.write_text(insert(path.read_text(), tables))
 
 
 _saved: list[float] = []
