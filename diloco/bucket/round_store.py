@@ -1,10 +1,11 @@
 """The rounds of one fragment in the store: reads deltas and records, creates commit records, and lists open rounds.
 When to do so is the caller's decision."""
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import takewhile
 from math import inf
+from typing import Any
 
 from torch import Tensor
 
@@ -40,11 +41,9 @@ from diloco.bucket.rounds import (
     round_prefix,
 )
 from diloco.bucket.store import (
-    OBJECTS,
     All,
     List,
     Read,
-    ReadAhead,
     Size,
     Task,
     Work,
@@ -68,6 +67,10 @@ from diloco.bucket.store.envelope import (
 from diloco.codecs.codec import Float32
 
 RECORD = PREFIX.size + HEADER + (1 << 20)
+SMALL = 64 << 10
+"""Maximum bytes of an object worth reading ahead: beyond that, bytes cost more time than the request."""
+OBJECTS, BYTES = 64, 1 << 20
+"""Maximum objects and bytes read ahead at once, so that unchecked data cannot fill the memory."""
 AT_ONCE = 16
 """Deltas or records read concurrently: unchecked data must not fill the memory."""
 REMEMBERED = 10_000
@@ -80,7 +83,7 @@ and, if that round is closed, once all that follow."""
 class RoundStore:
     def __init__(self, fragment: int, layout: Layout, envelope: Envelope, reject: Reject) -> None:
         self.fragment, self.layout, self._envelope, self._reject = fragment, layout, envelope, reject
-        self._ahead = ReadAhead()
+        self._ahead = dict[str, bytes]()
         self.void: set[str] = set()  # digests of records that do not count, although they are well formed
         self._invalid: dict[str, Invalid] = {}  # by name: attempts that are not valid records
 
@@ -90,8 +93,15 @@ class RoundStore:
         return cls(fragment, layout_of(Float32(), 0), envelope, lambda name, reason: None)
 
     def read_ahead(self, sizes: Mapping[str, int]) -> Task[None]:
-        """Read the small objects of consecutive closed rounds at once, instead of round by round."""
-        yield from self._ahead.read(sizes)
+        """Read the small objects of consecutive closed rounds at once, instead of round by round. Objects never change,
+        so it does not matter when they are read. Each answer is used once: an object that is rejected is read again
+        from the store. Does nothing if the first object is still there."""
+        names = _first_small(sizes)
+        if not names or names[0] in self._ahead:
+            return
+        answers = yield All([Read(name, SMALL) for name in names])
+        # Missing or refused objects are read again later: they may be readable by then.
+        self._ahead = {name: data for name, data in zip(names, answers, strict=True) if isinstance(data, bytes)}
 
     def records_ahead(self, indices: Iterable[int]) -> Task[None]:
         """The same for records alone, as far as they exist."""
@@ -101,18 +111,40 @@ class RoundStore:
         """Look for the record of a round. A record after a gap does not count: a correct member never writes one there.
         `names`: a listing of the round. Without it, read the first attempt, and list the others only if that one is not
         the round's record."""
+        void = self.void
+        read = yield from self._read_attempts(
+            index, previous, names, lambda read: rules.record_of_round(read, void)[0] is not None
+        )
+        record, branched = rules.record_of_round(read, void)
+        return Attempts(record, len(read), branched)
+
+    def find(self, index: int, digest: str) -> Task[Record | None]:
+        """The record with this digest."""
+
+        def matching(read: Sequence[Record | Invalid]) -> list[Record]:
+            return [record for record in read if isinstance(record, Record) and record.digest == digest]
+
+        read = yield from self._read_attempts(index, None, None, lambda read: bool(matching(read)))
+        return next(iter(matching(read)), None)
+
+    def _read_attempts(
+        self,
+        index: int,
+        previous: Link | None,
+        names: Collection[str] | None,
+        suffice: Callable[[Sequence[Record | Invalid]], bool],
+    ) -> Task[list[Record | Invalid]]:
+        """The attempts at a record, up to the first free one. Without a listing, and if the first one suffices, that
+        one alone."""
         results = list[Record | Invalid]()
         while attempts := self._attempts(index, len(results), names):
-            reading = together([self._read_attempt(index, k, previous) for k in attempts])
-            read = yield from self._ahead.serve(reading)
+            read = yield from together([self._read_attempt(index, k, previous) for k in attempts])
             results += filter(None, read[: read.index(None) if None in read else len(read)])
-            record, _ = rules.record_of_round(results, self.void)
-            if None in read or (names is None and record is not None):
+            if None in read or (names is None and suffice(results)):
                 break
             if names is None:
                 names = yield List(folder(self.fragment, index))
-        record, branched = rules.record_of_round(results, self.void)
-        return Attempts(record, len(results), branched)
+        return results
 
     def forget(self) -> None:
         """Read invalid records again: a reply may have been wrong."""
@@ -124,18 +156,6 @@ class RoundStore:
             return [first]
         attempts = range(first, min(first + AT_ONCE, len(names)))
         return list(takewhile(lambda attempt: record_name(self.fragment, index, attempt) in names, attempts))
-
-    def find(self, index: int, digest: str) -> Task[Record | None]:
-        """The record with this digest."""
-        attempt, names = 0, None
-        while attempts := self._attempts(index, attempt, names):
-            reading = together([self._read_attempt(index, k, None) for k in attempts])
-            for result in (yield from self._ahead.serve(reading)):
-                if isinstance(result, Record) and result.digest == digest:
-                    return result
-            attempt += len(attempts)
-            names = names if names is not None else (yield List(folder(self.fragment, index)))
-        return None
 
     def close(self, record: Record, attempt: int) -> Task[Record | None]:
         """Create the record at the first free attempt. This is a single put, so no round is half closed. Returns the
@@ -177,7 +197,8 @@ class RoundStore:
             body = self._envelope.open(name, "record", data, None)
             return (yield Work(lambda: read_record(body, self.fragment, index, previous)))
 
-        result = yield from read_twice(Read(name, RECORD, patient=True), opened, self._reject)
+        read = Read(name, RECORD, patient=True)
+        result = yield from read_twice(read, opened, self._reject, self._ahead.pop(name, None))
         if isinstance(result, Invalid) and not isinstance(result, Branched):
             self._invalid[name] = result
             if len(self._invalid) > REMEMBERED:
@@ -197,7 +218,7 @@ class RoundStore:
     def deltas(self, names: list[str]) -> Task[list[Contribution | Invalid | None]]:
         """Deltas, checked; None where the delta or one of its pieces is missing."""
         reading = [usable(name, self._delta(name), self._reject) for name in names]
-        return (yield from self._ahead.serve(in_batches(reading, AT_ONCE)))
+        return (yield from in_batches(reading, AT_ONCE))
 
     def heads(self, names: list[str]) -> Task[list[Contribution | Invalid | None]]:
         """The same without the values."""
@@ -205,7 +226,9 @@ class RoundStore:
 
     def _head(self, name: str) -> Task[Contribution | None]:
         place, cut = _place_of_delta(name), self.layout.cut
-        data = yield Read(name, PREFIX.size + HEADER, first=None if cut else PREFIX.size + HEADER)
+        data: Any = self._ahead.pop(name, None) if cut else None
+        if data is None:
+            data = yield Read(name, PREFIX.size + HEADER, first=None if cut else PREFIX.size + HEADER)
         if data is None:
             return None
 
@@ -219,7 +242,7 @@ class RoundStore:
         if self.layout.cut:
             head = yield from self._head(name)
             return None if head is None else (yield from self._whole(name, head))
-        opened = yield from get(self._envelope, name, "delta", self.layout.nbytes)
+        opened = yield from get(self._envelope, name, "delta", self.layout.nbytes, self._ahead.pop(name, None))
         if opened is None:
             return None
         return (yield Work(lambda: read_delta(opened, *_place_of_delta(name), self.layout)))
@@ -258,7 +281,19 @@ class RoundStore:
             return (yield Work(lambda: read_heads(body, self._envelope, record, self.layout)))
 
         read = Read(name, PREFIX.size + HEADER + PART, patient=True)
-        return (yield from self._ahead.serve(read_twice(read, opened, self._reject)))
+        return (yield from read_twice(read, opened, self._reject, self._ahead.pop(name, None)))
+
+
+def _first_small(sizes: Mapping[str, int]) -> list[str]:
+    names, total = [], 0
+    for name, size in sizes.items():
+        if size > SMALL:
+            continue
+        total += size
+        if len(names) == OBJECTS or total > BYTES:
+            break
+        names.append(name)
+    return names
 
 
 def _place_of_delta(name: str) -> tuple[int, int]:

@@ -4,8 +4,8 @@ import pytest
 
 from diloco.bucket import machine
 from diloco.bucket import snapshots as snapshot
-from diloco.bucket.round_store import REACH
-from diloco.bucket.store import SMALL, All, Pause, Read, Work
+from diloco.bucket.round_store import REACH, SMALL
+from diloco.bucket.store import All, Pause, Read, Work
 from diloco.bucket.store.store import CONNECTIONS
 from tests.support.players import Player, World, complete
 

@@ -4,15 +4,11 @@ The protocol is written as generators, called tasks, that yield operations and a
 on threads over a real store, and in tests that interleave members, crashes and lost replies in any order.
 """
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-SMALL = 64 << 10
-"""Maximum bytes of an object worth reading ahead: beyond that, bytes cost more time than the request."""
-OBJECTS, BYTES = 64, 1 << 20
-"""Maximum objects and bytes read ahead at once, so that unchecked data cannot fill the memory."""
 
 
 @dataclass(frozen=True)
@@ -185,67 +181,3 @@ def in_batches(tasks: Sequence[Task[T]], size: int) -> Task[list[T]]:
     for start in range(0, len(tasks), size):
         results += yield from together(tasks[start : start + size])
     return results
-
-
-class ReadAhead:
-    """A cache of many small objects read in one batch, before a task reads them one by one.
-
-    It holds only immutable objects, so it does not matter when they were read. Each answer is used once: a reader that
-    rejects an object and reads it again reads it from the store.
-    """
-
-    def __init__(self) -> None:
-        self._answers: dict[str, bytes] = {}
-
-    def read(self, sizes: Mapping[str, int]) -> Task[None]:
-        """Read the first small objects among these, within the limits, and forget unused ones. Does nothing if the
-        first one is still cached."""
-        names = _first_small(sizes)
-        if not names or names[0] in self._answers:
-            return
-        answers = yield All([Read(name, SMALL) for name in names])
-        # Missing or refused objects are read again later: they may be readable by then.
-        self._answers = {name: data for name, data in zip(names, answers, strict=True) if isinstance(data, bytes)}
-
-    def serve(self, task: Task[T]) -> Task[T]:
-        """Drive a task, answering its reads from the cache where possible."""
-        answer: Any = None
-        while True:
-            try:
-                operation = advance(task, answer)
-            except StopIteration as stop:
-                return stop.value
-            try:
-                answer = yield from self._perform(operation)
-            except Exception as error:  # raised by a Work: the task may catch it
-                answer = Raised(error)
-
-    def _perform(self, operation: Operation) -> Task[Any]:
-        if not isinstance(operation, All):
-            return self._take(operation) if self._has(operation) else (yield operation)
-        operations = dict(enumerate(operation.operations))
-        answers = {k: self._take(op) for k, op in operations.items() if self._has(op)}
-        missing = [k for k in operations if k not in answers]
-        if missing:
-            answers |= dict(zip(missing, (yield All([operations[k] for k in missing])), strict=True))
-        return [answers[k] for k in operations]
-
-    def _has(self, operation: Operation) -> bool:
-        return isinstance(operation, Read) and operation.first is None and operation.name in self._answers
-
-    def _take(self, operation: Operation) -> bytes | Unusable:
-        assert isinstance(operation, Read)
-        data = self._answers.pop(operation.name)
-        return data if len(data) <= operation.limit else too_large(len(data))
-
-
-def _first_small(sizes: Mapping[str, int]) -> list[str]:
-    names, total = [], 0
-    for name, size in sizes.items():
-        if size > SMALL:
-            continue
-        total += size
-        if len(names) == OBJECTS or total > BYTES:
-            break
-        names.append(name)
-    return names

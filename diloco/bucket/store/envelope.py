@@ -213,10 +213,12 @@ def put(sealed: Sealed, stale: Callable[[], bool] | None = None) -> Task[bool]:
     return True
 
 
-def get(envelope: Envelope, name: str, kind: str, size: int | None) -> Task[Opened | None]:
-    """Read and check an object with all its parts; None if it or a part is missing. Raises Invalid."""
+def get(envelope: Envelope, name: str, kind: str, size: int | None, data: Answer | None = None) -> Task[Opened | None]:
+    """Read and check an object with all its parts; None if it or a part is missing. `data`: the object, if it was read
+    before. Raises Invalid."""
     inline = PART if size is None else size if size <= PART else 0
-    data = yield Read(name, PREFIX.size + HEADER + inline)
+    if data is None:
+        data = yield Read(name, PREFIX.size + HEADER + inline)
     if data is None:
         return None
     opened = yield Work(lambda: envelope.open(name, kind, data, size))
@@ -239,12 +241,16 @@ def usable(name: str, task: Task[T], reject: Reject) -> Task[T | Invalid]:
         return reason
 
 
-def read_twice(read: Read, opened: Callable[[Answer], Task[T]], reject: Reject) -> Task[T | Invalid | None]:
+def read_twice(
+    read: Read, opened: Callable[[Answer], Task[T]], reject: Reject, data: Answer | None = None
+) -> Task[T | Invalid | None]:
     """Read and open an object that all members must judge alike; None if it is missing or reads differently each time.
-    An invalid object must be invalid for all members, forever. So read it again: the reply may have been cut off."""
+    An invalid object must be invalid for all members, forever. So read it again: the reply may have been cut off.
+    `data`: the object, if it was read before."""
     before: Answer | None = None
     for _ in range(READS):
-        data: Answer | None = yield read
+        if data is None:
+            data = yield read
         if data is None:
             return None
         try:
@@ -253,7 +259,7 @@ def read_twice(read: Read, opened: Callable[[Answer], Task[T]], reject: Reject) 
             if data == before:
                 reject(read.name, reason)
                 return reason
-            before = data
+            before, data = data, None
     return None
 
 
