@@ -12,9 +12,10 @@ DOCS = Path(__file__).parent.parent.parent / "docs"
 def main() -> None:
     plots.draw(DOCS)
     pages = {
-        DOCS / "parity.md": {"bars": bar_table(today.bars()), "paper-bars": bar_table(paper.bars())},
+        DOCS / "parity.md": {"bars": bar_table(today.bars()), "tried": today.tried(),
+                             "paper-bars": bar_table(paper.bars())},
         Path(__file__).with_name("README.md"): {"today": today.rows(), "rows": paper.rows()},
-    }
+    }  # fmt: skip
     for page, tables in pages.items():
         page.write_text(insert(page.read_text(), tables))
         print(f"wrote the tables of {page.name}")

@@ -7,7 +7,6 @@ for Muon, whose updates have the size of AdamW's, √2 times as much was tried a
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 from benchmarks.record import table
 from studies.parity.cell import Cell, data_parallel
@@ -88,10 +87,11 @@ TODAY = Study(
 )  # fmt: skip
 
 
-def _bits(result: dict[str, Any]) -> float:
-    """Sent for each parameter in a round. What `finish()` sends makes up for the first period, in which some wait."""
-    rounds = result["cell"]["steps"] / result["cell"]["sync_every"]
-    return 8 * result["bytes_sent"] / result["parameters"] / rounds
+def _bits(row: str) -> str:
+    """Sent for each parameter in 30 steps. What `finish()` sends makes up for the first period, in which some wait."""
+    results = TODAY.runs(row).values()
+    parts = [8 * r["bytes_sent"] / r["parameters"] / r["cell"]["steps"] * _muon.sync_every for r in results]
+    return f"{fmean(parts):.3g}"
 
 
 def bars() -> list[Bar]:
@@ -113,9 +113,17 @@ def rows() -> str:
     return table(("row", "seeds", "loss", "to data-parallel Muon, %", "to the defaults, %", "bits"), lines)
 
 
+def tried() -> str:
+    """What was changed for four and eight replicas, against the defaults at as many."""
+    names = [(name, base) for base in (FOUR, EIGHT) for name in ROWS if name.startswith(f"{base}, ")]
+    lines = [(name.removeprefix("defaults, "), signed(gap), _bits(name))
+             for name, base in names if (gap := TODAY.gap(name, base)) is not None]  # fmt: skip
+    return table(("changed", "to the defaults at this M, %", "bits"), lines)
+
+
 def _line(name: str, cell: Cell) -> tuple[str, ...]:
     results = TODAY.runs(name).values()
-    bits = f"{fmean(_bits(result) for result in results):.3g}" if cell.replicas else ""
+    bits = _bits(name) if cell.replicas else ""
     loss = f"{fmean(result['final'] for result in results):.4f}"
     return name, str(len(results)), loss, _gap(name, MUON), _gap(name, DEFAULTS), bits
 
