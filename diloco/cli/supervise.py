@@ -14,8 +14,8 @@ from pathlib import Path
 from diloco.exchange.world import STARTED, World
 from diloco.runs.reader import read_errors
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Ctrl-C, a plain kill, a closed terminal."""
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+"""Ctrl-C, a plain kill, a closed terminal, the signal that many Slurm scripts ask for."""
 GRACE = 10.0
 """Seconds that the other processes get to exit on their own after one has failed."""
 

@@ -105,6 +105,9 @@ def rows(run: RecordedRun) -> list[Figure]:
     if carried := sum(not round.counted for round in run.rounds):
         note = "without this delta; a later one has its work"
         figures.insert(-1, Figure("rounds carried", f"{carried} of {len(run.rounds)}", note))
+    if lost := [e.details["steps_lost"] for r in run.replicas for e in r.events if e.details.get("steps_lost")]:
+        note = f"without a round, in {len(lost)} stops" if len(lost) > 1 else "without a round, at a stop"
+        figures.insert(-1, Figure("steps lost", f"{sum(lost)}", note))
     return figures
 
 

@@ -117,6 +117,10 @@ class TrainConfig:
     notice: float = _bucket(20.0,
         "seconds in which a member that is told to stop passes its last steps on to the others.",
         why="clouds give 30 s or more, and a checkpoint is saved afterwards", scope="member", result=False, expert=True)
+    preemption: str | None = _bucket(None,
+        "stop in time when this cloud's metadata service announces the end of the machine: aws, gcp, azure, or the URL "
+        "of one that answers like them.",
+        why="only signals stop it", scope="member", result=False, expert=True)
     key_file: Path | None = _bucket(None,
         "a file with the secret that all members share. It signs all objects; unsigned ones are ignored.",
         why="objects are not signed", scope="member")
@@ -168,6 +172,9 @@ class TrainConfig:
                 raise ConfigError(f"method={self.method} with a bucket: use streaming or diloco")
             if not 0 <= self.notice < float("inf"):
                 raise ConfigError(f"notice={self.notice}: use a number of seconds, 0 to leave at once")
+            service = self.preemption or "aws"
+            if service not in ("aws", "gcp", "azure") and not service.startswith(("http://", "https://")):
+                raise ConfigError(f"preemption={service}: use aws, gcp, azure or an http:// address")
             return
         for field in fields(self):
             if meaning(field).needs == "bucket" and getattr(self, field.name) != field.default:

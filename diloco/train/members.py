@@ -241,11 +241,9 @@ class Elastic:
 
     def stopping(self) -> int:
         steps = self._diloco.flush(self._config.notice)
-        if steps and self._world.shard == 0:
-            text = (
-                f"the others did not take the last {steps} steps in {self._config.notice:g} s; the checkpoint has them"
-            )
-            print(text, file=sys.stderr)  # noqa: T201
+        if self._world.shard == 0:
+            text = f"the others lack this member's last {steps} steps; the checkpoint has them"
+            print(text if steps else "the others have all steps of this member", file=sys.stderr)  # noqa: T201
         return steps
 
     def stopped(self) -> None:

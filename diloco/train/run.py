@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from diloco.exchange.world import World
 from diloco.runs.config import TrainConfig
 from diloco.runs.schema import Evaluation, Event, Step, Summary, bytes_data_parallel
+from diloco.train import preemption
 from diloco.train.model import bits_per_byte, held_out_loss, sample
 from diloco.train.setup import Prepared, prepare, set_lr
 from diloco.train.stop import Stop
@@ -97,7 +98,9 @@ def fit(run: Prepared) -> tuple[int, bool]:
     assert config.eval_every is not None
     if not (step or members.over):
         evaluate(run, step)
-    with Stop(dist.distributed_c10d._get_default_store(), run.world.rank, run.world.size) as stop:
+    stop = Stop(dist.distributed_c10d._get_default_store(), run.world.rank, run.world.size)
+    service = config.preemption if run.world.local_rank == 0 else None
+    with stop, preemption.watched(service, stop.ask):
         try:
             while not (members.over or stopped):
                 step, began = step + 1, time.perf_counter()

@@ -1,6 +1,6 @@
 """Stop all replicas after the same step, so that their checkpoints fit together.
 
-Triggered by Ctrl-C or SIGTERM on any of them, or when the process that started them is gone.
+Triggered by a signal to any of them, or when the process that started them is gone.
 """
 
 import math
@@ -24,6 +24,8 @@ class Stop:
     """
 
     POLL = 0.25
+    SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    """Ctrl-C; what kill, Slurm and Kubernetes send; what many Slurm scripts ask for before the end of their time."""
 
     def __init__(self, store: dist.Store, rank: int = 0, size: int = 1) -> None:
         self._store, self._rank, self._size = store, rank, size
@@ -35,7 +37,7 @@ class Stop:
         self._thread = threading.Thread(target=self._watch, name="stop", daemon=True)
 
     def __enter__(self) -> Self:
-        self._before = {int(s): signal.signal(s, self._ask) for s in (signal.SIGINT, signal.SIGTERM)}
+        self._before = {int(s): signal.signal(s, self._ask) for s in self.SIGNALS}
         self._thread.start()
         return self
 

@@ -48,7 +48,7 @@ def test_one_process_alone_stops_at_once():
     assert stop.after(2, 0.1)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_asks_and_outside_the_context_it_does_what_it_did_before(capfd, number):
     came = []
     before = signal.signal(number, lambda *_: came.append(number))
