@@ -43,7 +43,7 @@ def draw(record: Record, path: Path) -> None:
             axes.semilogx(*zip(*points, strict=True), color=COLORS[name], marker="o", markersize=4, label=setup.title)
         axes.axvline(1.0, color="#222222", linewidth=0.8)
         label = f"rate of the link, in multiples of the bound ({bound:.3g} Mbit/s); rightmost: unlimited"
-        axes.set(xlabel=label, ylabel="utilisation (%); dashed: predicted", ylim=(0, 105))
+        axes.set(xlabel=label, ylabel="utilization (%); dashed: predicted", ylim=(0, 105))
         axes.grid(color="#e4e4e4")
         axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False)
         figure.savefig(path, metadata={"Date": None})
