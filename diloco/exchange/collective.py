@@ -54,17 +54,6 @@ from diloco.exchange.thread import CommThread, usual_threads
 from diloco.exchange.transport import Broken, Groups, LinkSpeed, Place, Transfer, measure, place_in
 
 
-def _checked(at: object, group: object, replica: int | None, replicas: int | None) -> tuple[int, int]:
-    if group is not None:
-        raise ConfigError("pass either group= or at=, not both")
-    if replica is None or replicas is None or not 0 <= replica < replicas:
-        raise ConfigError(
-            f"at={at!r}, replica={replica}, replicas={replicas}: with at=, pass the number of this replica, from 0, "
-            "and how many there are"
-        )
-    return replica, replicas
-
-
 def _meet(at: str | dist.Store, replica: int, replicas: int, timeout: float) -> Place:
     """Meet the processes that have the same rank in the other replicas."""
     rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
@@ -124,22 +113,24 @@ class Collective:
     ) -> None:
         threads = usual_threads() if threads is None else threads
         if streams < 1 or threads < 1 or timeout <= 0:
-            raise ConfigError(
-                f"streams={streams}, threads={threads}, timeout={timeout}: pass at least 1 stream and 1 thread, and a "
-                "positive timeout in seconds"
-            )
+            raise ConfigError(f"streams={streams}, threads={threads}, timeout={timeout}: pass at least 1 stream and 1 "
+                              "thread, and a positive timeout in seconds")  # fmt: skip
         self._at, self._across = at, Place()
         ranks: list[int] = []
         if at is not None:
-            self.replica, self.replicas = _checked(at, group, replica, replicas)
+            if group is not None:
+                raise ConfigError("pass either group= or at=, not both")
+            if replica is None or replicas is None or not 0 <= replica < replicas:
+                raise ConfigError(f"at={at!r}, replica={replica}, replicas={replicas}: with at=, pass the number of "
+                                  "this replica, from 0, and how many there are")  # fmt: skip
+            self.replica, self.replicas = replica, replicas
         elif replica is not None or replicas is not None:
             raise ConfigError("replica= and replicas= need at=, the address where the replicas meet")
         else:
             if not dist.is_available() or not dist.is_initialized():
-                raise ConfigError(
-                    "there is no process group: call torch.distributed.init_process_group() before DiLoCo and start "
-                    "the script with `torchrun --nproc_per_node 2 script.py`, or pass reducer="
-                )
+                raise ConfigError("there is no process group: call torch.distributed.init_process_group() before "
+                                  "DiLoCo and start the script with `torchrun --nproc_per_node 2 script.py`, or pass "
+                                  "reducer=")  # fmt: skip
             self._across = place_in(group or dist.group.WORLD)
             self.replica, self.replicas = self._across.index, self._across.size
             ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
@@ -149,8 +140,7 @@ class Collective:
         inner = () if ddp_ranks is None else dist.get_process_group_ranks(ddp_ranks)
         self.identity = Identity(self.replica, self.replicas, ranks=tuple(ranks), ddp_ranks=tuple(inner),
                                  packs_for=None if inner else self.replicas)  # fmt: skip
-        self._streams, self._timeout, self._mean_codec = streams, timeout, mean_codec
-        self._threads = threads
+        self._streams, self._timeout, self._threads, self._mean_codec = streams, timeout, threads, mean_codec
         self._same_data, self._early_end = SameData(), EarlyEnd()
         self._job: Join | None = None
         self._states: list[State] = []  # the newest of each fragment; used by the communication thread alone

@@ -1,7 +1,8 @@
 """One replica of several DDP ranks behind any reducer: the first rank asks it, and every rank gets the answer.
 
-DDP needs equal weights, so all ranks send and apply the same fragments after the same step. Each call of the reducer
-is a message of 512 bytes inside the replica. The states of a round follow it, 8 bytes a value, while training waits.
+DDP needs equal weights, so all ranks send and apply the same fragments after the same step. Each call of the reducer,
+two for each fragment and step, is a message of 512 bytes inside the replica: 0.3 ms between two processes of a busy
+machine. The states of a round follow it, 8 bytes a value, while training waits.
 """
 
 import json

@@ -64,11 +64,6 @@ def mean_lr(weights: Sequence[float], lrs: Sequence[float]) -> float:
     return sum(share * lr for share, lr in zip(shares(weights), lrs, strict=True))
 
 
-def mean(codec: Codec, payloads: Sequence[Tensor], weights: Sequence[float], n: int) -> Tensor:
-    """Σ share · decoded delta."""
-    return weighted(codec, payloads, shares(weights), n)
-
-
 def gathers(codec: Codec, replicas: int) -> bool:
     """Whether each replica gets all deltas. Sparse ones always: their mean is not sparse, and encoded again it would
     lose what only one replica has sent. Up to 35 replicas that is fewer bytes with `TopK` than E3M0 takes."""

@@ -1,4 +1,4 @@
-"""Meet the other processes of a run, at an address that all of them know."""
+"""Meet the other processes of a run at an address."""
 
 import contextlib
 import ipaddress
@@ -15,19 +15,19 @@ from diloco.errors import ConfigError, PeerLost
 from diloco.exchange.world import World, own_address, own_job
 
 QUIET = 3.0
-"""Seconds after which the first process of a machine says what it waits for."""
+"""Seconds after which the first process of a machine prints what it waits for."""
 PATIENCE = 600.0
 
 
 def meet(world: World, backend: str = "gloo", patience: float = PATIENCE) -> None:
-    """Make the default process group of all processes. `patience` limits only the meeting, in seconds: afterwards one
-    process may prepare a corpus for as long as it takes."""
+    """Create the default process group. `patience` limits only the meeting, in seconds: afterwards one process may
+    prepare a corpus for as long as it takes."""
     store = launched_store(world, patience)
     dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size)
 
 
 def launched_store(world: World, patience: float = PATIENCE) -> dist.Store:
-    """A store that all processes share that torchrun, Slurm or `diloco train` has started."""
+    """The store of all processes that torchrun, Slurm or `diloco train` started together."""
     host, port = own_address()
     limit = timedelta(seconds=patience)
     with _waiting(f"{world.size} processes", host, port, patience, world.local_rank == 0):
@@ -43,21 +43,21 @@ def launched_store(world: World, patience: float = PATIENCE) -> dist.Store:
 
 
 def meet_at(address: str, rank: int, replica: int, replicas: int, patience: float) -> dist.Store:
-    """A store that the replicas share, each a job of its own. Rank 0 of replica 0 listens at the address. Returns when
-    the processes with this rank are there."""
+    """The store of replicas that are separate jobs. Rank 0 of replica 0 listens at the address. Waits for this rank of
+    every replica."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
-        raise ConfigError(f"at={address!r}: give host:port of the first process of replica 0")
+        raise ConfigError(f"at={address!r}: pass host:port of the first process of replica 0")
     limit = timedelta(seconds=patience)
     with _waiting(f"{replicas} replicas", host, int(port), patience, rank == 0):
         store = dist.PrefixStore(f"rank {rank}", _store(host.strip("[]"), int(port), replica == 0 and rank == 0, limit))
         store.set(f"here/{replica}", "")
-        store.wait([f"here/{each}" for each in range(replicas)], limit)
+        store.wait([f"here/{m}" for m in range(replicas)], limit)
     return store
 
 
 def _store(host: str, port: int, listens: bool, limit: timedelta) -> dist.Store:
-    """Anyone who can connect may read and write: so do not listen on all addresses of the machine, as torch would."""
+    """Listen at this address only, not at all of them as torch would: anyone who can connect may read and write."""
     listener = _listener(host, port) if listens else None
     return dist.TCPStore(host, port, None, listens, limit, False, multi_tenant=True, master_listen_fd=listener)
 
@@ -73,12 +73,12 @@ def _listener(host: str, port: int) -> int | None:
 
 
 @contextlib.contextmanager
-def _waiting(whom: str, host: str, port: int, patience: float, says: bool) -> Iterator[None]:
-    """Say after a while what this process waits for, and at the end of its patience what to do."""
+def _waiting(whom: str, host: str, port: int, patience: float, verbose: bool) -> Iterator[None]:
+    """Print after a while what this process waits for, and raise what to do when its patience ends."""
     waiting = f"waiting for {whom} to meet at {host}:{port}"
     remark = threading.Timer(QUIET, lambda: print(waiting, file=sys.stderr, flush=True))  # noqa: T201
     remark.daemon = True
-    if says:
+    if verbose:
         remark.start()
     try:
         yield

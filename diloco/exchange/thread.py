@@ -1,4 +1,4 @@
-"""The communication thread: jobs one after another, in the order in which they were submitted, beside training."""
+"""The communication thread: runs jobs in the order of submission, concurrently with training."""
 
 import atexit
 import os
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 def usual_threads() -> int:
-    """One beside training on the CPU, whose cores it would take; a few beside an accelerator."""
+    """One where training needs the cores itself; up to four next to an accelerator."""
     return min(4, max((os.cpu_count() or 1) // 2, 1)) if torch.accelerator.is_available() else 1
 
 

@@ -25,10 +25,10 @@ from torch import Tensor
 from diloco.exchange.header import Header
 
 PATIENCE = 2.0
-"""Seconds in which the others can say that their exchange broke too. They learn of it at once."""
+"""Seconds for the others to report that their exchange broke too. They learn of it at once."""
 UNREACHABLE = 60
-"""Seconds without an answer from another machine's kernel after which its replica is lost: power, a cable, a router. A
-replica that is only slow still answers, whatever it computes: for those there is the timeout."""
+"""Seconds without an answer from another machine's kernel after which its replica is lost: power, cable, router. The
+kernel of a replica that is only slow still answers; for those there is the timeout."""
 UNLIMITED = timedelta(days=365)
 
 
@@ -47,16 +47,16 @@ class Place:
     index: int = 0
     size: int = 1
     store: dist.Store | None = None
-    name: str = ""  # equal on all of these processes; others at the same store have another
+    name: str = ""  # the same on all of these processes, and different from others at the same store
 
 
 def own_name() -> str:
-    """For the messages of other replicas, as in: process 4711 on gpu07."""
+    """For messages of other replicas: "process 4711 on gpu07"."""
     return f"process {os.getpid()} on {socket.gethostname()}"
 
 
 def place_in(group: dist.ProcessGroup | None) -> Place:
-    """In a group of the default world; alone without one."""
+    """This process's place in a group of the default world; alone without one."""
     if group is None:
         return Place()
     ranks = dist.get_process_group_ranks(group)
@@ -65,8 +65,8 @@ def place_in(group: dist.ProcessGroup | None) -> Place:
 
 
 def gather_json(group: Any, value: object, wait: Callable[[Any], object] = lambda work: work.wait()) -> list[Any]:
-    """What each process of a group says. Not torch's all_gather_object: unpickling would run code of a stranger who
-    has taken a seat in the group."""
+    """The value of each process of a group. Not torch's all_gather_object: unpickling runs code of whoever has joined
+    the group."""
     data, size = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8), group.size()
     lengths = torch.empty(size, dtype=torch.int64, device="cpu")
     wait(group._allgather_base(lengths, torch.tensor([len(data)], device="cpu")))
@@ -79,12 +79,11 @@ def gather_json(group: Any, value: object, wait: Callable[[Any], object] = lambd
 
 
 class RollCall:
-    """Which replica does not answer, after an exchange has broken.
+    """Find which replica is missing after an exchange broke.
 
-    A broken connection has an address, but often one of a port that nobody knows, or that of another survivor that
-    gave up first. So each replica whose exchange breaks says so in the store through which all found each other: a
-    replica that does not is gone, or was not in the exchange at all. Begins at once, on a thread of its own: the store
-    may never answer.
+    The address of a broken connection often has an unknown port, or is that of a survivor that gave up first. So each
+    replica whose exchange breaks reports to the store at which all met; those that do not are gone. This starts at
+    once, on its own thread, because the store may never answer.
     """
 
     def __init__(self, store: dist.Store, replica: int, names: Sequence[str]) -> None:
@@ -96,14 +95,14 @@ class RollCall:
             self._thread.start()
 
     def result(self) -> str:
-        """Who is missing, in a sentence."""
+        """A sentence that names the missing replicas."""
         if len(self._names) == 2:
             return f"The other is {self._named(self._missing)}."
         self._thread.join(PATIENCE + 1)
         if not self._asked:
-            return "Which one is not known: the store that all could ask does not answer."
+            return "Could not tell which one: the rendezvous store does not answer."
         if not self._missing:
-            return "All replicas answer: only the connection between two processes broke."
+            return "All replicas answer: only a connection between two of them broke."
         return f"No answer from {self._named(self._missing)}."
 
     def _named(self, replicas: set[int]) -> str:
@@ -164,30 +163,30 @@ class Groups:
         self._names = self.gather_json(own_name())
 
     def roll_call(self) -> RollCall | None:
-        """After an exchange has broken: begin to ask who is still there."""
+        """Call this after an exchange broke, to find who is still there."""
         return RollCall(self._store, self._replica, self._names) if self._store and self._names else None
 
     def drop(self) -> None:
-        """Close the connections: so the others learn that this replica is gone."""
+        """Close the connections, which tells the others that this replica is gone."""
         self._control, self._payload, self._ddp, self._shards = None, [], None, None
 
     def exchange(self, header: Header) -> list[Header]:
         """Straight to every peer, in one round trip. Gloo's all-gather goes round a ring: a trip for each peer."""
-        mine = torch.frombuffer(bytearray(header.pack() * self._replicas), dtype=torch.uint8)
-        out = torch.empty_like(mine)
-        self.wait([self._control.alltoall_base(out, mine, [], [])])
+        packed = torch.frombuffer(bytearray(header.pack() * self._replicas), dtype=torch.uint8)
+        out = torch.empty_like(packed)
+        self.wait([self._control.alltoall_base(out, packed, [], [])])
         return [Header.unpack(bytes(row.tolist()), m) for m, row in enumerate(out.view(self._replicas, -1))]
 
     def gather_json(self, value: object) -> list[Any]:
-        """What each replica says."""
+        """The value of each replica."""
         return self._gather_json(self._control, value)
 
     def gather_json_of_ranks(self, value: object) -> list[Any]:
-        """What each rank of this replica says, in the same order on all of them."""
-        said = [value] if self._ddp is None else self._gather_json(self._ddp, value)
+        """The value of each rank of this replica, in the same order on all of them."""
+        values = [value] if self._ddp is None else self._gather_json(self._ddp, value)
         if self._shards is None:
-            return said
-        return [each for shard in self._gather_json(self._shards, said) for each in shard]
+            return values
+        return [of_rank for of_shard in self._gather_json(self._shards, values) for of_rank in of_shard]
 
     def _gather_json(self, group: Any, value: object) -> list[Any]:
         return gather_json(group, value, lambda work: self.wait([work]))
@@ -197,8 +196,8 @@ class Groups:
             self.wait([self._control.broadcast(tensor, source)])
 
     def broadcast_patiently(self, tensor: Tensor) -> None:
-        """From the first process, which others may reach much later: no time limit. On the training thread, so it
-        sleeps in short waits, in which an interrupt is noticed."""
+        """Broadcast from the first process, without a time limit. It runs on the training thread, so it waits in short
+        steps, to notice an interrupt."""
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor, options.timeout = 0, 0, UNLIMITED
         work = self._started(lambda: self._control.broadcast([tensor], options))
@@ -227,7 +226,7 @@ class Groups:
             raise Broken(_explain(str(error), self._timeout)) from None
 
     def gather_ddp(self, share: Tensor, n: int) -> Tensor:
-        """All n values, from the share that each rank of this replica has."""
+        """All n values, from the shares of the ranks of this replica."""
         if self._ddp is None:
             return share
         size = self._ddp.size()
@@ -238,14 +237,10 @@ class Groups:
         return out[:n]
 
     def wait(self, works: Sequence[Any], poll: bool = True) -> None:
-        """Sleep until all are done, checking after ever longer pauses: at most 10 % more time, 50 checks in 100 ms.
-
-        A check takes 25 µs from the core that trains.
-        Not in `work.wait()`: a thread that is inside it when the interpreter ends aborts the process.
-        """
-        began = time.perf_counter()
-        while poll and not all(work.is_completed() for work in works):
-            time.sleep(min(max((time.perf_counter() - began) / 10, 2e-4), 0.02))
+        """Wait until all are done. Not in `work.wait()`: a thread inside it when the interpreter ends aborts the
+        process."""
+        if poll:
+            _sleep_until(lambda: all(work.is_completed() for work in works))
         try:
             for work in works:
                 work.wait()
@@ -300,10 +295,9 @@ class Transfer:
     def wait(self) -> bool:
         """Until the next piece from every peer is here; with the last one, until all was sent too. Returns whether all
         of them are good."""
-        k, began = self._received, time.perf_counter()
+        k = self._received
         self._received += 1
-        while not self._seen[k].all() and not any(end.is_completed() for end in self._ends):
-            time.sleep(min(max((time.perf_counter() - began) / 10, 2e-4), 0.02))
+        _sleep_until(lambda: self._seen[k].all() or any(end.is_completed() for end in self._ends))
         last = self._received == len(self._receives)
         self._groups.wait([*self._receives[k], *(self._sends if last else [])], poll=False)
         self._groups.received += self._expected[k]
@@ -312,14 +306,21 @@ class Transfer:
         return bool((self._seen[k] == _GOOD).all())
 
 
+def _sleep_until(done: Callable[[], bool]) -> None:
+    """Check after ever longer pauses: at most 10 % more time, 50 checks in 100 ms, of 25 µs on a core that trains."""
+    began = time.perf_counter()
+    while not done():
+        time.sleep(min(max((time.perf_counter() - began) / 10, 2e-4), 0.02))
+
+
 def _open_files() -> set[int]:
     return {int(name) for name in os.listdir("/dev/fd")} if os.path.isdir("/dev/fd") else set()
 
 
 def _keep_alive(files: set[int]) -> None:
-    """Let the kernel notice peers that have become unreachable. This also keeps idle connections open in routers, which
-    forget them after minutes. Gloo has no option for it, so this takes what it has opened; if another thread has opened
-    a connection meanwhile, that does no harm."""
+    """Let the kernel notice unreachable peers. This also keeps idle connections open in routers, which forget them
+    after minutes. Gloo has no option for it, so this takes the sockets it has opened; one that another thread opened
+    meanwhile does no harm."""
     options = {"TCP_KEEPIDLE": UNREACHABLE // 4, "TCP_KEEPALIVE": UNREACHABLE // 4, "TCP_KEEPINTVL": UNREACHABLE // 4,
                "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 1000 * UNREACHABLE}  # fmt: skip
     for file in files:
@@ -347,9 +348,9 @@ def _explain(message: str, timeout: float) -> str:
 
 
 SMALL, LARGE = 1 << 16, 1 << 25
-"""Bytes of the first message to each peer, and of the largest."""
+"""Bytes of the first and of the largest message to each peer."""
 LONG = 0.5
-"""Seconds after which a message is long enough: what a link carries at once at first does not count any more."""
+"""Seconds after which a message is long enough: by then a link's first burst does not count."""
 TRIPS = 5
 
 
@@ -374,9 +375,9 @@ def measure(groups: Groups) -> LinkSpeed:
 def _slowest(groups: Groups, size: int) -> float:
     """Seconds of an exchange on the replica where it took longest: all must agree on whether it was long enough."""
     groups.gather_json(None)  # all begin at the same time
-    mine, count = torch.zeros(size, dtype=torch.uint8), len(groups.peers) + 1
+    message, count = torch.zeros(size, dtype=torch.uint8), len(groups.peers) + 1
     began = time.perf_counter()
     transfer = Transfer(groups, [[torch.empty(size, dtype=torch.uint8) for _ in range(count)]], phase=0)
-    transfer.send([mine] * count, good=True)
+    transfer.send([message] * count, good=True)
     transfer.wait()
     return max(groups.gather_json(time.perf_counter() - began))

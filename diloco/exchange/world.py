@@ -39,7 +39,7 @@ class World:
         return self.rank % self.shards
 
 
-def world_from(environment: Mapping[str, str], shards: int, replicas: int | None) -> World | None:
+def own_world(shards: int, replicas: int | None, environment: Mapping[str, str] = os.environ) -> World | None:
     """This process's place if torchrun or Slurm gave it one, otherwise None."""
     if {"RANK", "WORLD_SIZE"} <= environment.keys():
         rank, size, local = (int(environment.get(key, 0)) for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
@@ -53,7 +53,7 @@ def world_from(environment: Mapping[str, str], shards: int, replicas: int | None
     return World(rank, size, local, shards)
 
 
-def address_from(environment: Mapping[str, str]) -> tuple[str, int]:
+def own_address(environment: Mapping[str, str] = os.environ) -> tuple[str, int]:
     """Where the first process listens: torchrun's variables, or the first node of the Slurm job."""
     if "MASTER_ADDR" in environment:
         return environment["MASTER_ADDR"], int(environment.get("MASTER_PORT", 29500))
@@ -62,16 +62,16 @@ def address_from(environment: Mapping[str, str]) -> tuple[str, int]:
     return first_node(nodes), 20_000 + (job + 997 * step) % 10_000  # the same on all nodes; two steps rarely share one
 
 
-def job_from(environment: Mapping[str, str]) -> str:
-    """What tells this run from others that come to the same address: two steps of one Slurm job may."""
+def own_job(environment: Mapping[str, str] = os.environ) -> str:
+    """The name of this run at that address, where two steps of one Slurm job may meet."""
     if "MASTER_ADDR" in environment:
         return "diloco"
     return f"diloco/{environment.get('SLURM_JOB_ID', 0)}.{environment.get('SLURM_STEP_ID', 0)}"
 
 
 def _is_slurm_task(environment: Mapping[str, str]) -> bool:
-    """Whether srun has started this process. The shell of a batch script is told SLURM_NTASKS and SLURM_PROCID as well,
-    but it is not a task, and there is nobody to wait for."""
+    """Whether srun started this process. The shell of a batch script has SLURM_NTASKS and SLURM_PROCID too, but it is
+    no task: there is nobody to wait for."""
     by_srun = not {"SLURM_STEP_ID", "SLURM_STEP_NODELIST"}.isdisjoint(environment)
     return by_srun and "SLURM_PROCID" in environment and int(environment.get("SLURM_NTASKS", 1)) > 1
 
@@ -89,10 +89,6 @@ def first_node(nodes: str) -> str:
     return match[1] + (match[2] or "")
 
 
-def own_world(shards: int, replicas: int | None) -> World | None:
-    return world_from(os.environ, shards, replicas)
-
-
 def started_here() -> bool:
     """Whether `supervise.start` has started this process. Then the process that called it shows the run."""
     return STARTED in os.environ
@@ -101,14 +97,6 @@ def started_here() -> bool:
 def orphaned() -> bool:
     """Whether the process that started this one with `supervise.start` is gone."""
     return started_here() and os.getppid() != int(os.environ[STARTED])
-
-
-def own_address() -> tuple[str, int]:
-    return address_from(os.environ)
-
-
-def own_job() -> str:
-    return job_from(os.environ)
 
 
 def hide() -> None:

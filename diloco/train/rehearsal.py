@@ -1,5 +1,5 @@
-"""A run at its real size, without values: the model is made on the meta device, sharded by FSDP2 over ranks that exist
-for torch only, and cut into fragments as in a run."""
+"""A run at its real size, without values: the model is built on the meta device, sharded by FSDP2 over ranks that only
+torch knows, and cut into fragments as in a run."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from diloco.codecs.codec import codec_named
-from diloco.core.footprint import Footprint, footprint
+from diloco.core.footprint import footprint
 from diloco.core.fragment import fragmenter
 from diloco.core.schedule import Schedule
 from diloco.core.tensors import find_layers
@@ -57,7 +57,17 @@ def rehearse(model: nn.Module, settings: Settings, *, replicas: int, shards: int
         overlap=settings.overlap,
         packs_for=replicas if reduce == "collective" else None,
     )
-    return _of(taken, settings.codec, replicas, reduce)
+    largest = max(taken.values)
+    return Rehearsal(
+        fragments=len(taken.values),
+        largest_fragment=largest,
+        largest_burst=round_bytes(largest, CODECS[settings.codec], replicas, reduce)[0],
+        bus_bytes=bus_bytes(settings.codec, reduce) * largest,
+        device_bytes=taken.device_bytes,
+        host_bytes=taken.host_bytes,
+        pinned_bytes=taken.pinned_bytes,
+        last_bytes=taken.last_bytes,
+    )
 
 
 def _shard(model: nn.Module, replicas: int, shards: int) -> None:
@@ -69,17 +79,3 @@ def _shard(model: nn.Module, replicas: int, shards: int) -> None:
         spread(model, TrainConfig(), world, torch.device("cpu"))
     finally:
         dist.destroy_process_group()
-
-
-def _of(taken: Footprint, codec: str, replicas: int, reduce: Reduce) -> Rehearsal:
-    largest = max(taken.values)
-    return Rehearsal(
-        fragments=len(taken.values),
-        largest_fragment=largest,
-        largest_burst=round_bytes(largest, CODECS[codec], replicas, reduce)[0],
-        bus_bytes=bus_bytes(codec, reduce) * largest,
-        device_bytes=taken.device_bytes,
-        host_bytes=taken.host_bytes,
-        pinned_bytes=taken.pinned_bytes,
-        last_bytes=taken.last_bytes,
-    )

@@ -41,7 +41,7 @@ def test_a_roll_call_names_those_that_do_not_answer_and_answers_for_this_one(mon
     text, _ = roll_call(monkeypatch, [])
     assert text == "No answer from replica 1 (process 11 on b), replica 2 (process 12 on c)."
     text, _ = roll_call(monkeypatch, [1, 2])
-    assert text == "All replicas answer: only the connection between two processes broke."
+    assert text == "All replicas answer: only a connection between two of them broke."
 
 
 def test_a_roll_call_of_two_needs_no_store_and_one_without_a_store_says_so(monkeypatch):
@@ -51,7 +51,7 @@ def test_a_roll_call_of_two_needs_no_store_and_one_without_a_store_says_so(monke
         raise RuntimeError
 
     text, _ = roll_call(monkeypatch, [], SimpleNamespace(set=gone, check=gone))
-    assert text == "Which one is not known: the store that all could ask does not answer."
+    assert text == "Could not tell which one: the rendezvous store does not answer."
 
 
 def test_jobs_run_one_after_another_on_a_thread_of_their_own_and_closing_ends_it():

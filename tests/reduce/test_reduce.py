@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco import E3M0, BFloat16, Collective, Diverged, Float32, Mismatch, TopK, TwoBit
-from diloco.codecs.codec import CHUNK, pack, unpack
+from diloco.codecs.codec import CHUNK, pack, unpack, weighted
 from diloco.exchange import local
 from diloco.exchange.header import NBYTES, Header, Kind, check_round, draining
-from diloco.exchange.mean import PIECE, PIECES, codec_of_mean, gathers, mean, parts, pieces, shares
+from diloco.exchange.mean import PIECE, PIECES, codec_of_mean, gathers, parts, pieces, shares
 from diloco.exchange.reducer import Delta, Dropped, NonFinite, State
 from tests.support.fake_reducer import job, reference_mean
 from tests.support.processes import message_of, run
@@ -187,8 +187,8 @@ def test_ranks_inside_a_replica_share_the_traffic_and_all_get_the_whole_mean():
     whole = E3M0().nbytes(140_001)
     for rank, result in enumerate(results):
         # Each rank encodes its half, so blocks begin in other places: equal up to what the codec does at the seam.
-        halves = [mean(E3M0(), [pack(E3M0(), d[part]) for d in deltas(140_001, 2)], weights, part.stop - part.start)
-                  for part in parts(140_001, 2)]  # fmt: skip
+        halves = [weighted(E3M0(), [pack(E3M0(), d[part]) for d in deltas(140_001, 2)], shares(weights),
+                           part.stop - part.start) for part in parts(140_001, 2)]  # fmt: skip
         assert torch.equal(result[0][0], torch.cat(halves))
         assert torch.equal(result[1][0], results[0][1][0])
         assert result[0][2] <= 0.51 * whole
@@ -258,7 +258,7 @@ def test_the_mean_rounds_every_multiply_and_add_by_itself():
     expected = expected + np.float32(3 / 11) * values[1]
     expected = expected + np.float32(7 / 11) * values[2]
     payloads = [pack(Float32(), d) for d in deltas(20_000, 3)]
-    assert np.array_equal(mean(Float32(), payloads, weights, 20_000).numpy(), expected)
+    assert np.array_equal(weighted(Float32(), payloads, shares(weights), 20_000).numpy(), expected)
 
 
 @message_of(Mismatch)

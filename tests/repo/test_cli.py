@@ -19,7 +19,7 @@ import pytest
 from diloco.cli import COMMANDS, doctor, main
 from diloco.cli.help import render
 from diloco.errors import ConfigError
-from diloco.exchange.world import World, address_from, job_from, world_from
+from diloco.exchange.world import World, own_address, own_job, own_world
 from diloco.runs.config import METHODS, TrainConfig, distinguishes, names, reads
 from diloco.runs.flags import meaning, parse, spelled, stored, to_toml
 from diloco.train.settings import lr_at, resolve
@@ -210,22 +210,22 @@ def test_odd_values_of_every_setting_are_taken_or_refused_and_come_back_the_same
 
 def test_torchrun_and_slurm_are_understood():
     torchrun = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
-    world = world_from(torchrun, 2, None)
+    world = own_world(2, None, torchrun)
     assert world == World(5, 8, 1, 2)
     assert (world.replica, world.replicas, world.shard) == (2, 4, 1)
-    assert address_from(torchrun) == ("a", 1)
+    assert own_address(torchrun) == ("a", 1)
     slurm = {"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_LOCALID": "0", "SLURM_JOB_ID": "70012",
              "SLURM_STEP_NODELIST": "gpu[07-08,11]"}  # fmt: skip
-    assert world_from(slurm, 1, 4) == World(3, 4, 0)
-    assert address_from(slurm) == ("gpu07", 20012)
-    assert world_from({}, 1, None) is None
-    assert address_from(slurm | {"SLURM_STEP_ID": "1"}) != address_from(slurm | {"SLURM_STEP_ID": "2"})
-    assert job_from(slurm | {"SLURM_STEP_ID": "1"}) == "diloco/70012.1"
-    assert world_from({"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_STEP_ID": "0"}, 1, None) is None
+    assert own_world(1, 4, slurm) == World(3, 4, 0)
+    assert own_address(slurm) == ("gpu07", 20012)
+    assert own_world(1, None, {}) is None
+    assert own_address(slurm | {"SLURM_STEP_ID": "1"}) != own_address(slurm | {"SLURM_STEP_ID": "2"})
+    assert own_job(slurm | {"SLURM_STEP_ID": "1"}) == "diloco/70012.1"
+    assert own_world(1, None, {"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_STEP_ID": "0"}) is None
     batch = {"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_JOB_NODELIST": "gpu07"}  # the shell, not a task
-    assert world_from(batch, 1, None) is None
+    assert own_world(1, None, batch) is None
     with pytest.raises(ConfigError, match=r"replicas=3, shards=2 with 8 processes"):
-        world_from(torchrun, 2, 3)
+        own_world(2, 3, torchrun)
 
 
 def test_settings_that_are_not_set_are_derived_with_their_reasons():
