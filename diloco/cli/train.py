@@ -1,12 +1,11 @@
 """`diloco train`: start all replicas here, or run this process as one replica or as a member of a bucket."""
 
 import contextlib
-import itertools
 import json
 import logging
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from diloco.errors import ConfigError, DiLoCoError, Mismatch
 from diloco.exchange.world import World, alone, own_world, started_here
 from diloco.runs import folder as folders
 from diloco.runs.config import TUNED, TrainConfig, names
-from diloco.runs.flags import config_file, parse, stored, to_toml
+from diloco.runs.flags import config_file, parse, parse_values, stored, to_toml
 from diloco.runs.schema import Summary, to_summary
 
 CONFIG = TrainConfig
@@ -31,32 +30,22 @@ EXAMPLES = (
 def complete(words: Sequence[str]) -> list[str]:
     """With `--resume`, put the stored settings of the run before the words. With `--auto`, name the settings that the
     autopilot chooses: all that are not set explicitly, here or in the config file."""
-    complete_words = _with_stored(words)
-    if "--auto" not in complete_words:
+    explicit = parse_values(TrainConfig, words)
+    complete_words = _with_stored(words, explicit) if explicit.get("resume") else list(words)
+    if "--auto" not in complete_words:  # in a config file it has names
         return complete_words
-    start = len(complete_words) - complete_words[::-1].index("--auto")
-    names = itertools.takewhile(lambda word: not word.startswith("--"), complete_words[start:])
-    path = config_file(words, TrainConfig)
-    explicit = {_name(word) for word in (*(stored(path) if path else ()), *words)}
-    return [*complete_words, "--auto", *(name for name in (list(names) or TUNED) if name not in explicit)]
+    chosen = parse_values(TrainConfig, complete_words)["auto"] or TUNED
+    return [*complete_words, "--auto", *(name for name in chosen if name not in explicit)]
 
 
-def _name(word: str) -> str:
-    return word.partition("=")[0].removeprefix("--").replace("-", "_") if word.startswith("--") else ""
-
-
-def _with_stored(words: Sequence[str]) -> list[str]:
-    if "--resume" not in words:
-        return list(words)
-    parts = [part for word in words for part in (word.split("=", 1) if word.startswith("--") else [word])]
-    options = {flag: value for flag, value in itertools.pairwise(parts) if flag.startswith("--")}
-    if path := config_file(words, TrainConfig):
-        if "--name" not in options and "--name" not in stored(path):
+def _with_stored(words: Sequence[str], explicit: Mapping[str, Any]) -> list[str]:
+    if config_file(words, TrainConfig):
+        if "name" not in explicit:
             raise ConfigError(f"--resume with {words[0]}: which run? Add --name, or leave the config out to continue "
                               "the newest run with its own settings")  # fmt: skip
         return list(words)
     try:
-        folder = folders.existing(Path(options.get("--out", "runs")), options.get("--name"))
+        folder = folders.existing(explicit.get("out", folders.RUNS), explicit.get("name"))
         return [*stored(folder / "config.toml"), *words]
     except ConfigError:
         return list(words)  # starting the run raises the same error

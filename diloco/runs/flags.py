@@ -153,6 +153,16 @@ def config_file(words: Sequence[str], kind: type) -> Path | None:
 
 def parse(kind: type, words: Sequence[str]) -> Any:
     """Parse a command line: a config file, then flags that override it."""
+    values = parse_values(kind, words)
+    for required in fields(kind):
+        if required.default is MISSING and required.name not in values:
+            label = required.name.upper() if meaning(required).positional else spelled(required.name)
+            raise ConfigError(f"{label} is missing: {meaning(required).text}")
+    return kind(**values)
+
+
+def parse_values(kind: type, words: Sequence[str]) -> dict[str, Any]:
+    """The values that a command line and its config file set, by name."""
     flags = {f.name: f for f in fields(kind)}
     places = [f for f in flags.values() if meaning(f).positional]
     if not places and (path := config_file(words, kind)):
@@ -186,11 +196,7 @@ def parse(kind: type, words: Sequence[str]) -> Any:
         names = [*shipped_configs(kind)]
         configs = f"; configs: a path that ends in .toml, or {_listed(names)}" if names else ""
         raise ConfigError(f"unexpected argument {arguments[-1]!r}: {hint}{configs}")
-    for name, required in flags.items():
-        if required.default is MISSING and name not in values:
-            label = name.upper() if meaning(required).positional else spelled(name)
-            raise ConfigError(f"{label} is missing: {meaning(required).text}")
-    return kind(**values)
+    return values
 
 
 def _take(field: Field[Any], remaining: list[str]) -> list[str]:
