@@ -55,7 +55,8 @@ docs: .venv/ready  ## the site into build/site, to be opened from disk; a broken
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --clean --quiet
 
 wheel: .venv/ready  ## sdist, pure wheel and manylinux wheel into dist/; each wheel is tried in a clean environment
-	.ci/wheel
+	.ci/wheel build
+	.ci/wheel try
 
 sanitize: .venv/ready  ## the kernels' tests, with a library that checks every access to memory
 	mkdir -p build

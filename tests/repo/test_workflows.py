@@ -21,6 +21,8 @@ def test_a_job_pins_its_actions_by_commit_and_runs_targets_of_the_makefile(job: 
         elif action is not None:
             assert re.fullmatch(r"[\w.-]+/[\w.-]+@[0-9a-f]{40}", action), action
     commands = [step.get("run", "") for step in job.get("steps", [])]
+    for script in re.findall(r"\.ci/\S+", " ".join(commands)):
+        assert (ROOT / script).is_file(), script
     commands += [entry["command"] for entry in job.get("strategy", {}).get("matrix", {}).get("include", [])]
     for command in commands:
         targets = re.findall(r"\bmake (.*)", command)
