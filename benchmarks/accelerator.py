@@ -24,7 +24,7 @@ from torch import nn
 from benchmarks import processes
 from benchmarks.record import RESULTS, Record, Target, write
 from diloco import DiLoCo
-from diloco.autopilot.speed import known
+from diloco.autopilot.speed import measured
 from diloco.codecs.codec import codec_named
 from diloco.core.fragment import fragmenter
 from diloco.exchange.collective import Collective
@@ -76,7 +76,7 @@ def targets(values: Record) -> list[Target]:
 
 
 def group() -> Group:
-    speed = known()
+    speed = measured()
     return Group(
         STEP_SECONDS, codec_ns=speed.codec_ns("e3m0", 2), hook_ns=speed.hook, round_seconds=ROUND_SECONDS, wire=WIRE
     )

@@ -1,4 +1,4 @@
-"""What DiLoCo costs an accelerator, measured with a model that is made for it: for somebody who has one.
+"""Measure what DiLoCo costs an accelerator, with a model of 113M values.
 
 The model trains with DiLoCo attached and paused in turn, a period of `sync_every` steps each, so that both see the same
 machine. It is the only replica, but takes, encodes, decodes and applies its own deltas as it would with others.
@@ -23,7 +23,7 @@ from diloco.exchange.collective import Collective
 from diloco.runs import units
 
 SECONDS = 25.0
-"""For the steps; the rest of half a minute is for copies and codecs."""
+"""For the steps; copies and codecs take the rest of half a minute."""
 WIDTH, LAYERS, BATCH = 3072, 12, 2048
 """113M values, 1.4 TFLOP a step."""
 SYNC_EVERY = 20
@@ -41,15 +41,15 @@ class Cost:
     up: float  # bytes a second, host to device
     down: float
     pinned_bytes: int  # that DiLoCo takes for this model
-    other_bits: tuple[str, ...]  # what the device computes that is not what the host computes
+    other_bits: tuple[str, ...]  # results that differ between device and host
 
     @property
     def hook_ns(self) -> float:
-        """Of the device's time, for each value and round: `--hook-ns` of `diloco plan`."""
+        """Device time per value and round: `--hook-ns` of `diloco plan`."""
         return max(self.attached - self.alone, 0.0) * SYNC_EVERY / self.values * 1e9
 
     def line(self) -> str:
-        """All of it, to be pasted into an issue."""
+        """All figures in one line, to paste into an issue."""
         return (
             f"diloco {__version__}, torch {torch.__version__}, {self.accelerator}, {units.amount(self.values)} values, "
             f"sync_every {SYNC_EVERY}: step {1e3 * self.alone:.3f} ms alone, {1e3 * self.attached:.3f} ms attached, "
@@ -127,7 +127,7 @@ def _seconds(act: Callable[[], object]) -> float:
 
 
 def other_bits(device: torch.device) -> list[str]:
-    """What of the codecs and of the outer step has other bits on the device than on the host, or fails there."""
+    """Results of the codecs and the outer step that differ from the host's in any bit, or that fail on the device."""
     out: list[str] = []
     for codec in (E3M0(), BFloat16()):
         host = _computed(codec, torch.device("cpu"))

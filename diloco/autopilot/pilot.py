@@ -117,7 +117,7 @@ class Autopilot:
     def _measure(self) -> Facts:
         """Called on all replicas after the same step. With shards or DDP inside a replica, each of its ranks sends its
         part at the same time; with DDP each rank takes and writes the whole model."""
-        diloco, machine = self._diloco, speed.known()
+        diloco, machine = self._diloco, speed.measured()
         link = self._reducer.measure()
         ranks = len(self._reducer.gather(None)) // self._replicas
         shards = ranks // max(len(self._reducer.identity.ddp_ranks), 1)

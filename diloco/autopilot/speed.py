@@ -1,4 +1,4 @@
-"""How long this machine takes per value of a round, in nanoseconds: measured in a fraction of a second, then cached.
+"""Nanoseconds that this machine takes per value of a round: measured in a fraction of a second, then cached.
 
 The planner assumes the same for the machines that will train, unless their figures are set. The estimate is rough: one
 core, the best of a few runs. benchmarks/ measures complete rounds.
@@ -19,7 +19,7 @@ from diloco import __version__, codecs
 from diloco.codecs.formats import FORMATS, GATHER, Sparse
 
 VALUES = 1 << 19
-"""Values encoded or decoded: few enough for the CPU cache, because the communication thread has just received them."""
+"""Values to encode or decode: few enough for the CPU cache, because the communication thread has just received them."""
 MODEL = 1 << 22
 """Values that the hook copies and the outer step updates: too many for the CPU cache."""
 TIMES = 5
@@ -56,7 +56,7 @@ class Speed:
         return f"{self.codec_ns('e3m0', 2):.1f} ns per value while training runs, {self.hook:.1f} ns of training"
 
 
-def known(folder: Path | None = None, *, again: bool = False) -> Speed:
+def measured(folder: Path | None = None, *, again: bool = False) -> Speed:
     """This machine's speed: cached, or measured now and then cached. `again` measures it even if it is cached."""
     file, key = (folder or default_cache()) / "speed.json", _key()
     cache: Any = None

@@ -91,7 +91,7 @@ def check_machine() -> list[Finding]:
         remedy = "needed for --shards only; install a torch build with NCCL"
         findings.append(Finding("nccl", "yes" if nccl else "no", nccl, remedy))
     # Measured even if it is cached: `diloco plan` uses the new figures from now on.
-    pace = Finding("a round of 2 replicas", str(speed.known(again=True)))
+    pace = Finding("a round of 2 replicas", str(speed.measured(again=True)))
     return [*findings, _kernels(), pace, _disk(), _hostname(), _port()]
 
 

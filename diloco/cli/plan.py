@@ -153,5 +153,5 @@ def _nanoseconds(config: PlanConfig) -> dict[str, float]:
     if config.bus is not None:
         hook_ns = hook_ns or 0.0
         copy_ns = bus_bytes(codec, config.reduce) / quantity.bandwidth(config.bus) * 1e9
-    codec_ns = speed.known().codec_ns(codec, config.replicas) if config.codec_ns is None else config.codec_ns
-    return {"codec_ns": codec_ns, "hook_ns": speed.known().hook if hook_ns is None else hook_ns, "copy_ns": copy_ns}
+    codec_ns = speed.measured().codec_ns(codec, config.replicas) if config.codec_ns is None else config.codec_ns
+    return {"codec_ns": codec_ns, "hook_ns": speed.measured().hook if hook_ns is None else hook_ns, "copy_ns": copy_ns}

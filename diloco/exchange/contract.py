@@ -1,4 +1,4 @@
-"""What replicas compare: settings and states before the first round, and their deltas in every round."""
+"""Checks between replicas: settings and states before the first round, and deltas in every round."""
 
 import warnings
 from collections import deque
@@ -16,7 +16,7 @@ LONGEST = 80
 def compare(contracts: Sequence[Contract], names: Sequence[str] = ()) -> None:
     """Raise a Mismatch that names every setting on which replicas differ, with both values. If the models differ, it
     names the first difference only: the others follow from it. `names`: of the replicas; by default replica 0, …"""
-    called = names or [f"replica {m}" for m in range(len(contracts))]
+    labels = names or [f"replica {m}" for m in range(len(contracts))]
     settings, models = [], []
     for key in dict.fromkeys(key for contract in contracts for key in contract):
         values = [contract.get(key) for contract in contracts]
@@ -24,7 +24,7 @@ def compare(contracts: Sequence[Contract], names: Sequence[str] = ()) -> None:
         if other is not None:
             of_model = isinstance(values[0], dict) and isinstance(values[other], dict)
             differences = models if of_model else settings
-            differences.append(_difference(key, values[0], values[other], called[0], called[other]))
+            differences.append(_difference(key, values[0], values[other], labels[0], labels[other]))
     if settings or models:
         raise Mismatch(
             f"{'replicas' if not names else ' and '.join(names)} disagree: "
@@ -37,10 +37,10 @@ def _difference(key: str, first: object, second: object, one: str, other: str) -
     if isinstance(first, dict) and isinstance(second, dict):
         names = list(dict.fromkeys(name for name in [*first, *second] if first.get(name) != second.get(name)))
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        mine, theirs = first.get(names[0]), second.get(names[0])
-        if key == FROZEN and None not in (mine, theirs):  # checksums mean nothing to a reader
+        ours, theirs = first.get(names[0]), second.get(names[0])
+        if key == FROZEN and None not in (ours, theirs):  # checksums mean nothing to a reader
             return f"{key} of {one} / {other} differ in value, {names[0]}{more}: load the same base model on all"
-        return f"{key} of {one} / {other}: {names[0]} is {_show(mine)} / {_show(theirs)}{more}"
+        return f"{key} of {one} / {other}: {names[0]} is {_show(ours)} / {_show(theirs)}{more}"
     return f"{key} is {_show(first)} on {one}, {_show(second)} on {other}"
 
 
@@ -49,14 +49,14 @@ def _show(value: object) -> str:
     return text if len(text) <= LONGEST else f"{text[:LONGEST]}…"
 
 
-def sources(held: Sequence[Sequence[tuple[int, int]]]) -> list[int | None]:
+def sources(versions: Sequence[Sequence[tuple[int, int]]]) -> list[int | None]:
     """For each fragment, the replica with the state that all take, or None where all are equal.
 
-    `held[replica][fragment]` is (index, fingerprint). A replica that is behind gets the state of one that is ahead.
+    `versions[replica][fragment]` is (index, fingerprint). A replica that is behind gets the state of one that is ahead.
     At round 0 states may differ (different seeds): all take the first replica's. Later they must be equal.
     """
     out: list[int | None] = []
-    for fragment, states in enumerate(zip(*held, strict=True)):
+    for fragment, states in enumerate(zip(*versions, strict=True)):
         newest = max(index for index, _ in states)
         ahead = [m for m, (index, _) in enumerate(states) if index == newest]
         other = next((m for m in ahead if states[m] != states[ahead[0]]), None)

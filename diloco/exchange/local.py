@@ -106,8 +106,7 @@ class _Board:
         self.holder = 0
         self.condition = threading.Condition()
         self.waiting: dict[int, Callable[[], bool]] = {}
-        self.joins: list[dict[int, Join]] = []
-        self.joined: list[set[int]] = []  # that have copied the states of others
+        self.meetings: dict[tuple[str, int], dict[int, Any]] = {}  # (purpose, join) → what each replica brought
         self.gone: set[int] = set()
         self.same_data, self.early_end = SameData(), EarlyEnd()
         self.clear()
@@ -168,16 +167,10 @@ class Local:
     def join(self, job: Join) -> list[State | None]:
         board = self._board
         self._job, self._states = job, list(job.states)
-        if len(board.joins) == self._joins:
-            board.joins.append({})
-            board.joined.append(set())
-        offers, joined = board.joins[self._joins], board.joined[self._joins]
         self._joins += 1
-        offers[self.replica] = job
-        self._wait("join", lambda: len(offers) == self.replicas)
+        jobs = self._meet("join", job)
         self._sent.clear()
         board.clear()  # all are here: the rest belongs to a run that has ended
-        jobs = [offers[m] for m in range(self.replicas)]
         compare([job.contract for job in jobs])
         versions = [[(state.index, state.fingerprint()) for state in job.states] for job in jobs]
         replaced: list[State | None] = [None] * len(job.states)
@@ -185,9 +178,15 @@ class Local:
             if source is not None and versions[source][i] != versions[self.replica][i]:
                 theirs = jobs[source].states[i]
                 replaced[i] = self._states[i] = State(theirs.index, theirs.anchor.clone(), theirs.outer.clone())
-        joined.add(self.replica)  # a source must not train before all have copied
-        self._wait("join", lambda: len(joined) == self.replicas)
+        self._meet("copied", None)  # a source must not train before
         return replaced
+
+    def _meet(self, purpose: str, value: T) -> list[T]:
+        """Wait for all replicas, and return what each of them brought."""
+        brought = self._board.meetings.setdefault((purpose, self._joins), {})
+        brought[self.replica] = value
+        self._wait("join", lambda: len(brought) == self.replicas)
+        return [brought[m] for m in range(self.replicas)]
 
     def should_send(self, fragment: int, steps: int, scheduled: bool) -> bool:
         return scheduled

@@ -27,12 +27,14 @@ class State:
     index: int
     anchor: Tensor
     outer: Tensor
-    known: int | None = None  # the fingerprint, if it was computed along with the values
+    cached_fingerprint: int | None = None  # computed along with the values
     uploads: Sequence[Any] = ()  # copies of the anchor that are already on their way to accelerators
 
     def fingerprint(self) -> int:
         """A sum over all bits modulo a prime: equal for equal states, different after a single flipped bit."""
-        return fingerprint(words(self.anchor), words(self.outer)) if self.known is None else self.known
+        if self.cached_fingerprint is not None:
+            return self.cached_fingerprint
+        return fingerprint(words(self.anchor), words(self.outer))
 
 
 class Next(Protocol):
@@ -219,4 +221,4 @@ def advanced(job: Join, fragment: int, state: State, mean: Sequence[Encoded], *,
 
 def unchanged(state: State) -> State:
     """The state after a round in which nobody had trained: momentum alone must not move anything."""
-    return State(state.index + 1, state.anchor, state.outer, state.known)
+    return State(state.index + 1, state.anchor, state.outer, state.cached_fingerprint)

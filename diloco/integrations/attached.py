@@ -19,7 +19,7 @@ from diloco.exchange.reducer import Reducer
 
 Model = nn.Module | Sequence[nn.Module]
 NAMED = {"codec": codec_named, "fragments": fragmenter, "outer": outer_named}
-"""Settings that are objects; `diloco train` names them by text."""
+"""Settings that are objects, with the functions that parse their names."""
 
 
 def by_name(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -150,7 +150,9 @@ def test_the_next_state_has_the_same_bits_and_the_fingerprint_of_its_bits(level,
         expected, found = next_state("reference", state, rule, mean), next_state(level, state, rule, mean)
         assert n < 255 or not torch.equal(expected.anchor, state.anchor), n
         assert same_bits(found.anchor, expected.anchor) and same_bits(found.outer, expected.outer), n
-        assert found.known == expected.fingerprint() == State(1, found.anchor, found.outer).fingerprint(), n
+        assert (
+            found.cached_fingerprint == expected.fingerprint() == State(1, found.anchor, found.outer).fingerprint()
+        ), n
         assert state.fingerprint() == before, n
 
 
@@ -213,7 +215,7 @@ def test_a_state_that_is_made_in_parts_has_the_same_bits(level, codec, cut):
     ]
     expected, found = next_state("reference", state, rule, parts), next_state(level, state, rule, parts[::-1])
     assert same_bits(found.anchor, expected.anchor) and same_bits(found.outer, expected.outer)
-    assert found.fingerprint() == expected.fingerprint() and (found.known is None) == (cut % 2 == 1)
+    assert found.fingerprint() == expected.fingerprint() and (found.cached_fingerprint is None) == (cut % 2 == 1)
 
 
 @native

@@ -15,11 +15,11 @@ MORE = Speed(dict.fromkeys([*FORMATS, "cut"], 1.0), dict.fromkeys([*FORMATS, "cu
 
 
 def test_it_is_measured_for_every_codec_and_cached(tmp_path):
-    measured = speed.known(tmp_path)
+    measured = speed.measured(tmp_path)
     assert set(measured.encode) == set(measured.decode) == set(FORMATS)
     assert all(ns > 0 for ns in (*measured.encode.values(), *measured.decode.values(), measured.hook))
     assert measured.outer >= 0  # done while decoding: it may cost nothing more
-    assert speed.known(tmp_path) == measured != speed.known(tmp_path, again=True)
+    assert speed.measured(tmp_path) == measured != speed.measured(tmp_path, again=True)
 
 
 ENTRIES = {"no figures": {"hook": 1.0}, "fewer codecs": asdict(FEWER), "more codecs": asdict(MORE)}
@@ -31,14 +31,14 @@ CACHES |= {name: json.dumps({speed._key(): entry}) for name, entry in ENTRIES.it
 def test_an_unusable_cache_is_measured_again(text, tmp_path, monkeypatch):
     monkeypatch.setattr(speed, "_measure", lambda: SOME)
     (tmp_path / "speed.json").write_text(text)
-    assert speed.known(tmp_path) == SOME
+    assert speed.measured(tmp_path) == SOME
     assert json.loads((tmp_path / "speed.json").read_text())[speed._key()] == asdict(SOME)
 
 
 def test_a_cache_that_cannot_be_written_does_not_matter(tmp_path, monkeypatch):
     monkeypatch.setattr(speed, "_measure", lambda: SOME)
     (tmp_path / "file").touch()
-    assert speed.known(tmp_path / "file") == SOME
+    assert speed.measured(tmp_path / "file") == SOME
 
 
 def test_reference_kernels_have_their_own_entry(monkeypatch):

@@ -37,19 +37,18 @@ def _threads(data, optimizer):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("data", [[7, 7], [0, 5, 2, 5]])
-def test_two_replicas_on_the_same_data_are_named_once(data):
-    pair = [m for m, part in enumerate(data) if data.count(part) == 2]
-    for messages in (chain.from_iterable(run(len(data), _process, data, adamw)), _threads(data, adamw)):
-        (message,) = messages
-        assert f"replicas {pair[0]} and {pair[1]} sent identical updates" in message
-        assert "own shard" in message
+def test_two_processes_on_the_same_data_are_named_once():
+    (message,) = chain.from_iterable(run(4, _process, [0, 5, 2, 5], adamw))
+    assert "replicas 1 and 3 sent identical updates" in message and "own shard" in message
 
 
-@pytest.mark.slow
+def test_two_replicas_on_the_same_data_are_named_once():
+    (message,) = _threads([7, 7], adamw)
+    assert "replicas 0 and 1 sent identical updates" in message
+
+
 @pytest.mark.parametrize(("data", "optimizer"), [([1, 2], adamw), ([1, 2, 3, 4], adamw), ([7, 7], still), ([7], adamw)])
 def test_no_warning_for_different_data_for_a_model_that_does_not_move_and_for_one_replica(data, optimizer):
-    assert not any(run(len(data), _process, data, optimizer))
     assert not _threads(data, optimizer)
 
 
@@ -75,6 +74,5 @@ def _shards(rank, data):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("data", "warned"), [([7, 7], 1), ([1, 2], 0)])
-def test_shards_count_as_one_replica(data, warned):
-    assert len(list(chain.from_iterable(run(4, _shards, data)))) == warned
+def test_shards_count_as_one_replica():
+    assert len(list(chain.from_iterable(run(4, _shards, [7, 7])))) == 1

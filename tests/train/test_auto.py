@@ -80,13 +80,3 @@ def test_the_overlap_is_a_number_or_auto():
     assert [parse(TrainConfig, ["--overlap", word]).overlap for word in ("auto", "3")] == ["auto", 3]
     with pytest.raises(ConfigError, match=r"--overlap often: use a whole number.* or auto$"):
         parse(TrainConfig, ["--overlap", "often"])
-
-
-@pytest.mark.slow
-def test_a_member_of_a_bucket_adapts_its_own_overlap_only(place, tmp_path):
-    words = [*WORDS, "--steps", "20", "--sync-every", "10", "--bucket", tmp_path, "--member", "a"]
-    code, _, err = run(place, "train", *words, "--replicas", "1", "--name", "auto-member")
-    assert code == 0, err
-    assert "with a Bucket, sync_every, fragments and codec are not changed" in err
-    folder = place / "runs" / "auto-member"
-    assert tomllib.loads((folder / "config.toml").read_text())["overlap"] == "auto"

@@ -193,22 +193,24 @@ def test_a_prepared_corpus_is_found_and_a_changed_source_or_damaged_cache_is_pre
         assert prepare([str(book)], "bytes", tmp_path / "cache").train.read_bytes() == content
 
 
-def _prepare_at(barrier, cache, answers):
+def _prepare_at(barrier, book, cache, answers):
     barrier.wait()
-    answers.put(prepare([], "bytes", cache).sha256)
+    answers.put(prepare([str(book)], "bytes", cache).sha256)
 
 
 @pytest.mark.slow
-def test_processes_that_prepare_at_once_all_end_well(tmp_path, standard):
+def test_processes_that_prepare_at_once_all_end_well(tmp_path, book):
+    expected = prepare([str(book)], "bytes", tmp_path / "alone").sha256
     barrier, answers = context.Barrier(3), context.Queue()
-    processes = [context.Process(target=_prepare_at, args=(barrier, tmp_path, answers)) for _ in range(3)]
+    places = (barrier, book, tmp_path / "cache", answers)
+    processes = [context.Process(target=_prepare_at, args=places) for _ in range(3)]
     for process in processes:
         process.start()
-    assert [answers.get(timeout=150) for _ in processes] == [standard.sha256] * 3
+    assert [answers.get(timeout=150) for _ in processes] == [expected] * 3
     for process in processes:
         process.join()
     assert [p.exitcode for p in processes] == [0, 0, 0]
-    assert len(list(tmp_path.iterdir())) == 1  # no temporary folder is left
+    assert len(list((tmp_path / "cache").iterdir())) == 1  # no temporary folder is left
 
 
 BAD = {

@@ -28,8 +28,9 @@ def llamas(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("codec", ["e3m0", "float32"])
-@pytest.mark.parametrize(("name", "shards", "values"), [("8b", 8, 8.03e9), ("70b", 64, 70.55e9)])
+@pytest.mark.parametrize(
+    ("name", "shards", "values", "codec"), [("8b", 8, 8.03e9, "e3m0"), ("70b", 64, 70.55e9, "float32")]
+)
 def test_the_plan_is_within_five_percent_of_the_real_model(llamas, capsys, name, shards, values, codec):
     model = f"hf:{llamas[name]}"
     assert main(PlanConfig(**FLAGS, model=model, shards=shards, codec=codec, fragments="strided:3", json=True)) == 0

@@ -44,7 +44,7 @@ def test_a_run_killed_at_any_moment_resumes_to_the_same_trajectory(place, whole)
         os.kill(child, signal.SIGKILL)
     code, _, err = ended(process)
     assert code == 1
-    assert "was killed by signal 9" in err.splitlines()[-1]
+    assert "was killed by signal 9" in err.splitlines()[-1] and "Traceback" not in err
     code, _, err = train(place, name, "--steps", "40", "--save-every", "20", "--resume", "--inner", "muon")
     assert code == 0, err
     check_same(place, name)
@@ -137,17 +137,6 @@ def test_resume_takes_the_settings_of_the_run_that_is_named_not_of_the_newest(tm
     (tmp_path / "recipe.toml").write_text("steps = 9\n")
     with pytest.raises(ConfigError, match=r"which run\? Add --name"):
         complete([str(tmp_path / "recipe.toml"), "--resume"])
-
-
-@pytest.mark.slow
-def test_one_dead_process_stops_all_with_its_reason_on_the_last_line(place):
-    process = start(place, *training("dead", "--steps", "5000"))
-    wait_for_lines(place / "runs/dead/replica-1/metrics.jsonl", 6, process)
-    os.kill(children(process)[1], signal.SIGKILL)
-    code, _, err = ended(process)
-    assert code == 1
-    assert "process 1 was killed by signal 9" in err.splitlines()[-1]
-    assert "Traceback" not in err
 
 
 @pytest.mark.slow
