@@ -109,28 +109,18 @@ def _per_replica(
 
 
 def _total_bytes(run: RecordedRun) -> dict[str, Any]:
-    """Bytes sent by one replica so far, compared with data-parallel training."""
-    total = _bytes_by_step(run)
-    # A logarithmic axis cannot show zero.
-    curves: list[Curve] = [("sent", "line", lambda step: total.get(step) or None)]
-    if per_step := _data_parallel(run):
-        curves.append(("data-parallel", "data-parallel", lambda step: per_step * step))
-    return _chart(sorted(total), "bytes", curves)
-
-
-def _bytes_by_step(run: RecordedRun) -> dict[int, float]:
-    """Total bytes that the first replica with steps had sent by the end of each step."""
+    """Bytes sent by the first replica with steps by the end of each step, compared with data-parallel training."""
     replica = next((r for r in run.replicas if r.steps), None)
     total: dict[int, float] = {step.step: step.bytes_sent for step in replica.steps} if replica else {}
     if total and run.figures.bytes_sent:
         # The last rounds end after the last step is written.
         total[max(total)] = max(total[max(total)], run.figures.bytes_sent)
-    return total
-
-
-def _data_parallel(run: RecordedRun) -> float:
-    """Bytes per step of data-parallel training; 0 if unknown."""
-    return (run.figures.bytes_data_parallel or 0) / max(run.figures.steps, 1)
+    # A logarithmic axis cannot show zero.
+    curves: list[Curve] = [("sent", "line", lambda step: total.get(step) or None)]
+    if data_parallel := run.figures.bytes_data_parallel:
+        per_step = data_parallel / max(run.figures.steps, 1)
+        curves.append(("data-parallel", "data-parallel", lambda step: per_step * step))
+    return _chart(sorted(total), "bytes", curves)
 
 
 def _chart(steps: Sequence[int], unit: str, curves: Sequence[Curve], note: str = "") -> dict[str, Any]:
