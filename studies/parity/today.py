@@ -72,14 +72,19 @@ ROWS: dict[str, Cell] = {
         for batch in (2, 4)
         for name, cell in ((DEFAULTS, _muon), (MUON, _dp_muon))
     },
+    f"batch × 2: {FOUR}": _larger(replace(_muon, replicas=4), 2),
+    f"batch × 2: {MUON}, lr ÷ √2": replace(_larger(_dp_muon, 2), lr=LR),
+    f"batch × 4: {EIGHT}": _larger(replace(_muon, replicas=8), 4),
+    f"batch × 4: {MUON}, lr ÷ √2": replace(_larger(_dp_muon, 4), lr=0.016),
     **{LARGEST + name: _largest(cell) for name, cell in ((DEFAULTS, _muon), (ADAMW, _dp), (MUON, _dp_muon))},
 }
 """The most important first."""
 
 
 def _alike(name: str) -> str | None:
-    """Rows of one size, batch and inner optimizer. A mean of weights varies with the run that it is of."""
-    return None if ": " in name or name == AVERAGED else ROWS[name].inner
+    """Rows of one inner optimizer, supposing that larger models and batches vary no more. A mean of weights varies with
+    the run that it is of."""
+    return None if name == AVERAGED else ROWS[name].inner
 
 
 TODAY = Study(
