@@ -18,6 +18,7 @@ from types import MappingProxyType
 from typing import Any
 
 from diloco.bucket.deltas import layout_of
+from diloco.bucket.effects import Phase
 from diloco.bucket.fragment import Fragment
 from diloco.bucket.members import MemberOptions, Timing, check_name, register
 from diloco.bucket.round_store import RoundStore
@@ -245,6 +246,12 @@ class Bucket:
             self._check()
             reached = [self._fragments[f].machine.held for f in self._trained]
             return self._rounds is not None and bool(reached) and min(reached) >= self._rounds
+
+    @property
+    def phases(self) -> list[Phase]:
+        """What each fragment is doing."""
+        with self._lock:
+            return [fragment.machine.phase for fragment in self._fragments]
 
     @property
     def traffic(self) -> dict[str, int]:

@@ -16,7 +16,7 @@ from diloco.report import html
 from diloco.report.live import progress_of
 from diloco.runs import folder as folders
 from diloco.runs import units
-from diloco.runs.reader import Follower, RecordedRun, read_phase, status
+from diloco.runs.reader import Follower, RecordedRun, read_fragments, read_phase, status
 
 HOST, PORT = "127.0.0.1", 8265
 FOLLOWED = 64
@@ -106,13 +106,14 @@ class _FollowedRun:
 
 
 def _progress(run: RecordedRun) -> dict[str, Any]:
-    """What a running run is doing, the share that is done, and the time left."""
+    """What a running run and its fragments are doing, the share that is done, and the time left."""
     phase, progress = read_phase(run.folder) or "starting", progress_of(run)
+    fragments = read_fragments(run.folder)
     if not progress.total:
-        return {"share": 0.0, "text": phase}
+        return {"share": 0.0, "text": phase, "fragments": fragments}
     left = f" · {units.duration(progress.seconds_left)} left" if progress.seconds_left is not None else ""
     text = f"{phase} · {progress.unit} {progress.done} of {progress.total}{left}"
-    return {"share": progress.share, "text": text}
+    return {"share": progress.share, "text": text, "fragments": fragments}
 
 
 class Dashboard(ThreadingHTTPServer):

@@ -355,6 +355,12 @@ def read_phase(folder: Path) -> str:
     return _bytes(folder / "phase").decode(errors="replace").strip()
 
 
+def read_fragments(folder: Path) -> list[list[str]]:
+    """What the fragments of a member of a bucket were doing last: a state, the fragments in it, what they wait for."""
+    lines = _bytes(folder / "fragments").decode(errors="replace").splitlines()
+    return [words for line in lines if len(words := line.split("\t")) == 3]
+
+
 def _recorded(
     folder: Path, config: Mapping[str, Any], summary: Summary | None, replicas: tuple[Replica, ...]
 ) -> RecordedRun:

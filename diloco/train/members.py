@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from diloco.bucket import Bucket, below, find_run
+from diloco.bucket.effects import Phase
 from diloco.bucket.members import check_name
 from diloco.bucket.run import Run
 from diloco.bucket.store.envelope import read_secret
@@ -189,6 +190,7 @@ class Elastic:
             raise Mismatch("the run has a different tokenizer: use its tokenizer.json or, with train:SIZE, the same "
                            "--data")  # fmt: skip
         self._diloco, self._joined_at, self._warm = diloco, start, bool(start)
+        self._fragments = folder / "fragments"  # what they are doing, for the dashboard
         self._index, _ = self._agree()
         self.over = min(self._least(*diloco.indices)) >= self.rounds
         index = self._index
@@ -234,6 +236,12 @@ class Elastic:
             self.reducer.publish(loss=last.loss, tokens_per_second=last.tokens_per_second)
         for event in self.reducer.events():
             writer.write(Event(event.pop("event"), writer.seconds(), step, event))
+        if last and last.step == step and self._world.shard == 0:
+            fragments: dict[Phase, list[str]] = {}
+            for number, phase in enumerate(self.reducer.phases):
+                fragments.setdefault(phase, []).append(str(number))
+            rows = ((phase.name.lower(), ", ".join(fragments[phase]), phase.value) for phase in fragments)
+            self._fragments.write_text("\n".join(map("\t".join, rows)))
         self._index, self.over = self._agree()
 
     def evaluated(self, loss: float) -> None:

@@ -11,10 +11,8 @@ from diloco import ConfigError, DiLoCoError, Float32, Mismatch, NotFinite
 from diloco.bucket import Bucket
 from diloco.bucket.machine import AHEAD
 from diloco.bucket.members import MemberOptions, Superseded
-from diloco.bucket.store import Create, Delete, List, Read, Size, Unusable, Write
+from diloco.bucket.store import Create, Read, Size, Write
 from diloco.bucket.store.backend import Failure, open_store
-from diloco.bucket.store.contract import probe
-from diloco.bucket.store.envelope import open_encrypted
 from diloco.exchange.reducer import Round, State
 from tests.support.fake_reducer import job
 from tests.support.members import PATIENT, Member, agree, until
@@ -217,37 +215,6 @@ def test_the_heartbeat_runs_while_a_member_reads_a_large_snapshot(tmp_path):
     assert store.given and all(store.given)
 
 
-@pytest.mark.parametrize("secret", [None, b"s" * 32], ids=["clear", "encrypted"])
-@pytest.mark.parametrize("url", ["folder", "memory://x"])
-def test_a_store_does_what_the_protocol_needs(url, secret, tmp_path):
-    store = open_encrypted(str(tmp_path / url) if url == "folder" else f"{url}{secret}", secret)
-    probe(store)
-    attempt = store.attempt
-    assert attempt(Create("a/b", b"one")) is True
-    assert attempt(Create("a/b", b"two")) is False
-    assert attempt(Read("a/b", 3)) == b"one"
-    assert isinstance(attempt(Read("a/b", 2)), Unusable)
-    assert attempt(Read("a/b", 0, first=2)) == b"on"
-    assert attempt(Read("a/b", 0, first=200)) == b"one"
-    assert attempt(Read("a/c", 9)) is None and attempt(Size("a/c")) is None and attempt(Read("c", 0, first=2)) is None
-    attempt(Write("a/b", b"three"))
-    assert attempt(Size("a/b")) == 5
-    assert attempt(List("a/")) == {"a/b": 5} and attempt(List("b/")) == {}
-    attempt(Delete("a/b"))
-    attempt(Delete("a/b"))
-    assert attempt(List("a/")) == {}
-
-
-class Overwrites(Flaky):
-    """As `rclone serve s3` does: create-only is accepted and not kept."""
-
-    def attempt(self, operation):
-        if isinstance(operation, Create):
-            self.backend.attempt(Write(operation.name, operation.data))
-            return True
-        return super().attempt(operation)
-
-
 class LooksFirst(Flaky):
     """Looks whether the name is free, and writes afterwards: of eight at once, all find it free."""
 
@@ -265,9 +232,8 @@ class LooksFirst(Flaky):
         return super().attempt(operation)
 
 
-@pytest.mark.parametrize("kind", [Overwrites, LooksFirst])
-def test_a_store_without_create_only_puts_is_refused(kind, tmp_path):
-    store = kind(open_store(str(tmp_path)))
+def test_a_store_that_looks_before_it_puts_is_refused(tmp_path):
+    store = LooksFirst(open_store(str(tmp_path)))
     with pytest.raises(ConfigError, match="no create-only puts"):
         Bucket(str(tmp_path), "a", backend=store).join(job([], []))
 

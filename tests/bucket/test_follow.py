@@ -44,31 +44,6 @@ def jumps(player):
     return [outcome.state.index for _, outcome in player.reduce.outcomes if isinstance(outcome, Jump)]
 
 
-@pytest.mark.parametrize("every", [3, 100])
-def test_other_bits_a_second_time_running_stop_the_member_however_old_the_snapshot(every, monkeypatch):
-    monkeypatch.setattr(snapshot, "EVERY", every)
-    monkeypatch.setattr(snapshot, "STRIDE", 1)
-    world, good, bad = two(Wrong(1.0))
-    with pytest.raises(Diverged, match="computes other bits"):
-        train(world, (good, bad), 100)
-    assert Counter(event["event"] for event in bad.reduce.events())["diverged"] == 2
-    held = good.held[0]
-    train(world, (good,), 20)
-    assert good.held[0] > held
-
-
-def test_one_wrong_bit_costs_one_jump_and_a_later_one_another(monkeypatch):
-    monkeypatch.setattr(snapshot, "EVERY", 3)
-    monkeypatch.setattr(snapshot, "STRIDE", 1)
-    outer = Wrong(1.0, times=1)
-    world, good, bad = two(outer)
-    train(world, (good, bad), 40)
-    object.__setattr__(bad.diloco._fragments[0].outer, "times", 1)
-    train(world, (good, bad), 40)
-    assert Counter(event["event"] for event in bad.reduce.events())["diverged"] == 2
-    assert bad.held[0] >= good.held[0] - 1 and len(jumps(bad)) == 2
-
-
 @pytest.mark.slow
 def test_who_was_far_behind_jumps_once(monkeypatch):
     """What follows the snapshot is followed from there: 7 rounds are no reason to jump again."""

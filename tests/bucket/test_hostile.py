@@ -292,19 +292,6 @@ def test_a_folder_that_is_never_listed_is_said_once_while_the_store_does_the_res
     assert store.perform(List("rounds/")) is answers and events == ["store does not list"] * 2
 
 
-def test_a_member_outlives_a_moment_of_refusals(tmp_path):
-    backend = Refusing(open_store(str(tmp_path)))
-    a = Member(tmp_path, "a", backend=backend)
-    until(lambda: min(a.held) > 0, a)
-    backend.refusing.set()
-    now = backend.now
-    until(lambda: backend.now > now + 10, a)
-    backend.refusing.clear()
-    held = max(a.held)
-    until(lambda: min(a.held) > held + 2, a)
-    a.stop().end()
-
-
 def test_the_probe_is_repeated_when_the_store_fails_or_replies_are_lost(no_pauses, tmp_path):
     inner, tries = open_store(str(tmp_path)), []
 

@@ -150,15 +150,3 @@ def test_wrong_credentials_are_said_at_once(monkeypatch):
             Member("s3://bucket/x", "a", 1).end()
     finally:
         server.end()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["500", "cut"])
-def test_errors_and_replies_that_are_cut_off_are_tried_again(proxy, mode):
-    a = Member(f"s3://bucket/{mode}", "a")
-    until(lambda: a.done > 3, a)
-    proxy.mode = mode
-    held = max(a.held)
-    until(lambda: proxy.harmed > 3 and min(a.held) >= held + 2, a)
-    a.stop().end()
-    assert a.reduce.session.rejected == 0  # a reply that is cut off is not a bad object

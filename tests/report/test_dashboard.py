@@ -72,6 +72,16 @@ def test_data_is_sent_only_if_it_has_changed(finished: Path, tmp_path: Path) -> 
         assert "it ended without one" in data(server)["parts"]["head"], "no process holds the lock of the run"
 
 
+def test_a_running_member_shows_what_its_fragments_wait_for(finished: Path, tmp_path: Path) -> None:
+    copy_until(100, finished, tmp_path)
+    (tmp_path / "fragments").write_text("idle\t0, 2\tsteps\ndelivered\t1\tthe others' deltas\nhalf a li")
+    with serving(tmp_path) as server:
+        with folders.locked(tmp_path):
+            head = data(server)["parts"]["head"]
+        assert "<td>delivered</td><td>1</td><td>the others&#39; deltas</td>" in head and "half" not in head
+        assert "delivered" not in data(server)["parts"]["head"], "it has ended"
+
+
 def test_a_host_name_of_another_machine_is_refused_and_a_malformed_one_is_a_bad_request(
     finished: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

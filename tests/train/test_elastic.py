@@ -12,9 +12,11 @@ from torch import nn
 
 import diloco.train.run
 from diloco import Balanced, DiLoCo
+from diloco.bucket.effects import Phase
 from diloco.errors import ConfigError
 from diloco.exchange.world import World
 from diloco.runs.config import TrainConfig
+from diloco.runs.reader import read_fragments
 from diloco.train.data.corpus import prepare
 from diloco.train.members import Elastic, member_folder
 from studies.bucket.restarts import chaos
@@ -51,6 +53,8 @@ def test_one_command_begins_a_run_and_joins_it_and_it_ends_for_all(place):
     assert "--lr 0.1 is ignored: the run has" in results[1][2]
     last = [[line for line in lines(place, f"bucket-{name}") if line["event"] == "evaluation"][-1] for name in "ab"]
     assert last[0]["loss"] == last[1]["loss"]  # the anchors are the same
+    shown = read_fragments(place / "runs/bucket-a")  # what the dashboard shows while it runs
+    assert shown and all(Phase[state.upper()].value == reason for state, _, reason in shown)
     code, out, _ = run_here(place, "watch", "bucket", "--once")
     assert code == 0 and "left" in out and " a " in out and " b " in out
     assert re.search(r"a +left +4–4", out)  # 40 steps of 10
