@@ -47,16 +47,17 @@ class PlanConfig:
         "decode, mean, outer step.", why="as measured on this machine", expert=True)
     hook_ns: float | None = _replicas(None, "Nanoseconds of the training thread per value of a round, to take the "
         "delta and write the result.", why="as measured on this machine; 0 with --bus", expert=True)
-    bus: str | None = _replicas(None, "The model is on accelerators, and a rank copies from and to its own at this "
-        "rate, such as 25GB/s for PCIe 4 x16. `diloco doctor --device` measures it.", why="the model is on the host")
-    shards: int = _replicas(1, "Ranks over which a replica is sharded. --codec-ns, --hook-ns and --bus are of one.")
+    bus: str | None = _replicas(None, "Set it if the model is on accelerators: the rate at which a rank copies to and "
+        "from its own, such as 25GB/s for PCIe 4 x16. `diloco doctor --device` measures it.",
+        why="the model is on the host")
+    shards: int = _replicas(1, "Ranks over which a replica is sharded. --codec-ns, --hook-ns and --bus are per rank.")
     sync_every: int | None = _sync(None, "Steps between two syncs of the same fragment.", why="chosen")
     fragments: str | None = _sync(None, "strided:N, sequential:N or balanced:N.", why="chosen")
     overlap: int | None = _sync(None, "Steps between sending a fragment and applying the result.",
         why="chosen, up to 5; a larger one may cost loss")
     codec: str | None = _sync(None, "Format of the deltas on the wire.", why="chosen", choices=FORMATS)
-    rehearse: bool = _output(False, "Also make the model without its values, shard it over --shards ranks, cut it "
-        "as in a run, and print what a rank with an accelerator takes, beside what the plan says.")
+    rehearse: bool = _output(False, "Also build the model without its values, shard it over --shards ranks and cut it "
+        "as a run would, and print what a rank with an accelerator needs next to the plan's figures.")
     json: bool = _output(False, "Print everything as JSON.")
     # fmt: on
 

@@ -13,7 +13,7 @@ INTERVAL = 2.0
 
 @dataclass(frozen=True, kw_only=True)
 class WatchConfig:
-    """Show the members, rounds and losses of a run in a bucket."""
+    """Show the members, rounds and losses of a run in a bucket, live."""
 
     url: str = flag(REQUIRED, "The folder or s3://, gs://, az://… of the bucket.", positional=True)
     key_file: Path | None = flag(None, "File with the secret that the members share.", why="no secret")

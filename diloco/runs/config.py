@@ -58,7 +58,7 @@ class TrainConfig:
     tokens: int | None = _optimization(None, "Tokens of all replicas together, such as 25b. Set this or --steps.",
         why="20 per parameter; one pass over the data for hf: models", scope="member")
     batch: int | None = _optimization(None, "Sequences per step, summed over all replicas.", why="by scaling law")
-    accumulate: int = _optimization(1, "Micro-batches per step of a replica. More of them need less memory.",
+    accumulate: int = _optimization(1, "Micro-batches per step of a replica; more micro-batches need less memory.",
         scope="member")
     inner: Literal["adamw", "muon"] | None = _optimization(None,
         "Inner optimizer: adamw; or muon for the matrices of the layers, with adamw for the rest.",
