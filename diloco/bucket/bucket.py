@@ -17,6 +17,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
+from diloco.bucket.carriers import check_announced
 from diloco.bucket.deltas import layout_of
 from diloco.bucket.effects import Phase
 from diloco.bucket.fragment import Fragment
@@ -99,6 +100,8 @@ class Bucket:
         note: JSON values stored with the run for later members, if this member creates it.
         heartbeat: seconds between two heartbeats. A member is dead after five missing ones (at least 10 s).
         poll: seconds between two looks at an open round. Default: the step time, from 0.2 to 5.
+        announce: HOST:PORT where the others reach this member. They then read its deltas and shares from there instead
+            of the store. Of several ranks, each listens on the port after that of the rank before it.
         backend: a store to use instead of the one at the URL.
     """
 
@@ -118,6 +121,7 @@ class Bucket:
         note: Mapping[str, object] = MappingProxyType({}),
         heartbeat: float = 5.0,
         poll: float | None = None,
+        announce: str | None = None,
         backend: Backend | None = None,
     ) -> None:
         if quorum < 1 or (straggler_timeout is not None and not 0 <= straggler_timeout < float("inf")):
@@ -127,6 +131,7 @@ class Bucket:
             raise ConfigError(f"shares_from={shares_from}: use at least 2 members")
         self.url, self.name = url, check_name(name)
         self._shares_from = shares_from
+        self._announced = None if announce is None else check_announced(announce, key is not None)
         self._key, self._join_only, self._rounds, self._max_work = key, join_only, rounds, max_work
         self._note, self._encrypt = dict(note), encrypt
         self._options = MemberOptions(quorum, straggler_timeout, heartbeat, poll)
@@ -168,11 +173,15 @@ class Bucket:
         envelope = Envelope(self.run.id, self._key)
         entry = yield from register(envelope, self.name, float(secrets.randbits(48)))
         self.session = session = Session(envelope, entry, Timing(self._options, job.sync_every, self._clock), *limits)
+        if self._announced is not None:
+            host, port = self._announced
+            session.entry = replace(entry, address=session.carrier.listen(host, port and port + job.shard.index))
         self._fragments = fragments = list[Fragment]()
         session.phases = lambda: (fragment.machine.phase for fragment in fragments)
         for f, (state, codec, initial) in enumerate(zip(job.states, job.codecs, self.run.snapshots, strict=True)):
             layout = layout_of(codec, len(state.anchor))
             rounds = RoundStore(f, layout, envelope, session.reject)
+            rounds.source = session.source
             snapshots = Snapshots(rounds, envelope, f, state, initial, session.reject, layout.nbytes)
             advance = partial(advanced, job, f)
             self._fragments.append(Fragment(f, layout, rounds, snapshots, session, advance))
@@ -350,6 +359,8 @@ class Bucket:
         for thread in self._threads:
             thread.join(max(deadline - self._clock(), 0.0))
         self._threads, self._wakes = [], []
+        if self.session is not None:
+            self.session.carrier.close()
 
     def _try(self, operation: Write) -> None:
         with contextlib.suppress(Failure, DiLoCoError):

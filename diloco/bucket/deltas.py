@@ -4,7 +4,6 @@ The head names the state that the delta was trained from and its work, and lists
 The cut does not depend on the members, because nobody knows who will be in a round when a delta is put.
 """
 
-import hashlib
 import struct
 import zlib
 from collections.abc import Sequence
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from diloco.bucket.carriers import digest_of
 from diloco.bucket.rounds import (
     FINGERPRINTS,
     LARGEST_LR,
@@ -52,8 +52,6 @@ averages a piece of every delta. More shares mean more requests per round, whate
 that averaging members read more at once: members ÷ shares times the fragment."""
 UNIT = 4096
 """Pieces are a multiple of this many values, which is a multiple of every codec's block."""
-DIGITS = 32
-"""Hexadecimal digits of a piece's digest: only the member that put the piece could search for a collision."""
 _LENGTH = struct.Struct("<I")
 
 
@@ -136,6 +134,13 @@ class SealedDelta:
     pieces: tuple[Piece, ...]
 
     @property
+    def payloads(self) -> dict[str, memoryview]:
+        """The pieces by digest."""
+        bodies = [memoryview(sealed.body) for sealed in self.objects]
+        cut = zip(self.pieces, places(self.pieces), strict=True)
+        return {piece.digest: bodies[part][at : at + piece.size] for piece, (part, at) in cut}
+
+    @property
     def nbytes(self) -> int:
         return self.head.nbytes + sum(sealed.nbytes for sealed in self.objects)
 
@@ -148,7 +153,7 @@ def seal_delta(
     if not layout.cut:
         return SealedDelta(envelope.seal(name, "delta", fields, bodies[0]), (), ())
     bodies = [envelope.seal(_piece_name(fragment, index, member, k), "piece", {}, b).body for k, b in enumerate(bodies)]
-    pieces = tuple(Piece(len(b), _digest(b), rounded(norm)) for b, norm in zip(bodies, norms, strict=True))
+    pieces = tuple(Piece(len(b), digest_of(b), rounded(norm)) for b, norm in zip(bodies, norms, strict=True))
     rows = [[piece.size, piece.digest, piece.norm] for piece in pieces]
     head = envelope.seal(name, "delta", {**fields, "pieces": rows})
     parts: dict[int, list[bytes]] = {}
@@ -235,7 +240,7 @@ def read_piece(
 ) -> Tensor:
     """The payload of a piece. Depends only on its bytes and on the head, so all members agree. Raises Invalid."""
     piece = delta.pieces[k]
-    if not isinstance(body, bytes) or _digest(body) != piece.digest:
+    if not isinstance(body, bytes) or digest_of(body) != piece.digest:
         raise Invalid(f"piece {k} does not match the digest in its head")
     size = layout.codec.nbytes(layout.count(k))
     payload = _tensor(envelope.open(_piece_name(*place, delta.member, k), "piece", body, size).payload)
@@ -276,10 +281,6 @@ def read_heads(heads: Opened, envelope: Envelope, record: Record, layout: Layout
 def _piece_name(fragment: int, index: int, member: str, k: int) -> str:
     """The signed name of a piece. The object that holds the piece has another name."""
     return f"{folder(fragment, index, PIECES)}{member}.{k}"
-
-
-def _digest(body: bytes) -> str:
-    return hashlib.sha256(body).hexdigest()[:DIGITS]
 
 
 def _tensor(data: bytes) -> Tensor:

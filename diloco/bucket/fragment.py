@@ -203,6 +203,7 @@ class Fragment:
             return self.machine.is_stale(index)
 
         began = self.session.clock()
+        self.session.carrier.offer(self.number, index, delta.sealed.payloads)
         stored = all((yield from together([put(part, stale) for part in delta.sealed.objects])))
         stored = stored and (yield from put(delta.sealed.head, stale))
         # Note the time even if the round was closed meanwhile: then the others' straggler timeout was too short.

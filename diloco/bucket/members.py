@@ -33,6 +33,8 @@ STILL = 5
 INCARNATIONS = 1_000_000
 """Maximum incarnations of one member name."""
 ENTRY = PREFIX.size + (16 << 10)
+ADDRESS = 500
+"""Maximum characters of an address."""
 STUCK = 300.0
 """Seconds without a step, and at least 20 steps, after which rounds stop waiting for a member despite its heartbeat."""
 STEPS, UPLOAD, POLL = "steps", "upload_seconds", "poll_seconds"
@@ -63,6 +65,7 @@ class Member:
     step_seconds: float = 0.0
     published: dict[str, float] = field(default_factory=dict)  # loss, steps, …
     phases: str = ""  # of each fragment: the place of its phase in `Phase`, as a hexadecimal digit
+    address: str = ""  # where it serves its payloads
 
     @property
     def object_name(self) -> str:
@@ -105,6 +108,7 @@ def read_member(opened: Opened) -> Member:
         held=tuple(integer(i, "held", 0, 1 << 40) for i in held),
         wants=tuple((integer(f, "fragment", 0, 1 << 30), integer(i, "index", 0, 1 << 40)) for f, i in wants),
         joining=fields["joining"],
+        address=text(fields["address"], "address")[:ADDRESS],
         phases=_read_phases(fields["phases"]),
         left=fields["left"],
         step_seconds=number(fields["step_seconds"], "step_seconds", 0, 1e6),

@@ -42,6 +42,7 @@ from diloco.bucket.rounds import (
 )
 from diloco.bucket.store import (
     All,
+    Fetch,
     List,
     Read,
     Size,
@@ -80,11 +81,16 @@ REACH = 8
 and, if that round is closed, once all that follow."""
 
 
+Source = Callable[[str, str, int], Fetch | None]
+"""How to get a payload from its owner: member, digest, bytes."""
+
+
 class RoundStore:
     def __init__(self, fragment: int, layout: Layout, envelope: Envelope, reject: Reject) -> None:
         self.fragment, self.layout, self._envelope, self._reject = fragment, layout, envelope, reject
         self._ahead = dict[str, bytes]()
         self.void: set[str] = set()  # digests of records that do not count, although they are well formed
+        self.source: Source = lambda owner, digest, size: None
         self._invalid: dict[str, Invalid] = {}  # by name: attempts that are not valid records
 
     @classmethod
@@ -248,18 +254,25 @@ class RoundStore:
         return (yield Work(lambda: read_delta(opened, *_place_of_delta(name), self.layout)))
 
     def _whole(self, name: str, head: Contribution) -> Task[Contribution | None]:
-        """A delta with all its pieces."""
-        place = _place_of_delta(name)
-        objects = [pieces_name(*place, head.member, head.digest, k) for k in range(len(sizes(head.pieces)))]
-        bodies = yield All([Read(part, size) for part, size in zip(objects, sizes(head.pieces), strict=True)])
-        if any(body is None for body in bodies):
+        """A delta with all its pieces: from its owner as far as possible, otherwise from the store."""
+        place, at = _place_of_delta(name), places(head.pieces)
+        pieces: list[bytes | None] = [None] * len(at)
+        sources = [self.source(head.member, piece.digest, piece.size) for piece in head.pieces]
+        if fetches := [source for source in sources if source is not None]:  # all of them, or none
+            pieces = yield All(fetches)
+        lacking = {part: 0 for (part, _), piece in zip(at, pieces, strict=True) if piece is None}
+        whole = sizes(head.pieces)
+        reads = [Read(pieces_name(*place, head.member, head.digest, part), whole[part]) for part in lacking]
+        bodies = dict(zip(lacking, (yield All(reads)), strict=True)) if reads else {}
+        if any(body is None for body in bodies.values()):
             return None
 
         def payloads() -> tuple[Tensor, ...]:
             out = []
-            for k, (part, at) in enumerate(places(head.pieces)):
-                body = bodies[part] if isinstance(bodies[part], bytes) else b""
-                piece = body[at : at + head.pieces[k].size]
+            for k, (part, start) in enumerate(at):
+                body, piece = bodies.get(part), pieces[k]
+                if piece is None:
+                    piece = body[start : start + head.pieces[k].size] if isinstance(body, bytes) else b""
                 out.append(read_piece(self._envelope, self.layout, place, head, k, piece))
             return tuple(out)
 

@@ -8,8 +8,10 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
+from diloco.bucket.carriers import Carrier
 from diloco.bucket.effects import Phase
 from diloco.bucket.members import (
     MEMBERS,
@@ -27,7 +29,7 @@ from diloco.bucket.round_store import Listing
 from diloco.bucket.rounds import snapshot_index
 from diloco.bucket.rules import waits_for_everyone
 from diloco.bucket.snapshots import seal_snapshot
-from diloco.bucket.store import List, Read, Size, Task, Work, create, together
+from diloco.bucket.store import Fetch, List, Read, Size, Task, Work, create, together
 from diloco.bucket.store.backend import Backend, Below, patiently
 from diloco.bucket.store.envelope import (
     HEADER,
@@ -52,6 +54,8 @@ SHARD = "shard-{}"
 so the ranks of one replica need not agree on anything."""
 
 
+LEAST_DEADLINE = 2.0
+"""Seconds for a payload from its owner, beyond the time that a delta takes to the store."""
 REJECTED = 10_000
 """Maximum names of unusable objects to remember."""
 
@@ -177,6 +181,7 @@ class Session:
         self.clock = timing.clock
         self.members = Members(entry.name, timing.options.ttl)
         self.listing, self._roll = Listing(timing), Roll()
+        self.carrier = Carrier(self.event)
         self.rejected = 0  # objects
         self._rejected: set[str] = set()
         self._held: dict[int, int] = {}
@@ -201,6 +206,15 @@ class Session:
 
     def straggler_timeout(self, index: int, now: float) -> float:
         return self.timing.straggler_timeout(self.awaited(index, now).values(), waits_for_everyone(index))
+
+    def source(self, owner: str, digest: str, size: int) -> Fetch | None:
+        """How to get a payload from its owner in about the time that the store would take; None if that member cannot
+        be asked."""
+        member = self.members.alive(self.clock()).get(owner)
+        if member is None or not member.address or owner == self.name:
+            return None
+        deadline = LEAST_DEADLINE + self.timing.upload_seconds
+        return Fetch(partial(self.carrier.fetch, owner, member.address, digest, size, deadline))
 
     def crowded(self, now: float) -> bool:
         """Whether rounds probably have so many members that each averages a share."""

@@ -99,6 +99,13 @@ class Work:
 
 
 @dataclass(frozen=True)
+class Fetch:
+    """Ask a member for a payload, which may take a while. → the payload, checked; None: read it from the store."""
+
+    function: Callable[[], bytes | None]
+
+
+@dataclass(frozen=True)
 class Pause:
     seconds: float
 
@@ -110,7 +117,7 @@ class All:
     operations: Sequence["Operation"]
 
 
-Operation = Create | Write | Read | Size | List | Delete | Work | Pause | All
+Operation = Create | Write | Read | Size | List | Delete | Work | Fetch | Pause | All
 Task = Generator[Operation, Any, T]
 
 

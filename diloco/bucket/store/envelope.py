@@ -45,7 +45,7 @@ from diloco.errors import ConfigError, install_command
 log = logging.getLogger("diloco")
 T = TypeVar("T")
 P = ParamSpec("P")
-PROTOCOL = 6
+PROTOCOL = 7
 MAGIC = b"DLCO"
 ENCRYPTED = b"DLCE"
 """The magic number of an encrypted object."""
@@ -191,6 +191,15 @@ class Envelope:
         if sums and hashlib.sha256(payload).hexdigest() != sums[0]:
             raise Invalid("its checksum is wrong")
         return Opened(name, digest, header, payload, len(data))
+
+    @refuses
+    def header_of(self, name: str, kind: str, data: bytes, size: int) -> tuple[bytes, str]:
+        """The part of a body before its payload, and the payload's SHA-256. Raises Invalid."""
+        opened = self.open(name, kind, data, None, head=True)
+        sums = opened.header["sha256"]
+        if opened.header["size"] != size or len(sums) != 1:
+            raise Invalid(f"its payload does not have {size} bytes in one part")
+        return data[: PREFIX.size + PREFIX.unpack_from(data)[1]], text(sums[0], "sha256")
 
     def _sign(self, run: str, name: str, header: bytes) -> bytes:
         """The header holds the checksums of the payload, so signing it signs both."""

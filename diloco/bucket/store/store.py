@@ -14,6 +14,7 @@ from diloco.bucket.store import (
     All,
     Create,
     Delete,
+    Fetch,
     List,
     Operation,
     Pause,
@@ -94,6 +95,8 @@ class Store:
                 return self._at_once(operations)
             case Work():
                 return operation.perform()
+            case Fetch(function):
+                return function()
             case Pause(seconds):
                 self.closing.wait(seconds * random.uniform(0.5, 1.5))
                 return None

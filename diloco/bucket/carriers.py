@@ -1,0 +1,339 @@
+"""Payloads straight from the member that owns them, over TCP with TLS, so that they need not be read from the store.
+
+The store decides what counts, and names each payload by its SHA-256. So a carrier needs no trust and may fail at any
+time: what does not arrive, or has another digest, is read from the store.
+
+A member that announces an address serves its last payloads there. Its entry in the store also says which certificate it
+shows, and with which token a connection must begin: who cannot read the store learns nothing here.
+"""
+
+import contextlib
+import hashlib
+import hmac
+import ipaddress
+import secrets
+import socket
+import ssl
+import struct
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+from diloco.errors import ConfigError, install_command
+
+STREAMS = 4
+"""Maximum connections to one member. While one waits for the next payload, the others use the link."""
+ROUNDS = 2
+"""Rounds of each fragment whose payloads are served."""
+STRANGERS = 32
+"""Maximum connections without the token. Beyond that the oldest is closed: so those that stay silent, or are slow, keep
+nobody out."""
+HANDSHAKE, IDLE = 5.0, 120.0
+"""Seconds of silence after which a connection is closed, before and after its token."""
+REFUSALS = 3
+"""Failures in a row after which a member is not asked for a while."""
+REST = 60.0
+TOKEN, DIGEST = 16, 16  # bytes
+_LENGTH = struct.Struct("<Q")
+Payload = bytes | memoryview
+Report = Callable[..., None]
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where a member serves its payloads, as its entry says."""
+
+    host: str
+    port: int
+    fingerprint: str  # SHA-256 of the certificate
+    token: str
+
+    def __str__(self) -> str:
+        return f"{self.host}:{self.port} {self.fingerprint} {self.token}"
+
+    @classmethod
+    def read(cls, text: str) -> "Address":
+        """Raises ValueError."""
+        place, fingerprint, token = text.split()
+        host, _, port = place.rpartition(":")
+        return cls(host, int(port), fingerprint, token)
+
+
+def check_announced(announced: str, signed: bool) -> tuple[str, int]:
+    """Host and port. On a public interface only members of a signed run are worth listening to: in any other, whoever
+    can write to the store could point all members anywhere."""
+    host, _, port = announced.rpartition(":")
+    if not host or any(c.isspace() for c in host) or not port.isascii() or not port.isdigit() or int(port) >= 1 << 16:
+        raise ConfigError(f"announce={announced!r}: give HOST:PORT, as the other members reach this machine")
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise ConfigError(f"announce={announced!r}: there is no host {host}: {error}") from None
+    if not signed and any(ipaddress.ip_address(str(where[4][0]).partition("%")[0]).is_global for where in found):
+        raise ConfigError(f"announce={announced!r} is a public address: also pass a secret that all members share with "
+                          "--key-file, or announce the address of a private network")  # fmt: skip
+    return host, int(port)
+
+
+class Carrier:
+    """Offers this member's payloads, and fetches those of others."""
+
+    def __init__(self, report: Report = lambda event, **values: None) -> None:
+        """`report` is called with an event and its values when a member is not asked any more."""
+        self._report = report
+        self._offered: dict[int, dict[int, dict[str, Payload]]] = {}  # fragment: round: digest: payload
+        self._owners: dict[str, Owner] = {}
+        self._lock = threading.Lock()
+        self._server: Server | None = None
+        self.received = 0  # bytes
+
+    def listen(self, host: str, port: int) -> str:
+        """Serve payloads on this port. Returns the address for this member's entry."""
+        self._server = Server(host, port, self._payload)
+        return str(Address(host, self._server.port, self._server.fingerprint, self._server.token.hex()))
+
+    def offer(self, fragment: int, index: int, payloads: Mapping[str, Payload]) -> None:
+        """Serve these payloads, by digest, during this round and the next ones."""
+        if self._server is None:
+            return
+        with self._lock:
+            rounds = self._offered.setdefault(fragment, {})
+            rounds.setdefault(index, {}).update(payloads)
+            self._offered[fragment] = {i: offered for i, offered in rounds.items() if i > index - ROUNDS}
+
+    def fetch(self, name: str, address: str, digest: str, size: int, deadline: float) -> bytes | None:
+        """A payload from the member that owns it; None if it does not come within so many seconds."""
+        with self._lock:
+            owner = self._owners.get(name)
+            if owner is None or owner.address != address:
+                self._owners[name] = owner = Owner(address)
+        if owner.resting:
+            return None
+        try:
+            data = owner.fetch(digest, size, time.monotonic() + deadline)
+        except (OSError, ValueError) as error:
+            if owner.refuse():
+                self._report("not reached", member=name, reason=f"{type(error).__name__}: {error!s:.200}")
+            return None
+        with self._lock:
+            self.received += size
+        owner.refusals = 0
+        return data
+
+    def _payload(self, digest: str) -> Payload | None:
+        with self._lock:
+            offered = (payloads for rounds in self._offered.values() for payloads in rounds.values())
+            return next((payloads[digest] for payloads in offered if digest in payloads), None)
+
+    def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+        for owner in self._owners.values():
+            owner.close()
+
+
+class Owner:
+    """Connections to one member."""
+
+    def __init__(self, address: str) -> None:
+        self.address, self.refusals = address, 0
+        self._until = 0.0
+        self._streams = threading.BoundedSemaphore(STREAMS)
+        self._idle: deque[ssl.SSLSocket] = deque()
+
+    @property
+    def resting(self) -> bool:
+        return time.monotonic() < self._until
+
+    def refuse(self) -> bool:
+        """Count a failure. Returns whether this is the one after which the member is not asked for a while."""
+        self.refusals += 1
+        if self.refusals >= REFUSALS:
+            self._until = time.monotonic() + REST
+        return self.refusals == REFUSALS
+
+    def fetch(self, digest: str, size: int, until: float) -> bytes:
+        """Raises OSError or ValueError."""
+        if not self._streams.acquire(timeout=_left(until)):
+            raise TimeoutError("too many payloads wait for this member")
+        try:
+            if self.resting:
+                raise TimeoutError("it has just failed too often")
+            with contextlib.suppress(IndexError, ConnectionError, ssl.SSLError):  # none is idle, or it was closed
+                return self._ask(self._idle.popleft(), digest, size, until)
+            return self._ask(self._connect(until), digest, size, until)
+        finally:
+            self._streams.release()
+
+    def _connect(self, until: float) -> ssl.SSLSocket:
+        address = Address.read(self.address)
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # the entry says which certificate it is
+        plain = socket.create_connection((address.host.strip("[]"), address.port), _left(until))
+        with contextlib.ExitStack() as failed:
+            failed.callback(plain.close)
+            plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection = context.wrap_socket(plain)
+            failed.callback(connection.close)
+            shown = hashlib.sha256(connection.getpeercert(binary_form=True) or b"").hexdigest()
+            if shown != address.fingerprint:
+                raise ConnectionError("it shows another certificate than its entry says")
+            connection.sendall(bytes.fromhex(address.token))
+            failed.pop_all()
+            return connection
+
+    def _ask(self, connection: ssl.SSLSocket, digest: str, size: int, until: float) -> bytes:
+        """Keeps the connection only after a good answer."""
+        try:
+            connection.settimeout(_left(until))
+            connection.sendall(bytes.fromhex(digest))
+            (length,) = _LENGTH.unpack(_receive(connection, _LENGTH.size, until))
+            if length != size:
+                raise ValueError(f"it serves {length} bytes instead of {size}")
+            data = _receive(connection, size, until)
+            if digest_of(data) != digest:
+                raise ValueError("it serves bytes with another digest")
+        except BaseException:
+            connection.close()
+            raise
+        self._idle.append(connection)
+        return data
+
+    def close(self) -> None:
+        while self._idle:
+            self._idle.popleft().close()
+
+
+class Server:
+    """Answers digests with payloads, on a connection that begins with the token. A thread for each connection: a slow
+    one holds up only itself."""
+
+    def __init__(self, host: str, port: int, payload: Callable[[str], Payload | None]) -> None:
+        self._payload = payload
+        self.token = secrets.token_bytes(TOKEN)
+        self._context, self.fingerprint = _certificate()
+        try:
+            self._socket = socket.create_server(
+                ("", port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=64
+            )
+        except OSError as error:
+            raise ConfigError(f"announce: port {port} cannot be used here: {error}") from None
+        self.port: int = self._socket.getsockname()[1]
+        self._connections: dict[ssl.SSLSocket, bool] = {}  # whether it has shown the token
+        self._lock = threading.Lock()
+        threading.Thread(target=self._accept, name="carrier", daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                plain, _ = self._socket.accept()
+            except OSError:
+                return  # closed
+            with contextlib.suppress(OSError):  # gone already
+                plain.settimeout(HANDSHAKE)
+                plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                connection = self._context.wrap_socket(plain, server_side=True, do_handshake_on_connect=False)
+                with self._lock:
+                    self._connections[connection] = False
+                    strangers = [stranger for stranger, known in self._connections.items() if not known]
+                    if len(strangers) > STRANGERS:
+                        _cut(strangers[0])
+                        self._connections.pop(strangers[0])
+                threading.Thread(target=self._serve, args=(connection,), name="carrier", daemon=True).start()
+
+    def _serve(self, connection: ssl.SSLSocket) -> None:
+        try:
+            connection.do_handshake()
+            if not hmac.compare_digest(_receive(connection, TOKEN), self.token):
+                return
+            with self._lock:
+                if connection in self._connections:
+                    self._connections[connection] = True
+            connection.settimeout(IDLE)
+            while True:
+                data = self._payload(_receive(connection, DIGEST).hex())
+                connection.sendall(_LENGTH.pack(0 if data is None else len(data)))
+                if data is not None:
+                    connection.sendall(data)
+        except (OSError, ValueError):
+            pass  # gone, silent, or not a member
+        finally:
+            with self._lock:
+                self._connections.pop(connection, None)
+            connection.close()
+
+    def close(self) -> None:
+        _cut(self._socket)
+        self._socket.close()
+        with self._lock:
+            for connection in self._connections:
+                _cut(connection)
+
+
+def digest_of(data: Payload) -> str:
+    return shortened(hashlib.sha256(data).hexdigest())
+
+
+def shortened(sha256: str) -> str:
+    """Half of it is enough: only the member that put a payload could search for a collision."""
+    return sha256[: 2 * DIGEST]
+
+
+def _cut(connection: socket.socket) -> None:
+    """End a connection that another thread uses."""
+    with contextlib.suppress(OSError):
+        socket.socket.shutdown(connection, socket.SHUT_RDWR)  # an SSLSocket would first turn its TLS off
+
+
+def _left(until: float) -> float:
+    seconds = until - time.monotonic()
+    if seconds <= 0:
+        raise TimeoutError("it took too long")
+    return seconds
+
+
+def _receive(connection: ssl.SSLSocket, size: int, until: float | None = None) -> bytes:
+    data = bytearray(size)
+    view = memoryview(data)
+    while view:
+        if until is not None:
+            connection.settimeout(_left(until))
+        count = connection.recv_into(view)
+        if not count:
+            raise ConnectionResetError("it closed the connection")
+        view = view[count:]
+    return bytes(data)
+
+
+def _certificate() -> tuple[ssl.SSLContext, str]:
+    """A new certificate, signed by itself, and its SHA-256."""
+    try:
+        from cryptography import x509
+        from cryptography.hazmat.primitives import hashes, serialization
+        from cryptography.hazmat.primitives.asymmetric import ec
+    except ImportError:
+        raise ConfigError(f"announce needs cryptography: {install_command('bucket')}") from None
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "diloco")])
+    now = datetime.now(UTC)
+    made = (
+        x509.CertificateBuilder().subject_name(name).issuer_name(name).public_key(key.public_key())
+        .serial_number(x509.random_serial_number()).not_valid_before(now - timedelta(days=1))
+        .not_valid_after(now + timedelta(days=3650)).sign(key, hashes.SHA256())
+    )  # fmt: skip
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    plain = key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    with tempfile.TemporaryDirectory() as folder:  # ssl loads it from a file only; the folder is this user's alone
+        path = Path(folder, "certificate")
+        path.write_bytes(plain + made.public_bytes(serialization.Encoding.PEM))
+        context.load_cert_chain(path)
+    return context, hashlib.sha256(made.public_bytes(serialization.Encoding.DER)).hexdigest()

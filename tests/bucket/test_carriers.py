@@ -1,0 +1,332 @@
+"""Payloads straight from their owner: what a carrier that fails, lies or sleeps may not do, and what members save."""
+
+import contextlib
+import socket
+import ssl
+import threading
+import time
+
+import pytest
+
+from diloco.bucket import Bucket, carriers, deltas
+from diloco.bucket.carriers import REFUSALS, STRANGERS, Address, Carrier, check_announced, digest_of
+from diloco.bucket.store import Read
+from diloco.bucket.store.backend import open_store
+from diloco.errors import ConfigError
+from tests.support.members import PATIENT, Member, agree
+
+LOCAL = "127.0.0.1"
+PAYLOAD = bytes(range(256)) * 4096  # more than the kernel takes before anyone reads
+SIZE, DIGEST = len(PAYLOAD), digest_of(PAYLOAD)
+
+
+@pytest.fixture
+def owner():
+    with contextlib.closing(Carrier()) as carrier:
+        carrier.address = carrier.listen(LOCAL, 0)
+        carrier.offer(0, 1, {DIGEST: PAYLOAD})
+        yield carrier
+
+
+@pytest.fixture
+def reader():
+    with contextlib.closing(Carrier()) as carrier:
+        yield carrier
+
+
+def fetched(carrier, address, deadline=PATIENT, digest=DIGEST, size=SIZE):
+    return carrier.fetch("owner", str(address), digest, size, deadline)
+
+
+def connected(address, token=None):
+    """A TLS connection to an owner, with a token or without."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    connection = context.wrap_socket(socket.create_connection((LOCAL, Address.read(address).port), PATIENT))
+    connection.sendall(bytes.fromhex(Address.read(address).token) if token is None else token)
+    return connection
+
+
+def test_a_payload_comes_from_its_owner(owner, reader):
+    assert fetched(reader, owner.address) == PAYLOAD
+    assert reader.received == len(PAYLOAD)
+
+
+def test_many_payloads_come_at_once_over_a_few_connections(owner, reader):
+    payloads = {digest_of(data): data for data in (bytes([k]) * 100_000 for k in range(32))}
+    owner.offer(0, 1, payloads)
+    results = {}
+
+    def fetch(digest):
+        results[digest] = fetched(reader, owner.address, digest=digest, size=100_000)
+
+    threads = [threading.Thread(target=fetch, args=(digest,)) for digest in payloads]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == payloads
+    assert len(owner._server._connections) <= carriers.STREAMS
+
+
+def test_payloads_of_the_last_rounds_are_offered(owner, reader):
+    for index in (2, 3):
+        owner.offer(0, index, {digest_of(bytes([index])): bytes([index])})
+    assert fetched(reader, owner.address, digest=digest_of(b"\2"), size=1) == b"\2"
+    assert fetched(reader, owner.address, digest=digest_of(b"\3"), size=1) == b"\3"
+    assert fetched(reader, owner.address) is None
+
+
+@pytest.mark.parametrize("token", [bytes(16), b"short", b""])
+def test_a_stranger_learns_nothing(owner, token, monkeypatch):
+    monkeypatch.setattr(carriers, "HANDSHAKE", 0.2)
+    with connected(owner.address, token) as connection, contextlib.suppress(OSError):
+        connection.sendall(bytes.fromhex(DIGEST))
+        connection.settimeout(PATIENT)
+        assert connection.recv(1) == b""
+
+
+def test_nobody_is_served_without_tls(owner):
+    with socket.create_connection((LOCAL, Address.read(owner.address).port), PATIENT) as plain:
+        plain.sendall(bytes.fromhex(Address.read(owner.address).token) + bytes.fromhex(DIGEST))
+        with contextlib.suppress(ConnectionResetError):
+            received = b""
+            while data := plain.recv(1 << 16):
+                received += data
+            assert len(received) < 100  # an alert
+
+
+def test_silent_strangers_keep_no_member_out(owner, reader, monkeypatch):
+    monkeypatch.setattr(carriers, "HANDSHAKE", 10 * PATIENT)
+    port = Address.read(owner.address).port
+    strangers = [socket.create_connection((LOCAL, port), PATIENT) for _ in range(2 * STRANGERS)]
+    assert fetched(reader, owner.address) == PAYLOAD
+    assert len(owner._server._connections) <= STRANGERS + 2
+    for stranger in strangers:
+        stranger.close()
+
+
+def test_a_slow_reader_holds_up_only_itself(owner, reader):
+    with connected(owner.address) as slow:
+        slow.sendall(bytes.fromhex(DIGEST) * 8)
+        assert fetched(reader, owner.address) == PAYLOAD
+
+
+def test_bytes_after_the_token_change_nothing(owner, reader):
+    with connected(owner.address) as odd:
+        odd.sendall(b"\0" * 1000)
+    assert fetched(reader, owner.address) == PAYLOAD
+
+
+class Rogue:
+    """An owner that does `serve` with each connection that begins with the token."""
+
+    def __init__(self, serve):
+        self._context, fingerprint = carriers._certificate()
+        self._socket = socket.create_server((LOCAL, 0))
+        self._serve, self.asked, self.ended = serve, 0, threading.Event()
+        self.address = Address(LOCAL, self._socket.getsockname()[1], fingerprint, "00" * 16)
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self):
+        with contextlib.suppress(OSError):
+            while True:
+                plain, _ = self._socket.accept()
+                threading.Thread(target=self._answer, args=(plain,), daemon=True).start()
+
+    def _answer(self, plain):
+        self.asked += 1
+        with contextlib.suppress(OSError), plain:
+            if self._serve is never_shakes_hands:
+                self._serve(plain, self)
+                return
+            with self._context.wrap_socket(plain, server_side=True) as connection:
+                carriers._receive(connection, 32)
+                self._serve(connection, self)
+
+    def close(self):
+        self.ended.set()
+        self._socket.close()
+
+
+def length_of(data):
+    return carriers._LENGTH.pack(len(data))
+
+
+def never_shakes_hands(connection, rogue):
+    rogue.ended.wait()
+
+
+def never_answers(connection, rogue):
+    rogue.ended.wait()
+
+
+def closes(connection, rogue):
+    pass
+
+
+def cuts(connection, rogue):
+    connection.sendall(length_of(PAYLOAD) + PAYLOAD[: len(PAYLOAD) // 2])
+
+
+def lies(connection, rogue):
+    connection.sendall(length_of(PAYLOAD) + PAYLOAD[:-1] + b"x")
+
+
+def promises_much(connection, rogue):
+    connection.sendall(carriers._LENGTH.pack(1 << 60))
+    rogue.ended.wait()
+
+
+def has_nothing(connection, rogue):
+    connection.sendall(length_of(b""))
+    rogue.ended.wait()
+
+
+def drips(connection, rogue):
+    connection.sendall(length_of(PAYLOAD))
+    while not rogue.ended.wait(0.01):
+        connection.sendall(b"\0")
+
+
+ROGUES = [never_shakes_hands, never_answers, closes, cuts, lies, promises_much, has_nothing, drips]
+
+
+@pytest.mark.parametrize("serve", ROGUES)
+def test_what_does_not_come_in_time_and_right_is_read_from_the_store(serve, reader):
+    with contextlib.closing(Rogue(serve)) as rogue:
+        for _ in range(REFUSALS):
+            assert fetched(reader, rogue.address, deadline=0.5) is None
+        asked = rogue.asked
+        assert fetched(reader, rogue.address, deadline=0.5) is None
+        assert rogue.asked == asked <= REFUSALS
+    assert reader.received == 0
+
+
+@pytest.mark.parametrize("address", ["", "nonsense", "127.0.0.1:1 a b c", "127.0.0.1:1 a b", "127.0.0.1:99999 a b",
+                                     "no.such.host.invalid:1 a b", "\udcff:1 a b"])  # fmt: skip
+def test_an_address_may_lead_nowhere(address, reader):
+    assert fetched(reader, address) is None
+
+
+def test_another_certificate_than_the_one_in_the_entry_is_refused(owner, reader):
+    address = Address.read(owner.address)
+    assert fetched(reader, Address(LOCAL, address.port, "0" * 64, address.token)) is None
+
+
+def test_a_member_that_failed_is_asked_again_after_a_while(owner, reader, monkeypatch):
+    monkeypatch.setattr(carriers, "REST", 0.1)
+    events = []
+    reader._report = lambda event, **values: events.append((event, values["member"]))
+    owner._offered.clear()
+    for _ in range(REFUSALS):
+        assert fetched(reader, owner.address) is None
+    owner.offer(0, 1, {DIGEST: PAYLOAD})
+    assert fetched(reader, owner.address) is None
+    time.sleep(0.2)
+    assert fetched(reader, owner.address) == PAYLOAD
+    assert events == [("not reached", "owner")]
+
+
+def test_a_member_that_comes_back_elsewhere_is_asked_there(owner, reader):
+    for _ in range(REFUSALS):
+        assert fetched(reader, "127.0.0.1:1 a b") is None
+    assert fetched(reader, owner.address) == PAYLOAD
+
+
+def test_a_public_address_needs_a_secret():
+    with pytest.raises(ConfigError, match="public address"):
+        check_announced("8.8.8.8:7000", signed=False)
+    assert check_announced("8.8.8.8:7000", signed=True) == ("8.8.8.8", 7000)
+    assert check_announced("10.1.2.3:7000", signed=False) == ("10.1.2.3", 7000)
+    with pytest.raises(ConfigError, match="public address"):
+        Bucket("memory://announced", "a", announce="8.8.8.8:7000")
+
+
+@pytest.mark.parametrize("announced", ["", "host", ":7000", "host:", "host:70000", "a b:1", "host:-1"])
+def test_an_announced_address_is_a_host_and_a_port(announced):
+    with pytest.raises(ConfigError, match="give HOST:PORT"):
+        check_announced(announced, signed=True)
+
+
+def test_a_port_in_use_is_an_error(owner):
+    with contextlib.closing(Carrier()) as other, pytest.raises(ConfigError, match="cannot be used"):
+        other.listen(LOCAL, Address.read(owner.address).port)
+
+
+class Noting:
+    """A store that notes what is read from it, with the bytes."""
+
+    def __init__(self, folder):
+        self._store, self.read = open_store(str(folder)), []
+
+    def __getattr__(self, name):
+        return getattr(self._store, name)
+
+    def attempt(self, operation):
+        answer = self._store.attempt(operation)
+        if isinstance(operation, Read) and isinstance(answer, bytes):
+            self.read.append((operation.name, len(answer)))
+        return answer
+
+
+def small_pieces(monkeypatch):
+    monkeypatch.setattr(deltas, "LEAST", 64)
+    monkeypatch.setattr(deltas, "UNIT", 256)
+
+
+def trained(folder, names, **each):
+    """Members that have made three rounds together, with the stores that they used."""
+    gate = threading.Barrier(len(names))
+    stores = {name: Noting(folder) for name in names}
+    members = [Member(folder, name, 40, gate=gate, straggler_timeout=PATIENT, backend=stores[name],
+                      announce=each.get(name, f"{LOCAL}:0")) for name in names]  # fmt: skip
+    for member in members:
+        member.end()
+    agree(*members)
+    assert any(round.members == len(names) and round.counted for round in members[0].rounds)
+    assert not [e for member in members for e in member.reduce.events() if e["event"] in ("lie", "gone", "invalid")]
+    return members, stores
+
+
+def pieces_read(store, until=4):
+    """From whom, in the rounds before this one."""
+    places = [name.split("/")[2:] for name, _ in store.read if name.startswith("pieces/")]
+    return {name.partition("-")[0] for index, _, name in places if int(index) < until}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("names", ["ab", "abcd"])
+def test_members_that_reach_each_other_read_no_payload_from_the_store(names, tmp_path, monkeypatch):
+    """Except in the last round: who finishes first is gone."""
+    small_pieces(monkeypatch)
+    monkeypatch.setattr("diloco.bucket.run.LEAST_DEADLINE", PATIENT)
+    members, stores = trained(tmp_path, names)
+    assert all(member.reduce.session.carrier.received for member in members)
+    assert not any(pieces_read(store) for store in stores.values())
+
+
+@pytest.mark.slow
+def test_one_that_cannot_be_reached_gets_and_gives_the_same_bits_through_the_store(tmp_path, monkeypatch):
+    small_pieces(monkeypatch)
+    monkeypatch.setattr("diloco.bucket.run.LEAST_DEADLINE", PATIENT)
+    members, stores = trained(tmp_path, "abc", c=None)
+    assert all(member.reduce.session.carrier.received for member in members)
+    assert pieces_read(stores["a"]) == {"c"}
+    assert pieces_read(stores["c"]) == set()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("names", "serve"), [("ab", lies), ("ab", never_answers), ("ab", cuts), ("abcd", lies)])
+def test_a_rogue_at_a_members_address_changes_no_bit(names, serve, tmp_path, monkeypatch):
+    small_pieces(monkeypatch)
+    monkeypatch.setattr("diloco.bucket.run.LEAST_DEADLINE", 0.2)
+    with contextlib.closing(Rogue(serve)) as rogue:
+        listen = Carrier.listen
+
+        def elsewhere(carrier, host, port):
+            return str(rogue.address) if port == 1 else listen(carrier, host, port)
+
+        monkeypatch.setattr(Carrier, "listen", elsewhere)
+        trained(tmp_path, names, b=f"{LOCAL}:1")
+        assert rogue.asked
