@@ -121,6 +121,10 @@ class TrainConfig:
         "stop in time when this cloud's metadata service announces the end of the machine: aws, gcp, azure, or the URL "
         "of one that answers like them.",
         why="only signals stop it", scope="member", result=False, expert=True)
+    announce: str | None = _bucket(None,
+        "HOST:PORT where the other members reach this machine. They then read its deltas from there, not from the "
+        "bucket; without --key-file only in a private network.", why="all deltas are read from the bucket",
+        scope="member", expert=True)
     key_file: Path | None = _bucket(None,
         "a file with the secret that all members share. It signs all objects; unsigned ones are ignored.",
         why="objects are not signed", scope="member")

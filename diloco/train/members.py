@@ -175,7 +175,8 @@ class Elastic:
         shared = {k: v for k, v in asdict(config).items() if k in (*names("run"), "data")} | {DIGEST: tokenizer}
         self.reducer = Bucket(
             config.bucket, member_name(config), key=read_secret(config.key_file), encrypt=read_secret(config.encrypt),
-            join_only=config.join_only, quorum=config.quorum, straggler_timeout=config.straggler_timeout,
+            join_only=config.join_only, announce=config.announce,
+            quorum=config.quorum, straggler_timeout=config.straggler_timeout,
             rounds=self.rounds, max_work=float(CARRIES * config.sync_every * per_step), note=shared,
         )  # fmt: skip
         self._position = self._joined_at = self._index = self._order = 0
