@@ -82,7 +82,7 @@ def test_the_timeline_zooms_to_the_slowest_sync_period_and_describes_rounds(copi
 
 
 def test_a_carried_round_says_why_and_the_autopilot_has_a_mark(copied: Path, draw: Draw) -> None:
-    steer(copied / "replica-0", [])
+    steer(copied / "replica-0")
     carry(copied / "replica-0", unsent=[4], uncounted=[9])
     html.write([copied], copied / "report.html")
     page = draw(copied / "report.html", tips(123))  # the lane of fragment 4

@@ -131,7 +131,7 @@ def test_carried_rounds_are_drawn_and_counted_in_the_table(copied: Path) -> None
 
 
 def test_the_choices_of_the_autopilot_are_shown(copied: Path) -> None:
-    steer(copied / "replica-0", [2] * 99)
+    steer(copied / "replica-0")
     events = {event["event"]: event["settings"] for event in timeline(read(copied))["replicas"][0]["events"]}
     assert events["autopilot"] == "sync_every 50, fragments strided:3, overlap 2, codec e3m0; link speed 94 Mbit/s"
     assert events["save"] == ""

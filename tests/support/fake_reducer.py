@@ -111,11 +111,6 @@ def job(states, codecs, contract=None, sync_every=10, outer=SGD(1.0)):  # noqa: 
     return Join(contract or {}, states, codecs, advance, sync_every=sync_every)
 
 
-def mean_in(before, round):
-    """The mean delta of a round of `job`, up to rounding."""
-    return before.anchor - round.state.anchor
-
-
 def reference_mean(codec, mean_codec, deltas, weights):
     """What the replicas of a collective agree on, bit for bit."""
     encoded = [encode_cuts(codec, delta, len(deltas)) for delta in deltas]
