@@ -295,6 +295,6 @@ def member_folder(config: TrainConfig) -> tuple[Path, bool]:
 def _run(config: TrainConfig) -> Run | None:
     assert config.bucket is not None
     url = config.bucket if config.shards == 1 else below(config.bucket, 0)
-    if config.dry_run and "://" not in url and not Path(url).exists():
+    if config.dry_run and not config.join_only and "://" not in url and not Path(url).exists():
         return None
     return find_run(url, read_secret(config.key_file), encrypt=read_secret(config.encrypt), create=not config.join_only)

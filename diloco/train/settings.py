@@ -120,8 +120,6 @@ def check(config: TrainConfig, processes: int) -> None:
     if config.device.partition(":")[0] not in DEVICES:
         hint = "; did you mean cuda?" if config.device.startswith("gpu") else ""
         raise ConfigError(f"device={config.device!r}: use {', '.join(DEVICES)}{hint}")
-    if config.bucket is not None:
-        _check_bucket(config.bucket, config.join_only)
     for name in config.track:
         if importlib.util.find_spec(TRACKER_MODULES[name]) is None:
             raise missing_tracker(name)
@@ -150,19 +148,6 @@ def _check_model(spec: str) -> None:
             raise ConfigError(f"model={spec!r}: the folder has no config.json; use the folder of a causal LM")
     if importlib.util.find_spec("transformers") is None:
         raise ConfigError(f"model={spec!r} needs transformers: {install_command('hf')}")
-
-
-def _check_bucket(url: str, join_only: bool) -> None:
-    """Refuse early what opening the bucket would refuse once torch is imported."""
-    scheme, separator, _ = url.partition("://")
-    if not separator:
-        if join_only and not Path(url).expanduser().is_dir():
-            raise ConfigError(f"there is no folder {url}: check the address, or leave --join-only out to create a run")
-        return
-    if scheme not in ("file", "s3", "gs", "az", "memory"):
-        raise ConfigError(f"bucket={url}: use a folder, file://, s3://, gs://, az:// or memory://")
-    if scheme != "file" and importlib.util.find_spec("obstore") is None:
-        raise ConfigError(f"the bucket needs obstore: {install_command('bucket')}")
 
 
 def _check_data(sources: Sources, tokenizer: str, online: bool) -> None:
