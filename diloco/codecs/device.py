@@ -1,4 +1,4 @@
-"""E3M0 and bfloat16 on an accelerator: encode, mean and outer step, with the bits of kernels.c.
+"""E3M0 and bfloat16 on an accelerator: encode, mean and outer step, with the bits of kernels.c. Means may be fp32.
 
 Plain torch operations, one kernel each: every multiply and add is rounded separately, as on the host. Nothing uses
 fp64, which some accelerators lack, and nothing waits for the device. What the host needs to know, whether all values
@@ -11,7 +11,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from diloco.codecs.codec import CHUNK, E3M0, E3M0_PAIRS, BFloat16, Codec
+from diloco.codecs.codec import CHUNK, E3M0, E3M0_PAIRS, BFloat16, Codec, Float32
 from diloco.codecs.formats import BLOCK, blocks
 from diloco.codecs.kernels import Rule
 
@@ -23,6 +23,15 @@ LARGEST = 0x7F80
 
 def supports(codec: Codec) -> bool:
     return type(codec) in (E3M0, BFloat16)
+
+
+def decodes(codec: Codec) -> bool:
+    return type(codec) in (E3M0, BFloat16, Float32)
+
+
+def prepare(device: torch.device) -> None:
+    """Copy what decoding needs, on the current stream: before another stream decodes."""
+    _pairs(device)
 
 
 def encode(codec: Codec, x: Tensor, payload: Tensor) -> Tensor:
@@ -120,6 +129,8 @@ def _mean(
 
 def _decode(codec: Codec, data: Tensor, size: int) -> Tensor:
     """The values of chunks, in new memory."""
+    if type(codec) is Float32:
+        return data.clone().view(torch.float32).view(-1)
     if type(codec) is BFloat16:
         return data.view(torch.bfloat16).to(torch.float32).view(-1)
     heads = blocks(size)

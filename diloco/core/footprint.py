@@ -14,8 +14,9 @@ from diloco.codecs.codec import Codec
 from diloco.core.fragment import Fragment
 from diloco.core.lane import BUFFERS, already
 from diloco.core.memory import Memory, Pinned
+from diloco.core.payload import room
 from diloco.core.schedule import Schedule
-from diloco.core.view import FlatView, lane_sizes, room
+from diloco.core.view import FlatView, lane_sizes
 
 
 @dataclass(frozen=True)

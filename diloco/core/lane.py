@@ -8,7 +8,8 @@ Nothing waits on the host. What follows a copy waits for its event on the device
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -35,16 +36,16 @@ class Lane:
     """The way to one device and back, shared by all fragments. `size`: of the largest, in values."""
 
     def __init__(self, device: torch.device, size: int) -> None:
-        self.device, self._copies = device, torch.Stream(device)
+        self.device, self.copies = device, torch.Stream(device)
         self._lock = threading.Lock()
         self._free: list[tuple[Tensor, torch.Event | None]] = [
             (torch.empty(size, dtype=torch.float32, device=device), None) for _ in range(BUFFERS)
         ]
         self._intervals: list[tuple[torch.Event, torch.Event]] = []
-        self._copies.wait_stream(self._training)  # memory that was just freed may still be in use
+        self.copies.wait_stream(self.training)  # memory that was just freed may still be in use
 
     @property
-    def _training(self) -> torch.Stream:
+    def training(self) -> torch.Stream:
         return torch.accelerator.current_stream(self.device)
 
     def _take(self, stream: torch.Stream, *, leave: int = 0) -> Tensor | None:
@@ -64,52 +65,60 @@ class Lane:
 
     def done(self, buffer: Tensor) -> None:
         """Give back a buffer that training has used."""
-        self.give(buffer, self._training.record_event())
+        self.give(buffer, self.training.record_event())
 
     def upload(self, values: Tensor, *, leave: int = 0) -> "Upload | None":
         """Begin to copy host values to the device, if more than `leave` buffers are free. May be called on any thread;
         `values` must not change until `mark` says so."""
-        buffer = self._take(self._copies, leave=leave)
+        buffer = self._take(self.copies, leave=leave)
         if buffer is None:
             return None
-        with self._copies:
+        with self.copies:
             buffer[: len(values)].copy_(values, non_blocking=True)
-        return Upload(self, buffer, len(values), self._copies.record_event())
+        upload = Upload(self, buffer, len(values))
+        upload.arrived = self.copies.record_event()
+        return upload
 
     def scratch(self) -> Tensor:
-        """A buffer that training writes to, and `download` gives back."""
-        buffer = self._take(self._training)
+        """A buffer that training writes to. Give it back."""
+        buffer = self._take(self.training)
         assert buffer is not None, "uploads ahead of time leave enough"
         return buffer
 
-    def download(self, buffer: Tensor, out: Tensor) -> Wait:
-        """Begin to copy what training has written to the host, and give the buffer back."""
-        self._copies.wait_event(self._training.record_event())
-        with self._copies:
-            out.copy_(buffer[: len(out)], non_blocking=True)
-        arrived = self._copies.record_event()
-        self.give(buffer, arrived)
-        return lambda: sleep_until(arrived)
+    def download(self, values: Tensor, out: Tensor) -> torch.Event:
+        """Begin to copy what training has written to the host: out ← the first of the values."""
+        self.copies.wait_event(self.training.record_event())
+        with self.copies:
+            out.copy_(values[: len(out)], non_blocking=True)
+        return self.copies.record_event()
+
+    def pair(self, n: int) -> "tuple[Upload, Upload] | None":
+        """Two buffers that the stream of copies may write to, if that leaves one for a send."""
+        first = self._take(self.copies, leave=2)
+        second = None if first is None else self._take(self.copies, leave=1)
+        if first is None or second is None:
+            if first is not None:
+                self.give(first, self.copies.record_event())
+            return None
+        return Upload(self, first, n), Upload(self, second, n)
 
     def mark(self) -> Wait:
         """A function that waits for all copies so far."""
-        event = self._copies.record_event()
+        event = self.copies.record_event()
         return lambda: sleep_until(event)
 
     def capturing(self) -> bool:
         """Whether a graph is being captured, which would replay this step's copies forever."""
         return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
-    def timed(self) -> Callable[[], None]:
-        """Time what the training stream does until the function that this returns is called."""
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        """Time what the training stream does inside."""
         began, ended = (torch.Event(self.device, enable_timing=True) for _ in range(2))
-        began.record(self._training)
-
-        def end() -> None:
-            ended.record(self._training)
-            self._intervals.append((began, ended))
-
-        return end
+        began.record(self.training)
+        yield
+        ended.record(self.training)
+        self._intervals.append((began, ended))
 
     def seconds(self) -> float:
         """Of the training stream, in what was timed and has ended since the last call."""
@@ -122,28 +131,33 @@ class Lane:
         self.mark()()
 
     def __del__(self) -> None:  # the buffers are freed for the training stream
-        self._training.wait_stream(self._copies)
+        self.training.wait_stream(self.copies)
 
 
 class Upload:
-    """Host values on their way to the device."""
+    """Values in a buffer of the device that copies, or kernels of their stream, have written once `arrived` happens."""
 
-    def __init__(self, lane: Lane, buffer: Tensor, n: int, arrived: torch.Event) -> None:
-        self._lane, self._n, self._arrived = lane, n, arrived
+    def __init__(self, lane: Lane, buffer: Tensor, n: int) -> None:
+        self._lane, self._n = lane, n
         self._buffer: Tensor | None = buffer
+        self.arrived = lane.copies.record_event()
 
     @property
     def released(self) -> bool:
         return self._buffer is None
 
-    def values(self) -> Tensor:
-        """For kernels on the training stream."""
+    def room(self) -> Tensor:
+        """For kernels on the stream of copies. Record `arrived` after them."""
         assert self._buffer is not None
-        torch.accelerator.current_stream(self._lane.device).wait_event(self._arrived)
         return self._buffer[: self._n]
 
+    def values(self) -> Tensor:
+        """For kernels on the training stream."""
+        self._lane.training.wait_event(self.arrived)
+        return self.room()
+
     def keep(self) -> Tensor:
-        """The buffer, for `download`."""
+        """The buffer, which the caller gives back."""
         buffer, self._buffer = self._buffer, None
         assert buffer is not None
         return buffer
@@ -155,7 +169,7 @@ class Upload:
 
     def __del__(self) -> None:  # nobody used it
         if self._buffer is not None:
-            self._lane.give(self._buffer, self._arrived)
+            self._lane.give(self._buffer, self.arrived)
 
 
 def sleep_until(event: torch.Event) -> None:

@@ -63,7 +63,7 @@ class Memory:
         self._pinned = Pinned(next(iter(lanes)).type) if lanes else pinned
         self.deltas, self.anchors, self.outers = Buffers(self._pinned), Buffers(self._pinned), Buffers()
 
-    def reserve(self, *, anchor: int, delta: int) -> None:
+    def reserve(self, *, delta: int, anchor: int = 0) -> None:
         """Pin what the first round of a fragment would otherwise have to pin."""
         for buffers, n in ((self.anchors, anchor), (self.deltas, delta)) if self.lanes else ():
             buffers.give(buffers.take(n), already)

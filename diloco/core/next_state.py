@@ -13,7 +13,7 @@ from torch import Tensor
 from diloco.codecs import kernels
 from diloco.codecs.codec import native_name
 from diloco.core.memory import Memory
-from diloco.core.outer import SGD, Nesterov, Outer, Stage
+from diloco.core.outer import SGD, Nesterov, Outer, Stage, lr_before
 from diloco.core.view import Uploads
 from diloco.exchange.mean import Encoded, decode, exact
 from diloco.exchange.reducer import State, fingerprint, words
@@ -26,7 +26,8 @@ class NextState:
         self, state: State, outer: Outer, memory: Memory, lr: float, upload: Callable[[Tensor], Uploads] = lambda _: ()
     ) -> None:
         self._old, self._outer, self._stage, self._upload = state, outer, Stage(state.index + 1, lr), upload
-        self._rule = _native_rule(outer, self._stage, state.outer)
+        native = kernels.level != "reference"
+        self._rule = rule_of(outer, self._stage, lr_before(state.outer)) if native else None
         self._parts: list[Encoded] = []  # without a native rule: all parts, until the end
         stateless = type(outer) is SGD  # it leaves the state of another optimizer as it is
         self._anchor = memory.anchors.take(len(state.anchor))
@@ -55,7 +56,7 @@ class NextState:
             anchor.copy_(self._old.anchor)
             outer.copy_(self._old.outer)
             self._outer.step(anchor, decode(self._parts), outer, self._stage)
-            return State(index, anchor, outer, uploads=self._upload(anchor))
+            return State(index, anchor, outer, arriving=self._upload(anchor))
         if self._rule.momentum is not None:
             outer[len(anchor) :] = self._stage.lr
         return State(index, anchor, outer, self._fingerprint(anchor, outer), self._upload(anchor))
@@ -69,10 +70,8 @@ class NextState:
         return fingerprint(*(total % (1 << 64) for total in sums))
 
 
-def _native_rule(outer: Outer, stage: Stage, state: Tensor) -> kernels.Rule | None:
-    """The outer optimizer as the kernels know it, if they do. A subclass may differ."""
-    if kernels.level == "reference":
-        return None
+def rule_of(outer: Outer, stage: Stage, before: float) -> kernels.Rule | None:
+    """The outer optimizer as the kernels know it, if they do. A subclass may differ. `before`: see `Nesterov.at`."""
     if type(outer) is Nesterov:
-        return kernels.Rule(*outer.at(stage, state))
+        return kernels.Rule(*outer.at(stage, before))
     return kernels.Rule(outer.lr) if type(outer) is SGD else None

@@ -6,11 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from diloco.codecs import device as device_codec
 from diloco.codecs.codec import Codec
 from diloco.core import checks
 from diloco.core.fragment import Fragmenter
 from diloco.core.memory import Memory
 from diloco.core.outer import Outer
+from diloco.core.placement import OnDevice, OnHost, Where, choose
 from diloco.core.schedule import Schedule
 from diloco.core.stats import Stats
 from diloco.core.sync import FragmentSync, Work, contract_of, sync_of_buffers, whole
@@ -26,7 +28,7 @@ from diloco.core.tensors import (
     trained_buffers,
     unwrap,
 )
-from diloco.core.view import lanes_for
+from diloco.core.view import FlatView, lanes_for
 from diloco.errors import DiLoCoError, Mismatch
 
 
@@ -47,17 +49,25 @@ class Replica:
         self.stats = Stats()
         self._expected_weights: int | None = None  # checksum that came with a loaded state, until it is compared
 
-    def cut(self, fragmenter: Fragmenter, codec: Codec, packs_for: int | None) -> None:
+    def cut(self, fragmenter: Fragmenter, codec: Codec, packs_for: int | None, where: Where) -> None:
         """Cut the model into fragments that start from its present values. `packs_for`: see `Identity`."""
         pieces = fragmenter.split(self._shapes, find_layers(self.model, self._named))
         checks.hint_one_fragment(fragmenter, pieces)
         buffers = trained_buffers(self.model)
         self.close()
         self.memory = memory = Memory(lanes_for([*pieces, whole(buffers)], self._named | buffers))
-        self.fragments = [
-            FragmentSync(i, piece, self._named, outer=self._outer, codec=codec, memory=memory, packs_for=packs_for)
-            for i, piece in enumerate(pieces)
-        ]
+        views = [FlatView(piece, self._named, memory.lanes) for piece in pieces]
+        on_device, self.why = choose(where, views, codec, self._outer, packs_for)
+        self.where = "device" if on_device else "host"
+        self.fragments = []
+        for piece, view in zip(pieces, views, strict=True):
+            packs = packs_for if view.lane and device_codec.supports(codec) else None
+            if on_device and packs:
+                place = OnDevice(view, self._outer, memory, codec, packs)
+            else:
+                place = OnHost(view, self._outer, memory, codec, packs)
+            options = {"outer": self._outer, "codec": codec, "memory": memory, "packs_for": packs}
+            self.fragments.append(FragmentSync(len(self.fragments), piece, view, place, **options))
         if not self.buffers:
             self.buffers = sync_of_buffers(buffers, memory)
         for fragment in self.buffers:
@@ -83,13 +93,13 @@ class Replica:
     def find_buffers(self) -> None:
         """Modules may have replaced their buffers."""
         for fragment in self.buffers:
-            fragment.find(trained_buffers(self.model))
+            fragment.view.find(trained_buffers(self.model))
 
     def prepare(self, schedule: Schedule) -> None:
         """Begin to copy the anchors of the next step's sends to the devices."""
         for fragment in self.fragments if self.memory.lanes else ():
             if schedule.sends_at(fragment.number, self.step_count + 1):
-                fragment.prepare()
+                fragment.place.prepare()
 
     def read_start(self) -> None:
         """Weights loaded since construction are the start, not progress."""

@@ -15,11 +15,12 @@ from diloco.codecs.codec import Codec, Float32, is_coarse
 from diloco.core.fragment import Fragment, Piece
 from diloco.core.lane import Wait, already
 from diloco.core.memory import Memory
-from diloco.core.next_state import NextState
 from diloco.core.outer import SGD, Outer, denormals
+from diloco.core.payload import packed
+from diloco.core.placement import OnHost, Placement
 from diloco.core.stats import RoundStats
 from diloco.core.tensors import checksum, float_buffers, fsdp_modules, reshard
-from diloco.core.view import FlatView, Uploads, packed, room
+from diloco.core.view import FlatView
 from diloco.errors import Mismatch, NotFinite
 from diloco.exchange.contract import FROZEN
 from diloco.exchange.mean import Packed, decode_cuts
@@ -70,51 +71,31 @@ class FragmentSync:
     )
 
     def __init__(
-        self,
-        number: int,
-        pieces: Fragment,
-        tensors: dict[str, Tensor],
-        *,
-        outer: Outer,
-        codec: Codec,
-        memory: Memory,
-        packs_for: int | None = None,
-    ) -> None:
-        """`packs_for`: replicas for which the device may encode deltas."""
-        self.number, self.pieces, self.outer, self.codec = number, pieces, outer, codec
-        self.view = FlatView(pieces, tensors, memory.lanes)
-        self.memory = memory
-        self._packs_for = packs_for if self.view.packs(codec) else None
-        self.state = State(0, memory.anchors.take(self.view.size), outer.state(self.view.size))
-        self.view.read(self.state.anchor)
-        memory.reserve(anchor=self.view.size, delta=self._delta_size())
+        self, number: int, pieces: Fragment, view: FlatView, place: Placement, *, outer: Outer, codec: Codec,
+        memory: Memory, packs_for: int | None = None,
+    ) -> None:  # fmt: skip
+        """`packs_for`: replicas for which the device encodes deltas."""
+        self.number, self.pieces, self.view, self.place = number, pieces, view, place
+        self.outer, self.codec, self.memory, self._packs_for = outer, codec, memory, packs_for
         self.in_flight: InFlight | None = None
-        self._uploads: Uploads = ()  # of the anchor, ahead of the next send
         self.sent_step = 0
         self.counted = Work()  # what is in the anchor
 
-    def prepare(self) -> None:
-        """Begin to copy the anchor to the device, for a send after the next step."""
-        self._uploads = self.view.upload(self.state.anchor)
+    @property
+    def state(self) -> State:
+        return self.place.state
 
     def take_delta(self, step: int, done: Work) -> InFlight:
         """Take the delta against the anchor, never against the merged local value."""
         began = time.perf_counter()
-        memory = self.memory.deltas.take(self._delta_size())
-        if self._packs_for is None:
-            arrived = self.view.subtract(self.state.anchor, memory, self._uploads)
-        else:
-            arrived = self.view.pack(self.state.anchor, self.codec, self._packs_for, memory, self._uploads)
-        self._uploads, seconds = (), time.perf_counter() - began
-        self.sent_step, new, values = step, done - self.counted, self._values(memory, self._packs_for, arrived)
+        memory = self.memory.deltas.take(self.place.size)
+        values = self._values(memory, self._packs_for, self.place.send(memory))
+        seconds, new = time.perf_counter() - began, done - self.counted
+        self.sent_step = step
         self.in_flight = InFlight(
             self.state.index + 1, step, done, new, memory, values, sent_at=time.time(), seconds=seconds
         )
         return self.in_flight
-
-    def _delta_size(self) -> int:
-        """Of the memory that a delta takes on the host, in values."""
-        return self.view.size if self._packs_for is None else room(self.codec, self.view.size, self._packs_for)
 
     def _values(self, memory: Tensor, packed_for: int | None, arrived: Wait) -> Callable[[], Tensor | Packed]:
         def values() -> Tensor | Packed:
@@ -142,7 +123,7 @@ class FragmentSync:
                 values=values,
                 weight=weight,
                 tokens=tokens,
-                fingerprint=state.fingerprint(),
+                fingerprint=self.place.fingerprint(state, sent.memory),
                 lr=sent.new.lr,
                 last=last,
                 needs_own=coarse,
@@ -154,16 +135,15 @@ class FragmentSync:
     def apply(self, round: Round, keep_local: float) -> None:
         """Adopt the state after the round and merge it. If this replica's delta did not count, rebase: follow the
         anchor and keep all local work."""
-        sent, old, self.state, self._uploads = self.in_flight, self.state, round.state, ()
+        sent, old, uploads = self.in_flight, self.state, self.place.adopt(round.state)
         assert self.state.index == old.index + 1 and (sent is not None or not round.counted)
         if sent is not None and round.counted:
             if round.own is None:
-                self.view.merge(self.state.anchor, keep_local, self.state.uploads)
+                self.view.merge(self.state.anchor, keep_local, uploads)
             else:
                 self.view.merge(self._with_loss(sent, round.own()), keep_local)
             self.counted = sent.done
-            if self.state.anchor is not old.anchor:
-                self._free(old, sent)
+            self._free(old, sent)
         else:
             self.view.rebase(self.state.anchor, old.anchor)
         self.in_flight = None
@@ -181,33 +161,22 @@ class FragmentSync:
         """The delta was counted, so no other thread reads this memory. Copies from it to a device may still be
         running."""
         copied = self.view.mark()
-        self.memory.anchors.give(old.anchor, copied)
+        if old.anchor is not self.state.anchor:
+            self.memory.anchors.give(old.anchor, copied)
         if old.outer is not self.state.outer:
             self.memory.outers.give(old.outer, already)
         self.memory.deltas.give(sent.memory, copied)
 
     def jump(self, state: State, done: Work) -> None:
         """Replace the state; local work since the last round is lost."""
-        self.state, self._uploads = state if state.anchor is self.state.anchor else self._copy(state), ()
+        self.place.replace(state)
         self.in_flight, self.counted = None, done
         self.view.write(self.state.anchor)
-
-    def _copy(self, state: State) -> State:
-        """Into memory that a device can copy from. The old memory is not given back: a thread may still read a delta
-        against it."""
-        anchor, outer = self.memory.anchors.take(len(state.anchor)), self.memory.outers.take(len(state.outer))
-        return State(state.index, anchor.copy_(state.anchor), outer.copy_(state.outer))
 
     def reset(self, done: Work) -> None:
         """Set the local values to the anchor. A delta in flight remains; if it does not count, its work is lost."""
         self.view.write(self.state.anchor)
         self.counted = done
-
-    def find(self, tensors: Mapping[str, Tensor]) -> None:
-        """Use these tensors from now on."""
-        self.view = FlatView(
-            self.pieces, {s.name: s.tensor for s in self.view.spans} | dict(tensors), self.memory.lanes
-        )
 
     def stats(
         self, round: Round, sent: InFlight | None, *, step: int, waited: float, applying: float, overlap: int
@@ -264,9 +233,7 @@ class FragmentSync:
                 f"fragment {self.number} holds other parameters in the saved state: load it with the fragments it was "
                 "saved with"
             )
-        self.state, self._uploads = State(saved["index"], self.state.anchor, self.state.outer), ()
-        self.state.anchor.copy_(saved["anchor"])
-        self.state.outer.copy_(saved["outer"])
+        self.place.replace(State(saved["index"], saved["anchor"], saved["outer"]), reuse=True)
         self.sent_step, self.counted, self.in_flight = saved["sent_step"], Work(*saved["counted"]), None
         if saved["flight"]:
             index, step, done, new, memory, packed_for = torch.load(io.BytesIO(saved["flight"]), weights_only=True)
@@ -288,7 +255,7 @@ def advance_of(fragments: Sequence[FragmentSync]) -> Advance:
 
     def advance(fragment: int, state: State, *, lr: float, last: bool) -> Next:
         sync = fragments[fragment]
-        return NextState(state, LAST if last else sync.outer, sync.memory, lr, sync.view.upload)
+        return sync.place.advance(state, LAST if last else sync.outer, lr)
 
     return advance
 
@@ -301,7 +268,10 @@ def sync_of_buffers(buffers: dict[str, Tensor], memory: Memory) -> list[Fragment
     """Buffers stay local until finish(), which averages those that training changes: a fragment off the schedule."""
     if not buffers:
         return []
-    fragment = FragmentSync(0, whole(buffers), buffers, outer=SGD(lr=1.0), codec=Float32(), memory=memory)
+    pieces, outer, codec = whole(buffers), SGD(lr=1.0), Float32()
+    view = FlatView(pieces, buffers, memory.lanes)
+    place = OnHost(view, outer, memory, codec, None)
+    fragment = FragmentSync(0, pieces, view, place, outer=outer, codec=codec, memory=memory)
     fragment.remedy = (
         "This is a buffer. The parameters are synced and equal on all replicas; no buffer was averaged: repair this "
         "one, and copy all buffers from one replica to the others."

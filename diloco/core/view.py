@@ -1,25 +1,27 @@
 """A fragment's values in this process: where anchors meet the model's own tensors.
 
-Values are flat fp32 on the host, in the fragment's order. Parameters may be sharded, on any device, of any type. They
-are read and written in place, never replaced, so optimizers, compiled graphs and FSDP keep them.
+Values are flat fp32 in the fragment's order, on the host or where the model is. Parameters may be sharded, on any
+device, of any type. They are read and written in place, never replaced, so optimizers, compiled graphs and FSDP keep
+them.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, groupby
+from functools import partial
+from itertools import groupby
 
 import torch
 from torch import Tensor, nn
 from torch._utils import _unflatten_dense_tensors
 
-from diloco.codecs import device as on_device
 from diloco.codecs import kernels
 from diloco.codecs.codec import Codec
 from diloco.core.fragment import Fragment
-from diloco.core.lane import AHEAD, Lane, Upload, Wait, has_lane
+from diloco.core.lane import AHEAD, Lane, Upload, Wait, has_lane, sleep_until
 from diloco.core.outer import CHUNK
+from diloco.core.payload import encode
 from diloco.core.tensors import first_row, local
-from diloco.exchange.mean import Packed, cuts
+from diloco.exchange.mean import Packed
 
 SMALL = 1 << 12
 """Values. Neighbors that are smaller are handled together: with thousands of experts, a few Python calls for each would
@@ -88,6 +90,10 @@ class Run:
         self.spans, self.place, self.lane = spans, place, lane
         self.device = spans[0].tensor.device
         self._parts = list(_together(spans))
+
+    def holds(self, values: Tensor) -> bool:
+        """Whether flat values are where the kernels can use them. Otherwise they go through the lane."""
+        return self.lane is None or values.device == self.device
 
     def read(self, out: Tensor) -> None:
         for part in self._parts:
@@ -158,9 +164,15 @@ class FlatView:
     def __init__(
         self, fragment: Fragment, tensors: Mapping[str, Tensor], lanes: Mapping[torch.device, Lane] | None = None
     ) -> None:
+        self._fragment, self._lanes, self._tensors = fragment, lanes or {}, dict[str, Tensor]()
+        self.find(tensors)
+
+    def find(self, tensors: Mapping[str, Tensor]) -> None:
+        """Use these tensors from now on."""
+        self._tensors = tensors = self._tensors | dict(tensors)
         self.size = 0
         self.runs: list[Run] = []
-        for device, pieces in groupby(fragment, key=lambda piece: tensors[piece.name].device):
+        for device, pieces in groupby(self._fragment, key=lambda piece: tensors[piece.name].device):
             spans: list[Span] = []
             begin, size = self.size, 0
             for piece in pieces:
@@ -171,7 +183,12 @@ class FlatView:
                 spans.append(Span(piece.name, tensor, start, stop, size, rows[start:stop].numel()))
                 size += spans[-1].size
             self.size = begin + size
-            self.runs.append(Run(spans, slice(begin, self.size), (lanes or {}).get(device)))
+            self.runs.append(Run(spans, slice(begin, self.size), self._lanes.get(device)))
+
+    @property
+    def lane(self) -> Lane | None:
+        """To the one device that holds all of the fragment, if there is one."""
+        return self.runs[0].lane if len(self.runs) == 1 else None
 
     @property
     def spans(self) -> list[Span]:
@@ -181,12 +198,14 @@ class FlatView:
     def read(self, out: Tensor) -> None:
         """out ← the model's values. The host waits for them."""
         for run in self.runs:
-            if run.lane is None:
+            if run.lane is None or run.holds(out):
                 run.read(out[run.place])
-            else:
-                values = run.lane.scratch()
-                run.read(values)
-                run.lane.download(values, out[run.place])()
+                continue
+            values = run.lane.scratch()
+            run.read(values)
+            arrived = run.lane.download(values, out[run.place])
+            run.lane.give(values, arrived)
+            sleep_until(arrived)
 
     @torch.no_grad()
     def write(self, values: Tensor, uploads: Uploads = ()) -> None:
@@ -201,38 +220,40 @@ class FlatView:
             if run.lane is None:
                 run.subtract(anchor[run.place], out[run.place])
                 continue
-            end = run.lane.timed()
-            delta = self._subtract(run, anchor, upload)
-            end()
-            waits.append(run.lane.download(delta, out[run.place]))
+            with run.lane.timed():
+                delta = self._delta(run, anchor, upload)
+            arrived = run.lane.download(delta, out[run.place])
+            run.lane.give(delta, arrived)
+            waits.append(partial(sleep_until, arrived))
         return _all(waits)
 
-    def packs(self, codec: Codec) -> bool:
-        """Whether `pack` can encode deltas where the model is."""
-        return len(self.runs) == 1 and self.runs[0].lane is not None and on_device.supports(codec)
-
     @torch.no_grad()
-    def pack(self, anchor: Tensor, codec: Codec, replicas: int, out: Tensor, uploads: Uploads = ()) -> Wait:
-        """out ← anchor − the model's values, encoded on the device. Call what this returns, then `packed`."""
+    def pack(
+        self,
+        anchor: Tensor,
+        codec: Codec,
+        replicas: int,
+        payload: Tensor,
+        *,
+        uploads: Uploads = (),
+        state: Sequence[Tensor] = (),
+    ) -> None:
+        """payload ← anchor − the model's values, encoded where the model is. `state`: see `encode`."""
         ((run, upload),) = self._with(uploads)
         assert run.lane is not None
-        end = run.lane.timed()
-        delta, buffer = self._subtract(run, anchor, upload), run.lane.scratch()
-        values, data = delta[: self.size], buffer[: len(out)].view(torch.uint8)
-        finite = [
-            on_device.encode(codec, values[cut], data[place])
-            for cut, place in zip(cuts(codec, self.size, replicas), _places(codec, self.size, replicas), strict=True)
-            if cut.stop > cut.start
-        ]
-        data[-TRAILER : -TRAILER + 8].view(torch.int64).copy_(on_device.words(values))
-        data[-TRAILER + 8 : -TRAILER + 9] = torch.stack(finite).all()
-        run.lane.done(delta)
-        end()
-        return run.lane.download(buffer, out)
+        with run.lane.timed():
+            delta = self._delta(run, anchor, upload)
+            encode(codec, delta[: self.size], replicas, payload, state)
+            run.lane.done(delta)
 
     @staticmethod
-    def _subtract(run: Run, anchor: Tensor, upload: Upload | None) -> Tensor:
-        """The delta, in the buffer that the anchor came in."""
+    def _delta(run: Run, anchor: Tensor, upload: Upload | None) -> Tensor:
+        """A buffer that begins with the delta: the one that the anchor came in, or a fresh one."""
+        assert run.lane is not None
+        if run.holds(anchor):
+            delta = run.lane.scratch()
+            run.subtract(anchor[run.place], delta)
+            return delta
         upload = upload or FlatView._upload(run, anchor)
         values = upload.values()
         run.subtract(values, values)
@@ -245,17 +266,19 @@ class FlatView:
             if run.lane is None:
                 run.merge(anchor[run.place], keep_local)
                 continue
-            end = run.lane.timed()
-            upload = upload or self._upload(run, anchor)
-            run.merge(upload.values(), keep_local)
-            upload.release()
-            end()
+            with run.lane.timed():
+                if run.holds(anchor):
+                    run.merge(anchor[run.place], keep_local)
+                else:
+                    upload = upload or self._upload(run, anchor)
+                    run.merge(upload.values(), keep_local)
+                    upload.release()
 
     @torch.no_grad()
     def rebase(self, new: Tensor, old: Tensor) -> None:
         """local ← local + new − old: follow the anchor and keep all local work."""
         for run in self.runs:
-            if run.lane is None:
+            if run.holds(new):
                 run.rebase(new[run.place], old[run.place])
                 continue
             uploads = [self._upload(run, values) for values in (new, old)]
@@ -314,29 +337,6 @@ def _all(waits: Sequence[Wait]) -> Wait:
             wait_for_device()
 
     return wait
-
-
-TRAILER = 16
-"""Bytes behind the payloads: the sum over the words of the delta, and whether it is finite."""
-
-
-def _places(codec: Codec, n: int, replicas: int) -> list[slice]:
-    """The bytes of each payload."""
-    sizes = [codec.nbytes(cut.stop - cut.start) if cut.stop > cut.start else 0 for cut in cuts(codec, n, replicas)]
-    return [slice(end - size, end) for size, end in zip(sizes, accumulate(sizes), strict=True)]
-
-
-def room(codec: Codec, n: int, replicas: int) -> int:
-    """Memory for `FlatView.pack`, in values: payloads, filled up to whole words, and the trailer."""
-    return 2 * -(-_places(codec, n, replicas)[-1].stop // 8) + TRAILER // 4
-
-
-def packed(memory: Tensor, codec: Codec, n: int, replicas: int) -> Packed:
-    """What `FlatView.pack` has filled."""
-    data = memory.view(torch.uint8)
-    words, finite = data[-TRAILER : -TRAILER + 8].view(torch.int64).item(), bool(data[-TRAILER + 8])
-    payloads = [data[place] for place in _places(codec, n, replicas)]
-    return Packed(payloads, n, finite, int(words) % (1 << 64))
 
 
 def lane_sizes(fragments: Iterable[Fragment], tensors: Mapping[str, Tensor]) -> dict[torch.device, int]:

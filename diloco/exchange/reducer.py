@@ -28,7 +28,7 @@ class State:
     anchor: Tensor
     outer: Tensor
     cached_fingerprint: int | None = None  # computed along with the values
-    uploads: Sequence[Any] = ()  # copies of the anchor that are already on their way to accelerators
+    arriving: Any = ()  # what is on its way to accelerators, for the core to adopt this state
 
     def fingerprint(self) -> int:
         """A sum over all bits modulo a prime: equal for equal states, different after a single flipped bit."""

@@ -32,8 +32,8 @@ class Zeroing:
 class Capped(Nesterov):
     """The trainer's rule with another end: from plain averaging to this learning rate and momentum."""
 
-    def at(self, stage: Stage, state: Tensor) -> tuple[float, float, float]:
+    def at(self, stage: Stage, before: float) -> tuple[float, float, float]:
         assert self.lr is not None and self.momentum is not None
         momentum = min(max(1 - GROWTH / stage.index, 0.0), self.momentum)
         lr = 1 - (1 - self.lr) * momentum / self.momentum
-        return Nesterov(lr, momentum).at(stage, state)
+        return Nesterov(lr, momentum).at(stage, before)

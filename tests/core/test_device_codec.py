@@ -11,7 +11,7 @@ from diloco.codecs import device, kernels
 from diloco.codecs.codec import CHUNK, E3M0, BFloat16, Float32, pack_checked, unpack, weighted
 from diloco.core.memory import Memory
 from diloco.core.next_state import NextState
-from diloco.core.outer import SGD, Nesterov, Stage
+from diloco.core.outer import SGD, Nesterov, Stage, lr_before
 from diloco.exchange import reducer
 from diloco.exchange.mean import Encoded
 from diloco.exchange.reducer import State
@@ -123,7 +123,11 @@ def test_the_outer_step_has_the_bits_and_the_fingerprint_of_the_host(level, code
             following = NextState(state, rule, Memory(), 0.03)
             following.add(Encoded(0, n, codec, payloads, [0.5, 0.25, 0.25]))
             expected = following.state(1)
-        used = kernels.Rule(rule.lr) if isinstance(rule, SGD) else kernels.Rule(*rule.at(Stage(1, 0.03), state.outer))
+        used = (
+            kernels.Rule(rule.lr)
+            if isinstance(rule, SGD)
+            else kernels.Rule(*rule.at(Stage(1, 0.03), lr_before(state.outer)))
+        )
         new = torch.empty(n), expected.outer.clone().fill_(torch.nan)
         old, halves = (state.anchor, velocity[:n]), (new[0], new[1][:n])
         device.advance(codec, payloads, [0.5, 0.25, 0.25], used, old, halves)

@@ -12,13 +12,14 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.utils._pytree import tree_map_only
 
-from diloco import E3M0, SGD, Balanced, DiLoCo, Float32
+from diloco import E3M0, SGD, Balanced, DiLoCo, Float32, Nesterov
 from diloco.codecs.codec import codec_named
 from diloco.codecs.formats import FORMATS
 from diloco.core.fragment import Piece
 from diloco.core.view import FlatView, Span, lanes_for
-from diloco.errors import NotFinite
+from diloco.errors import ConfigError, NotFinite
 from diloco.exchange import local
 from diloco.exchange.mean import exact
 from diloco.exchange.reducer import Round
@@ -37,6 +38,8 @@ def small(span):
 
 
 def start(device, *, dtype=torch.float32, **settings):
+    if device == "cpu":
+        settings.pop("state", None)
     Span.small = property(small)
     model = Tiny().to(dtype).to(device)
     optimizer = adamw(model)
@@ -55,9 +58,9 @@ def play(device, rank, *, look=0, **settings):
                 history.append(flat(model).cpu())
             if look and step % (look - 1) == 0:
                 parts = diloco.state_dict()["shard 0 of 1"]["fragments"]
-                history += [torch.cat([part["anchor"], part["outer"]]) for part in parts.values()]
+                history += [torch.cat([part["anchor"], part["outer"]]).cpu() for part in parts.values()]
                 history += [torch.tensor([bool(part["flight"])]) for part in parts.values()]
-    return [flat(model).cpu(), anchors(diloco), *history]
+    return [flat(model).cpu(), anchors(diloco).cpu(), *history]
 
 
 def same(expected, found):
@@ -78,6 +81,15 @@ OVERLAPS = {
     "one step": {"sync_every": 6, "overlap": 1, "fragments": Balanced(3)},
     "several in flight": {"sync_every": 10, "overlap": 9, "fragments": Balanced(5)},
     "keeps half": {"sync_every": 5, "overlap": 4, "fragments": Balanced(4), "keep_local": 0.5},
+    "on the device": {"sync_every": 5, "overlap": 1, "fragments": Balanced(3), "state": "device"},
+    "on the device, waits": {"sync_every": 4, "overlap": 0, "fragments": Balanced(2), "state": "device"},
+    "on the device, several in flight": {
+        "sync_every": 10,
+        "overlap": 9,
+        "fragments": Balanced(5),
+        "keep_local": 0.5,
+        "state": "device",
+    },
 }
 
 
@@ -94,17 +106,17 @@ def _one_of_each(rank, settings):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["one step", "several in flight"])
+@pytest.mark.parametrize("name", ["one step", "several in flight", "on the device"])
 def test_a_replica_on_the_device_and_one_on_the_cpu_agree(name):
     (on_cpu, _), (late, races) = run(2, _one_of_each, OVERLAPS[name])
     assert same(on_cpu, late) and not races
 
 
-def _both_in_one_process(rank, settings):
+def _both_in_one_process(rank, settings, replicas):
     late_device.install()
 
     def on(device):
-        return local.run(2, lambda reducer: play(device, reducer.replica, reducer=reducer, look=5, **settings))
+        return local.run(replicas, lambda reducer: play(device, reducer.replica, reducer=reducer, look=5, **settings))
 
     found = [same(*pair) for pair in zip(on("cpu"), on(LATE), strict=True)]
     return found, late_device.races
@@ -117,29 +129,38 @@ def _both_in_one_process(rank, settings):
         *({"codec": codec_named(name)} for name in FORMATS),
         {"dtype": torch.bfloat16},
         {"dtype": torch.bfloat16, "keep_local": 0.5},
+        {"dtype": torch.bfloat16, "keep_local": 0.5, "state": "device"},
+        {"codec": codec_named("bfloat16"), "outer": SGD(0.8), "state": "device"},
     ],
-    ids=[*FORMATS, "bf16 parameters", "bf16 parameters, keeps half"],
+    ids=[*FORMATS, "bf16 parameters", "keeps half", "keeps half, on the device", "SGD, on the device"],
 )
 def test_every_codec_and_type_of_parameter_has_the_bits_of_the_cpu(settings):
     settings = {"sync_every": 6, "overlap": 2, "fragments": Balanced(3)} | settings
-    assert run(1, _both_in_one_process, settings) == [([True, True], [])]
+    assert run(1, _both_in_one_process, settings, 2) == [([True, True], [])]
 
 
-def _resumed(device, rank, at):
-    """The end of a run that was saved with deltas in flight and continued from there."""
+@pytest.mark.slow
+@pytest.mark.parametrize("state", ["host", "device"])
+def test_four_replicas_that_average_shares_have_the_bits_of_the_cpu(state):
+    settings = {"sync_every": 6, "overlap": 2, "fragments": Balanced(3), "state": state}
+    assert run(1, _both_in_one_process, settings, 4) == [([True] * 4, [])]
+
+
+def _resumed(device, rank, at, states=("host", "host")):
+    """The end of a run that was saved with deltas in flight and continued from there. `states`: before and after."""
     settings = {"sync_every": 8, "overlap": 5, "fragments": Balanced(4), "keep_local": 0.25}
-    model, optimizer, diloco = start(device, **settings)
+    model, optimizer, diloco = start(device, state=states[0], **settings)
     with diloco:
         for step in steps(model, optimizer, rank, 1, STEPS):
             if step == at:
                 saved = {
                     "model": {n: p.detach().cpu() for n, p in model.named_parameters()},
-                    "diloco": diloco.state_dict(),
+                    "diloco": tree_map_only(torch.Tensor, lambda x: x.cpu(), diloco.state_dict()),
                 }
                 saved["optimizer"] = [{n: v.cpu() for n, v in s.items()} for s in optimizer.state.values()]
                 saved = copy.deepcopy(saved)
-    whole = [flat(model).cpu(), anchors(diloco)]
-    model, optimizer, diloco = start(device, **settings)
+    whole = [flat(model).cpu(), anchors(diloco).cpu()]
+    model, optimizer, diloco = start(device, state=states[1], **settings)
     model.load_state_dict(saved["model"])
     for p, state in zip(model.parameters(), saved["optimizer"], strict=True):
         optimizer.state[p] = {n: v.to(device) for n, v in state.items()}
@@ -147,18 +168,21 @@ def _resumed(device, rank, at):
     with diloco:
         for _ in steps(model, optimizer, rank, at + 1, STEPS):
             pass
-    return [*whole, flat(model).cpu(), anchors(diloco)]
+    return [*whole, flat(model).cpu(), anchors(diloco).cpu()]
 
 
-def _resume_both(rank):
+def _resume_both(rank, states):
     late_device.install()
-    on_cpu, late = _resumed("cpu", rank, 19), _resumed(LATE, rank, 19)
+    on_cpu, late = _resumed("cpu", rank, 19), _resumed(LATE, rank, 19, states)
     return same(on_cpu, late), same(late[:2], late[2:]), late_device.races
 
 
 @pytest.mark.slow
-def test_a_run_on_the_device_continues_from_any_step():
-    assert run(2, _resume_both) == [(True, True, [])] * 2
+@pytest.mark.parametrize(
+    "states", [("host", "host"), ("device", "device"), ("host", "device"), ("device", "host")], ids=" then ".join
+)
+def test_a_run_on_the_device_continues_from_any_step(states):
+    assert run(2, _resume_both, states) == [(True, True, [])] * 2
 
 
 def _bucket(*devices):
@@ -214,16 +238,57 @@ def _counted(rank, settings):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("codec", [Float32(), E3M0()])
-@pytest.mark.parametrize("name", ["one step", "keeps half"])
+@pytest.mark.parametrize("name", ["one step", "keeps half", "on the device"])
 def test_training_on_the_device_waits_for_nothing_and_its_stream_copies_nothing(name, codec):
-    for counters, sent in run(2, _counted, OVERLAPS[name] | {"codec": codec}):
+    settings = OVERLAPS[name] | {"codec": codec}
+    if codec == Float32():
+        settings.pop("state", None)
+    for counters, sent in run(2, _counted, settings):
         assert not any(counters.pageable.values())
         assert not any(counters.waits.values())  # the communication thread asks and sleeps
         assert counters.copied[0, "up"] == counters.copied[0, "down"] == 0
         up, down = (sum(n for (_, way), n in counters.copied.items() if way == wanted) for wanted in ("up", "down"))
-        # E3M0 is encoded on the device: half a byte a value, filled up to words, and 16 bytes.
-        assert down == sum(4 * n if codec == Float32() else 8 * -(-codec.nbytes(n) // 8) + 16 for n in sent)
-        assert 4 * sum(sent) < up <= 8 * sum(sent)  # anchors for the sends, and the states that have arrived
+        # E3M0 is encoded on the device: half a byte a value, filled up to words, and 32 bytes.
+        assert down == sum(4 * n if codec == Float32() else 8 * -(-codec.nbytes(n) // 8) + 32 for n in sent)
+        if "state" in settings:  # the payload of the other replica
+            assert up + down <= 1.1 * sum(sent)
+        else:  # anchors for the sends, and the states that have arrived
+            assert 4 * sum(sent) < up <= 8 * sum(sent)
+            assert up + down <= (12 if codec == Float32() else 8.6) * sum(sent)
+
+
+def _placed(rank):
+    late_device.install()
+    out = []
+    free = torch.accelerator.get_memory_info()[0]
+    reducer = local.Local(local._Board(2, None), 0)
+    for device, settings in (
+        ("cpu", {}),
+        (LATE, {}),
+        (LATE, {"codec": codec_named("twobit")}),
+        (LATE, {"outer": Momentum()}),
+        (LATE, {"reducer": Script()}),
+    ):
+        model = torch.nn.Linear(8, 4).to(device)
+        settings = {"reducer": reducer, "fragments": Balanced(2)} | settings
+        out.append(DiLoCo(model, state="auto", **settings).placement)
+        if out[-1].startswith("host"):
+            with pytest.raises(ConfigError, match='state="device"'):
+                DiLoCo(model, state="device", **settings)
+    torch.accelerator.get_memory_info = lambda device=None: (2000, free)
+    out.append(DiLoCo(torch.nn.Linear(8, 4).to(LATE), state="auto", reducer=reducer).placement)
+    return [text.partition(":")[0] for text in out], out
+
+
+class Momentum(Nesterov):
+    """Unknown to the device."""
+
+
+@pytest.mark.slow
+def test_the_state_is_on_the_device_if_it_can_be_and_takes_a_small_part_of_the_free_memory():
+    ((places, texts),) = run(1, _placed)
+    assert places == ["host", "device", "host", "host", "host", "host"], texts
+    assert len(set(texts)) == len(texts)  # each for a reason of its own
 
 
 class Silent(Script):
@@ -366,9 +431,9 @@ def _ahead(rank):
     ahead = []
     for _ in range(5):
         step()
-        ahead.append(any(fragment._uploads))
+        ahead.append(any(fragment.place._uploads))
     script.now = 6
-    return ahead, any(script.poll(0, 1).state.uploads)
+    return ahead, any(script.poll(0, 1).state.arriving)
 
 
 @pytest.mark.slow

@@ -73,11 +73,11 @@ def test_momentum_does_not_run_on_when_the_inner_learning_rate_is_gone():
 
 
 def test_momentum_that_is_not_given_grows_with_the_rounds_and_the_learning_rate_falls_with_it():
-    seen = {k: Nesterov().at(Stage(k, 1.0), torch.zeros(1))[:2] for k in (1, 10, 20, 40, 100, 1000)}
+    seen = {k: Nesterov().at(Stage(k, 1.0), 0.0)[:2] for k in (1, 10, 20, 40, 100, 1000)}
     expected = {1: (1.0, 0.0), 10: (1.0, 0.0), 20: (2 / 3, 0.5), 40: (0.5, 0.75), 100: (0.4, 0.9), 1000: (0.4, 0.9)}
     assert {k: pytest.approx(pair) for k, pair in expected.items()} == seen
-    assert Nesterov(lr=0.6).at(Stage(20, 1.0), torch.zeros(1))[:2] == (0.6, 0.5)
-    assert Nesterov(momentum=0.3).at(Stage(10, 1.0), torch.zeros(1))[:2] == (0.8, 0.3)
+    assert Nesterov(lr=0.6).at(Stage(20, 1.0), 0.0)[:2] == (0.6, 0.5)
+    assert Nesterov(momentum=0.3).at(Stage(10, 1.0), 0.0)[:2] == (0.8, 0.3)
 
 
 def test_state_is_fp32_on_the_host_and_starts_at_zero():
