@@ -44,7 +44,7 @@ class Linked(Collective):
 
 @pytest.fixture
 def _machine(monkeypatch):
-    monkeypatch.setattr(pilots.speed, "known", lambda: SPEED)
+    monkeypatch.setattr(pilots.speed, "measured", lambda: SPEED)
     monkeypatch.setattr(Overlap, "step_seconds", STEP)
 
 
