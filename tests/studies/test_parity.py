@@ -6,6 +6,8 @@ import subprocess
 import sys
 import time
 
+import pytest
+
 from studies.parity.cell import Cell
 from studies.parity.study import Study
 
@@ -23,6 +25,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_a_killed_study_keeps_its_results_and_runs_the_rest(tmp_path):
     path, program = tmp_path / "results.jsonl", tmp_path / "program.py"
     program.write_text(PROGRAM)
