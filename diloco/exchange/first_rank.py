@@ -54,8 +54,8 @@ class FirstRank:
         self._first = self._place.index == 0
         self._groups: Groups | None = None
         self._job: Join | None = None
-        self._deltas: dict[int, Callable[[], Delta]] = {}  # the last of each fragment
-        self._digests: dict[int, int] = {}  # of those of the first rank
+        self._deltas: dict[int, tuple[int, Callable[[], Delta]]] = {}  # the last of each fragment, with its round
+        self._digests: dict[int, tuple[int, int]] = {}  # of those of the first rank, with their rounds
         self._warned = False
 
     @property
@@ -102,10 +102,10 @@ class FirstRank:
         def of_all_ranks() -> Delta:
             """Each rank counts its own tokens, and the gradient is the mean over the ranks."""
             ours = delta()
-            self._digests[fragment] = ours.digest()
+            self._digests[fragment] = index, ours.digest()
             return replace(ours, weight=ours.weight * len(self._ranks)) if ours.tokens else ours
 
-        self._deltas[fragment] = delta
+        self._deltas[fragment] = index, delta
         self._share("step", lambda: self.reducer.send(fragment, index, of_all_ranks))
 
     def poll(self, fragment: int, index: int) -> Outcome | None:
@@ -160,8 +160,10 @@ class FirstRank:
             decoded = outcome.own() if outcome and outcome.own else torch.empty_like(state.anchor)
             self._broadcast_tensor(decoded)
             own = lambda: decoded  # noqa: E731
-        checked = self._first or self._warned or not outline["counted"]
-        if not checked and self._deltas[fragment]().digest() != outline["digest"]:
+        sent_index, delta = self._deltas.pop(fragment, (None, None))
+        index, digest = outline["digest"] or (None, None)
+        comparable = outcome is None and sent_index == index == outline["index"] and not self._warned
+        if comparable and delta and delta().digest() != digest:
             self._warned = True
             warn(f"this rank and rank {self._ranks[0]}, which has the reducer, trained different weights, and this "
                  "one's work is lost: FirstRank is for ranks that train one model together, with "

@@ -84,9 +84,7 @@ def open_store(url: str, *, create: bool = True) -> Backend:
 
 def _make(folder: Path, url: str, create: bool) -> None:
     if not create:
-        raise ConfigError(
-            f"there is no folder {folder}: check the address; with --join-only a member never creates one"
-        )
+        raise ConfigError(f"there is no folder {folder}: check the address")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
