@@ -50,8 +50,8 @@ class Facts:
     """Nanoseconds of the training thread per value of a round."""
 
     def group(self, codec: str, replicas: int) -> Group:
-        return Group(self.step_seconds, replicas, self.round_trip, self.codec_ns[codec], self.hook_ns,
-                     round_seconds=ROUND_SECONDS)  # fmt: skip
+        return Group(self.step_seconds, replicas=replicas, round_trip=self.round_trip, codec_ns=self.codec_ns[codec],
+                     hook_ns=self.hook_ns, round_seconds=ROUND_SECONDS)  # fmt: skip
 
     def __str__(self) -> str:
         link = f"{units.rate(self.rate)} each way, round trip {self.round_trip * 1e3:.3g} ms"

@@ -168,7 +168,8 @@ class FirstRank:
             warn(f"this rank and rank {self._ranks[0]}, which has the reducer, trained different weights, and this "
                  "one's work is lost: FirstRank is for ranks that train one model together, with "
                  "DistributedDataParallel(model)", stacklevel=2)  # fmt: skip
-        return Round(state, outline["members"], outline["counted"], own, Cost(**outline["cost"]))
+        cost = Cost(**outline["cost"])
+        return Round(state, members=outline["members"], counted=outline["counted"], own=own, cost=cost)
 
     def _broadcast(self, fragment: int, index: int, state: State | None) -> State:
         """The first rank's state, on all ranks."""

@@ -247,7 +247,8 @@ class Local:
                 own = partial(decode_cuts, codec, mean.encoded[self.replica], delta.n, self.replicas)
         self._states[fragment] = state
         seconds = time.perf_counter() - began
-        return Round(state, mean.members, own=own, cost=Cost(mean.nbytes, mean.nbytes, seconds=seconds))
+        cost = Cost(bytes_sent=mean.nbytes, bytes_received=mean.nbytes, seconds=seconds)
+        return Round(state, mean.members, own=own, cost=cost)
 
     def drain(self, seconds: float | None = None) -> bool:
         self._board.drain(self.replica)
@@ -273,7 +274,7 @@ def _outcome(headers: list[Header], deltas: list[Delta], codec: Codec, mean_code
     weights = [delta.weight for delta in deltas]
     members = {str(m): weight for m, weight in enumerate(weights)}
     if not any(weights):
-        return _Mean((), members, 0.0, 0, [])
+        return _Mean(parts=(), members=members, lr=0.0, nbytes=0, encoded=[])
     replicas, n = len(deltas), deltas[0].n
     # Copies: the first replica to apply the round uses its memory again before the last one has computed its state.
     encoded = [
@@ -285,4 +286,4 @@ def _outcome(headers: list[Header], deltas: list[Delta], codec: Codec, mean_code
     parts = mean_of_encoded(codec, mean_codec, encoded, weights, n)
     to_each = codec.nbytes(n) if gathers(codec, replicas) else (codec.nbytes(n) + mean_codec.nbytes(n)) / replicas
     lr = mean_lr(weights, [delta.lr for delta in deltas])
-    return _Mean(parts, members, lr, round((replicas - 1) * to_each), encoded)
+    return _Mean(parts=parts, members=members, lr=lr, nbytes=round((replicas - 1) * to_each), encoded=encoded)

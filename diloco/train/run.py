@@ -114,8 +114,8 @@ def fit(run: Prepared) -> tuple[int, bool]:
                 speed = run.tokens_per_step / seconds
 
                 readings.add(read, partial(
-                    Step, step, run.writer.seconds(), step * run.tokens_per_step, lr=lr, step_seconds=seconds,
-                    tokens_per_second=speed, **_traffic(run, step),
+                    Step, step=step, seconds=run.writer.seconds(), tokens=step * run.tokens_per_step, lr=lr,
+                    step_seconds=seconds, tokens_per_second=speed, **_traffic(run, step),
                 ))  # fmt: skip
                 if catch_up:
                     readings.write()
@@ -162,7 +162,8 @@ def evaluate(run: Prepared, step: int, replica_loss: float | None = None) -> Eva
     with _anchors(run):
         loss = _held_out_loss(run) if run.diloco else replica_loss
     bits = bits_per_byte(loss, run.corpus.bytes_per_token)
-    evaluation = Evaluation(step, run.writer.seconds(), step * run.tokens_per_step, loss, bits, replica_loss)
+    evaluation = Evaluation(step=step, seconds=run.writer.seconds(), tokens=step * run.tokens_per_step, loss=loss,
+                            bits_per_byte=bits, replica_loss=replica_loss)  # fmt: skip
     run.writer.write(evaluation)
     run.members.evaluated(loss)
     run.phase.say("training")
