@@ -54,8 +54,6 @@ class Cell:
     """Held-out tokens behind the final loss."""
     tail: int = 0
     """Last steps on whose mean of weights data-parallel is evaluated, at the end and on the way; 0: the last one's."""
-    decay: float = 1.0
-    """Weight decay, in multiples of the trainer's 1/steps."""
 
     def __str__(self) -> str:
         """What differs from the default, for people."""
@@ -67,7 +65,7 @@ class Cell:
         return _key(self)
 
 
-LATER = ("inner", "outer", "batch", "evaluated", "tail", "decay")
+LATER = ("inner", "outer", "batch", "evaluated", "tail")
 
 
 @cache

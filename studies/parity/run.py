@@ -75,9 +75,7 @@ class _Loop:
     def __init__(self, cell: Cell, corpus: Corpus, replica: int) -> None:
         replicas, batch, steps = max(cell.replicas, 1), BATCH * cell.batch, cell.steps
         self.cell, self.corpus = cell, corpus
-        self.config = TrainConfig(
-            lr=cell.lr, warmup=steps // 10, weight_decay=cell.decay / steps, steps=steps, inner=cell.inner
-        )
+        self.config = TrainConfig(lr=cell.lr, warmup=steps // 10, weight_decay=1 / steps, steps=steps, inner=cell.inner)
         self.model = Decoder(SHAPES[cell.width], CONTEXT)
         self.model.initialize(torch.Generator().manual_seed(cell.seed))
         self.compiled: Any = torch.compile(self.model, dynamic=False) if steps >= COMPILED else self.model

@@ -60,7 +60,6 @@ ROWS: dict[str, Cell] = {
     EIGHT: replace(_muon, replicas=8),
     f"{EIGHT}, outer 1.41/0.5": replace(_fixed, replicas=8, outer_lr=1.41),
     f"{EIGHT}, outer 1/0 to 0.9/0.8": replace(_muon, replicas=8, outer="capped", outer_lr=0.9, momentum=0.8),
-    f"{EIGHT}, weight decay ÷ 8": replace(_muon, replicas=8, decay=1 / 8),
     f"{EIGHT}, mean sent in bfloat16": replace(_muon, replicas=8, second="bfloat16"),
     f"{EIGHT}, sync_every 12": replace(_muon, replicas=8, sync_every=12),
     AVERAGED: replace(_dp_muon, tail=TAIL),
@@ -123,7 +122,7 @@ def tried() -> str:
     names = [(name, base) for base in (FOUR, EIGHT) for name in ROWS if name.startswith(f"{base}, ")]
     lines = [(name.removeprefix("defaults, "), signed(gap), _bits(name))
              for name, base in names if (gap := TODAY.gap(name, base)) is not None]  # fmt: skip
-    return table(("changed", "to the defaults at this M, %", "bits"), lines)
+    return table(("setting", "to the defaults at this M, %", "bits a parameter in 30 steps"), lines)
 
 
 def _line(name: str, cell: Cell) -> tuple[str, ...]:
