@@ -533,3 +533,62 @@ def test_whatever_the_store_answers_only_transitions_of_the_table_follow_and_rou
             fate.train()
             assert fate.machine.frontier >= fate.machine.held or fate.machine.following is Phase.JUMPING
             assert len(fate.machine.ready) <= 4
+
+
+def closed_by_b(machine, inspect, index=1, fingerprint=None, now=0.0):
+    """Follow a round that b has closed alone."""
+    delta = contribution(machine, "b", digest="ef" * 32, fingerprint=fingerprint)
+    record = Record(0, index, machine.previous, delta.fingerprint, "b", (entry(delta),), "cd" * 32)
+    read = does(machine.handle(Done(inspect, Inspected(Attempts(record, 1, False), {})), now), ReadDeltas)
+    average = does(machine.handle(Done(read, names(delta, index=index)), now), Average)
+    return machine.handle(Done(average, Averaged((), state(index, float(index)), 0)), now)
+
+
+def test_a_member_that_missed_a_round_is_awaited_again_in_each_fourth():
+    machine = new()
+    machine.session.members.update([Member("b", 0, joining=False)], 0.0)
+    inspect, timeout = delivered(machine), machine.session.straggler_timeout(1, 0.0)
+    assert machine.handle(Done(inspect, Inspected(NONE, {})), 0.0) == ()
+    close = does(machine.handle(Done(inspect, Inspected(NONE, {})), timeout), Close)
+    average = does(machine.handle(Done(close, replace(close.record, digest="cd" * 32)), timeout), Average)
+    machine.handle(Done(average, Averaged((), state(1), 0)), timeout)
+    assert [set(machine.session.awaited(index, timeout)) for index in (2, 4)] == [set(), {"b"}]
+
+
+def test_after_a_round_without_its_delta_a_member_makes_all_steps_before_the_next_one():
+    machine = new()
+    closed_by_b(machine, delivered(machine))
+    (handed_over, _) = machine.handle(Polled(1), 0.0)
+    assert not handed_over.outcome.counted
+    assert [bool(machine.handle(Stepped(steps, False), 0.0)) for steps in (5, 6, 7)] == [False, False, True]
+
+
+def test_a_state_is_offered_as_a_snapshot_once_no_newer_one_is_ready():
+    machine = new()
+    following = does(closed_by_b(machine, delivered(machine)), Inspect)
+    closed_by_b(machine, following, 2, fingerprint=state(1, 1.0).fingerprint())
+    effects = [machine.handle(Polled(index), 0.0) for index in (1, 2)]
+    assert [len(handed_over) for handed_over in effects] == [1, 2] and effects[1][1].state.index == 2
+
+
+def test_nobody_closes_a_round_that_its_own_delta_is_not_in():
+    """Its own delta is one for the round before, which training has not applied yet."""
+    machine = new()
+    inspect = does(averaged(machine), Inspect)
+    others = names(contribution(machine, "b", digest="ef" * 32), index=2)
+    read = does(machine.handle(Done(inspect, Inspected(NONE, others)), 0.0), ReadDeltas)
+    assert machine.handle(Done(read, others), 999.0) == ()
+
+
+def test_a_member_with_other_bits_for_the_second_time_stops_once_the_others_have_had_time_to_vote():
+    machine = new()
+    closed_by_b(machine, does(machine.handle(Look(), 0.0), Inspect), fingerprint=99)
+    machine.handle(Polled(1), 0.0)
+    machine._differs = 1  # it has recomputed its state
+    ttl = machine.session.options.ttl
+    for now in (0.0, ttl - 1.0):
+        votes = does(machine.handle(Look(), now), CountVotes)
+        assert machine.handle(Done(votes, False), now) == () and machine.phase is Phase.JUDGING
+    votes = does(machine.handle(Look(), ttl), CountVotes)
+    with pytest.raises(Diverged, match="computes other bits"):
+        machine.handle(Done(votes, False), ttl)
