@@ -98,6 +98,9 @@ chaos: .venv/ready  ## members of a bucket and what they meet in are disturbed a
 	$(BIN)/python -m studies.bucket.chaos
 	$(BIN)/python -m benchmarks.table
 
+direct: .venv/ready  ## payloads of a bucket straight from their owner, over slow links and harmed 300 times; as root; 15 minutes
+	$(BIN)/python -m studies.bucket.direct
+
 parity: .venv/ready  ## does it train as well as data-parallel? takes hours; continues after an interruption
 	$(BIN)/python -m studies.parity
 	$(BIN)/python -m studies.parity.page

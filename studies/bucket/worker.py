@@ -97,7 +97,8 @@ def work(settings: Record) -> Record:
     if bucket:
         diloco.finish()
     moved = bucket.traffic if bucket else {}
-    return {"ends": ends, "inside": inside, "held": held, "rounds": rounds, "traffic": moved}
+    direct = bucket.session.carrier.received if bucket and bucket.session else 0
+    return {"ends": ends, "inside": inside, "held": held, "rounds": rounds, "traffic": moved, "direct": direct}
 
 
 def _reduce(settings: Record, kind: str) -> Any:
@@ -106,7 +107,12 @@ def _reduce(settings: Record, kind: str) -> Any:
         return Collective()
     url = settings["url"] if kind == "bucket" else "memory://"
     return Bucket(
-        url, settings["name"], quorum=settings.get("quorum", 1), heartbeat=HEARTBEAT, rounds=settings.get("rounds")
+        url,
+        settings["name"],
+        quorum=settings.get("quorum", 1),
+        heartbeat=HEARTBEAT,
+        rounds=settings.get("rounds"),
+        announce=settings.get("announce"),
     )
 
 

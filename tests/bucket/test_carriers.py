@@ -13,6 +13,7 @@ from diloco.bucket.carriers import REFUSALS, STRANGERS, Address, Carrier, check_
 from diloco.bucket.store import Read
 from diloco.bucket.store.backend import open_store
 from diloco.errors import ConfigError
+from studies.bucket import direct
 from tests.support.members import PATIENT, Member, agree
 
 LOCAL = "127.0.0.1"
@@ -330,3 +331,15 @@ def test_a_rogue_at_a_members_address_changes_no_bit(names, serve, tmp_path, mon
         monkeypatch.setattr(Carrier, "listen", elsewhere)
         trained(tmp_path, names, b=f"{LOCAL}:1")
         assert rogue.asked
+
+
+@pytest.mark.slow
+def test_harm_to_owners_and_to_the_store_stops_no_round_and_changes_no_bit(tmp_path, monkeypatch):
+    """Each harm of the study once."""
+    small_pieces(monkeypatch)
+    monkeypatch.setattr(carriers, "REST", carriers.REST)  # the study sets it
+    monkeypatch.setattr("diloco.bucket.run.LEAST_DEADLINE", 0.2)
+    result = direct.faults(str(tmp_path), len(direct.HARMS), outage=1.0)
+    assert result["rejected"] == []
+    assert result["rounds"] >= len(direct.HARMS)
+    assert result["direct bytes"] > 0
