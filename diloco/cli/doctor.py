@@ -92,7 +92,8 @@ def check_machine() -> list[Finding]:
         findings.append(Finding("nccl", "yes" if nccl else "no", nccl, remedy))
     # Measured even if it is cached: `diloco plan` uses the new figures from now on.
     pace = Finding("a round of 2 replicas", str(speed.measured(again=True)))
-    return [*findings, _kernels(), pace, _disk(), _hostname(), _port()]
+    port = [] if own_world(1, None) else [_port()]  # under torchrun it is torchrun that uses the port
+    return [*findings, _kernels(), pace, _disk(), _hostname(), *port]
 
 
 def _kernels() -> Finding:

@@ -4,6 +4,7 @@ import contextlib
 import ipaddress
 import os
 import socket
+import struct
 import sys
 import threading
 from collections.abc import Iterator
@@ -17,6 +18,8 @@ from diloco.exchange.world import World, own_address, own_job
 QUIET = 3.0
 """Seconds after which the first process of a machine prints what it waits for."""
 PATIENCE = 600.0
+SIOCGIFADDR = 0x8915
+"""Linux's request for the address of an interface."""
 
 
 def meet(world: World, backend: str = "gloo", patience: float = PATIENCE) -> None:
@@ -29,6 +32,7 @@ def meet(world: World, backend: str = "gloo", patience: float = PATIENCE) -> Non
 def launched_store(world: World, patience: float = PATIENCE) -> dist.Store:
     """The store of all processes that torchrun, Slurm or `diloco train` started together."""
     host, port = own_address()
+    use_route_to(host)
     limit = timedelta(seconds=patience)
     with _waiting(f"{world.size} processes", host, port, patience, world.local_rank == 0):
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun holds the store
@@ -48,12 +52,35 @@ def meet_at(address: str, rank: int, replica: int, replicas: int, patience: floa
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
         raise ConfigError(f"at={address!r}: pass host:port of the first process of replica 0")
+    use_route_to(host)
     limit = timedelta(seconds=patience)
     with _waiting(f"{replicas} replicas", host, int(port), patience, rank == 0):
         store = dist.PrefixStore(f"rank {rank}", _store(host.strip("[]"), int(port), replica == 0 and rank == 0, limit))
         store.set(f"here/{replica}", "")
         store.wait([f"here/{m}" for m in range(replicas)], limit)
     return store
+
+
+def use_route_to(host: str) -> None:
+    """Let gloo use the interface that reaches the first process, unless the user has chosen one. By itself it takes the
+    one that the machine's name stands for; Debian and Ubuntu map that to 127.0.1.1, which no other machine reaches."""
+    if sys.platform == "linux" and "GLOO_SOCKET_IFNAME" not in os.environ and (name := _interface_to(host)):
+        os.environ["GLOO_SOCKET_IFNAME"] = name
+
+
+def _interface_to(host: str) -> str | None:
+    """The interface whose IPv4 address packets to this host carry. None for this machine itself, and where unknown."""
+    import fcntl
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
+        probe.connect((host, 9))  # sends nothing
+        own = probe.getsockname()[0]
+        for _, name in [] if own.startswith("127.") else socket.if_nameindex():
+            with contextlib.suppress(OSError):  # an interface without an IPv4 address
+                request = struct.pack("256s", name.encode()[:15])
+                if socket.inet_ntoa(fcntl.ioctl(probe.fileno(), SIOCGIFADDR, request)[20:24]) == own:
+                    return name
+    return None
 
 
 def _store(host: str, port: int, listens: bool, limit: timedelta) -> dist.Store:

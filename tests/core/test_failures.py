@@ -188,6 +188,32 @@ def test_a_cable_that_is_cut_is_noticed_on_both_sides_long_before_the_timeout():
         assert f"The other is replica {1 - m} " in text
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(REASON is not None, reason=str(REASON))
+def test_two_machines_meet_though_their_names_mean_other_addresses():
+    """In a namespace the machine's name stands for an address that the other host does not reach."""
+    environment = {name: value for name, value in os.environ.items() if name != "GLOO_SOCKET_IFNAME"}
+    environment |= {"WORLD_SIZE": "2", "MASTER_PORT": "29500"}
+    code = (
+        "from diloco.exchange.rendezvous import meet; from diloco.exchange.world import own_world; "
+        "import torch.distributed as dist; meet(own_world(1, None)); dist.barrier(); print(dist.get_world_size())"
+    )
+    with network(2) as net:
+        hosts = [
+            subprocess.Popen(
+                [*net.command(m), sys.executable, "-c", code], stdout=subprocess.PIPE, text=True,
+                env=environment | {"RANK": str(m), "MASTER_ADDR": net.address(0)},
+            )
+            for m in range(2)
+        ]  # fmt: skip
+        try:
+            assert [host.communicate(timeout=120)[0] for host in hosts] == ["2\n"] * 2
+        finally:
+            for host in hosts:
+                host.kill()
+                host.communicate()
+
+
 def _slow(rank):
     transport.UNREACHABLE = 4
     model, optimizer, diloco = make(sync_every=2, overlap=0, reducer=Collective(timeout=600.0))
