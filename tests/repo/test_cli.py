@@ -304,8 +304,14 @@ def test_an_output_folder_that_cannot_be_made_is_refused_with_the_flag(tmp_path)
         assert code == 2 and "cannot write to" in err and "--out" in err, err
 
 
+@pytest.mark.slow
+def test_an_unknown_kind_of_bucket_is_refused(tmp_path):
+    code, _, err = run_here(tmp_path, "train", "--bucket", "s3x://a")
+    assert code == 2 and "s3x://a" in err and "gs://" in err, err
+
+
 WRONG = [
-    ["train", "--model", "tinny"], ["train", "--bucket", "s3x://a"], ["train", "--data", "/no/such"],
+    ["train", "--model", "tinny"], ["train", "--data", "/no/such"],
     ["train", "--tokenizer", "/no/such"], ["train", "--resume"], ["compare", "--methods", "none"],
     ["watch", "/no/such"], ["export", "/no/such", "--to", "x"], ["sample", "/no/such"],
     ["doctor", "--megabytes", "-1"], ["plan", "--model", "1b", "--step-seconds", "1", "--link", "1xyz"],
