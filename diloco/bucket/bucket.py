@@ -21,6 +21,7 @@ from diloco.bucket.carriers import check_announced
 from diloco.bucket.deltas import layout_of
 from diloco.bucket.effects import Phase
 from diloco.bucket.fragment import Fragment
+from diloco.bucket.leases import Leases, Ranges
 from diloco.bucket.members import MemberOptions, Timing, check_name, register
 from diloco.bucket.round_store import RoundStore
 from diloco.bucket.run import Run, Session, backend_of_shard, contract_of, find_or_create, read_run
@@ -247,6 +248,24 @@ class Bucket:
             last = threading.Thread(target=self._try, args=(operation,), daemon=True)
             last.start()
             last.join(5.0)
+
+    def lease(self, ranges: Ranges) -> Leases:
+        """Take ranges of the corpus, on a thread of their own. Call it after join()."""
+        assert self.session is not None
+        wake = threading.Event()
+        leases = Leases(self.session, ranges, self._lock, wake.set)
+        self._wakes.append(wake)
+        self._threads += start_threads(
+            [partial(self._repeat, self._store, leases.tick, wake, lambda: self._options.heartbeat)], "bucket"
+        )
+        return leases
+
+    def release(self, leases: Leases) -> None:
+        """Tell the others what this member has done of its leases, before or after it leaves."""
+        store, task = Store(self._backend), leases.release()
+        last = threading.Thread(target=lambda: store.run(task, self._lock.behind), daemon=True)
+        last.start()
+        last.join(5.0)
 
     @property
     def ended(self) -> bool:

@@ -185,6 +185,13 @@ class Members:
         living = self.alive(now)
         return {name for name in names if name not in living and (self.all_seen or name in self._seen)}
 
+    def is_gone(self, name: str, incarnation: int, now: float) -> bool:
+        """Whether this incarnation of a member is known to have left or died. An unread one may have just joined."""
+        sight = self._seen.get(name)
+        if sight is None or sight.member.incarnation < incarnation:
+            return False
+        return sight.member.incarnation > incarnation or sight.member.left or now - sight.beat > self.ttl
+
     def stuck(self, now: float) -> set[str]:
         """Members with a heartbeat that make no steps."""
         living = ((name, self._seen[name]) for name in self.alive(now))

@@ -18,11 +18,12 @@ class WatchConfig:
     url: str = flag(REQUIRED, "The folder or s3://, gs://, az://… of the bucket.", positional=True)
     key_file: Path | None = flag(None, "File with the secret that the members share.", why="no secret")
     encrypt: Path | None = flag(None, "File with the encryption key of the bucket.", why="not encrypted")
+    audit: bool = flag(False, "Print which ranges of the corpus each epoch has counted, and which were trained twice.")
     once: bool = flag(False, "Print the state once and exit. Takes up to 30 s if members send no heartbeat.")
 
 
 CONFIG = WatchConfig
-EXAMPLES = ("diloco watch s3://bucket/run", "diloco watch shared/run --once")
+EXAMPLES = ("diloco watch s3://bucket/run", "diloco watch shared/run --once", "diloco watch shared/run --audit")
 
 
 def main(config: WatchConfig) -> int:
@@ -37,6 +38,9 @@ def main(config: WatchConfig) -> int:
 
     watch = Watch(config.url, read_secret(config.key_file), read_secret(config.encrypt))
     console = Console()
+    if config.audit:
+        console.print("\n".join(watch.audit()), markup=False, highlight=False, soft_wrap=True)
+        return 0
     if config.once or not console.is_terminal:
         console.print(table(watch.settle()))
         return 0

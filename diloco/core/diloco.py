@@ -291,7 +291,7 @@ class DiLoCo:
                     self._send(fragment)
             self._apply(open)
         self._replica.reshard()
-        return max(steps - fragment.counted.steps for fragment in self._fragments)
+        return steps - self.counted_steps
 
     def leave(self) -> None:
         """Detach and leave the others without a last sync, so that they do not wait for this replica."""
@@ -400,6 +400,17 @@ class DiLoCo:
     @property
     def step_count(self) -> int:
         return self._replica.step_count
+
+    @property
+    def counted_steps(self) -> int:
+        """Steps whose work rounds of every fragment have counted, unless it was given up."""
+        return min(fragment.counted.steps for fragment in self._fragments)
+
+    @property
+    def lost_steps(self) -> tuple[int, int]:
+        """The last steps whose work was given up: after the first number, up to the second."""
+        end = max(fragment.lost[1] for fragment in self._fragments)
+        return min(fragment.lost[0] for fragment in self._fragments if fragment.lost[1] == end), end
 
     @property
     def stats(self) -> Stats:

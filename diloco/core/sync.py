@@ -80,6 +80,7 @@ class FragmentSync:
         self.in_flight: InFlight | None = None
         self.sent_step = 0
         self.counted = Work()  # what is in the anchor
+        self.lost = (0, 0)  # the last steps whose work was given up: after the first number, up to the second
 
     @property
     def state(self) -> State:
@@ -170,13 +171,18 @@ class FragmentSync:
     def jump(self, state: State, done: Work) -> None:
         """Replace the state; local work since the last round is lost."""
         self.place.replace(state)
-        self.in_flight, self.counted = None, done
-        self.view.write(self.state.anchor)
+        self.in_flight = None
+        self._give_up(done)
 
     def reset(self, done: Work) -> None:
         """Set the local values to the anchor. A delta in flight remains; if it does not count, its work is lost."""
-        self.view.write(self.state.anchor)
+        self._give_up(done)
+
+    def _give_up(self, done: Work) -> None:
+        if done.steps > self.counted.steps:
+            self.lost = self.counted.steps, done.steps
         self.counted = done
+        self.view.write(self.state.anchor)
 
     def stats(
         self, round: Round, sent: InFlight | None, *, step: int, waited: float, applying: float, overlap: int

@@ -10,6 +10,7 @@ from rich.text import Text
 
 from diloco.bucket.deltas import layout_of
 from diloco.bucket.effects import Phase
+from diloco.bucket.leases import Ranges, audit
 from diloco.bucket.members import Member, MemberOptions, read_members
 from diloco.bucket.round_store import RoundStore
 from diloco.bucket.rounds import PIECES, Record, folder
@@ -95,6 +96,24 @@ class Watch:
             pause(1.0)
             sight = self.see()
         return sight
+
+    def audit(self) -> Iterator[str]:
+        """Which ranges of the corpus were counted, in lines of text."""
+        shared = self.run.note.get("ranges")
+        if not isinstance(shared, dict) or "windows" not in shared:
+            yield "the members of this run lease no ranges: each draws windows in an order of its own"
+            return
+        ranges = Ranges(int(shared["windows"]), int(shared["size"]))
+        for epoch in self._store.run(audit(self._envelope, ranges, self._reject), nullcontext()):
+            yield (f"epoch {epoch.epoch}: {epoch.ranges} ranges of {ranges.size} windows, {epoch.once} counted once, "
+                   f"{len(epoch.again)} taken again, {len(epoch.open)} open")  # fmt: skip
+            for number, holders in epoch.again.items():
+                yield f"  range {number} was taken by {', then by '.join(holders)}: it may be trained twice"
+            for number, holder in epoch.open.items():
+                yield f"  range {number} is open, held by {holder.member if holder else 'nobody who can be read'}"
+        for member in self._store.run(read_members(self._envelope, self._reject), nullcontext()):
+            if windows := member.published.get("unleased"):
+                yield f"{member.name} took {windows:.0f} windows without a lease: the store did not answer"
 
     def see(self) -> Sight:
         members = self._store.run(read_members(self._envelope, self._reject), nullcontext())

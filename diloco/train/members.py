@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from diloco.bucket import Bucket, below, find_run
 from diloco.bucket.effects import Phase
+from diloco.bucket.leases import Leases, Ranges, ranges_of
 from diloco.bucket.members import check_name
 from diloco.bucket.run import Run
 from diloco.bucket.store.envelope import read_secret
@@ -30,11 +31,12 @@ from diloco.runs.config import TrainConfig, names
 from diloco.runs.flags import choices, spelled, value_type, words_beside
 from diloco.runs.schema import Event, Step
 from diloco.runs.writer import Writer
-from diloco.train.data.batches import Batches
+from diloco.train.data.batches import Batches, LeasedBatches
 from diloco.train.data.corpus import Corpus
 from diloco.train.settings import lr_at
 
 DIGEST = "tokenizer_digest"
+RANGES = "ranges"
 CARRIES = 32
 """Rounds of work that one delta may count for: a slow member carries the work that was not counted yet."""
 SAFE = {"model": re.compile("[a-z0-9.]+"), "tokenizer": re.compile("bytes|train:[0-9]+")}
@@ -80,6 +82,10 @@ class Members(Protocol):
         """This process was asked to stop: pass its work on to the others. Returns the steps that are lost to them."""
         ...
 
+    def synced(self) -> None:
+        """Note that the last sync is done."""
+        ...
+
     def stopped(self) -> None:
         """Note that this process has saved."""
         ...
@@ -112,6 +118,8 @@ class Fixed:
 
     def stopping(self) -> int:
         return 0  # all stop after the same step, and resume there
+
+    def synced(self) -> None: ...
 
     def stopped(self) -> None: ...
 
@@ -168,11 +176,17 @@ def _checked(field: Field[Any], value: Any) -> Any:
 class Elastic:
     """Members of a bucket, which come and go. `config.batch` is that of all members the run was planned for."""
 
-    def __init__(self, config: TrainConfig, per_step: int, world: World, tokenizer: str) -> None:
+    def __init__(
+        self, config: TrainConfig, per_step: int, world: World, tokenizer: str, corpus: Corpus | None = None
+    ) -> None:
+        """`corpus`: what all members train on, in windows that they lease. Without it each has its own order."""
         assert config.bucket is not None and config.steps is not None
         self._config, self._world, self._tokenizer = config, world, tokenizer
         self.rounds = math.ceil(config.steps / config.sync_every)
         shared = {k: v for k, v in asdict(config).items() if k in (*names("run"), "data")} | {DIGEST: tokenizer}
+        self._leases: Leases | None = None
+        self._ranges = self._cut(corpus, per_step) if corpus else {}
+        shared |= {RANGES: self._ranges}
         self.reducer = Bucket(
             config.bucket, member_name(config), key=read_secret(config.key_file), encrypt=read_secret(config.encrypt),
             join_only=config.join_only, announce=config.announce,
@@ -205,6 +219,28 @@ class Elastic:
             if self.over:
                 print(f"it ended after {self.rounds} rounds: this member takes the result", file=sys.stderr)  # noqa: T201
 
+    def _cut(self, corpus: Corpus, per_step: int) -> dict[str, object]:
+        """The ranges of this rank's windows, and the corpus that they are of."""
+        config, world = self._config, self._world
+        windows = (max(corpus.train_tokens - 1, 0) // config.context - world.shard + world.size - 1) // world.size
+        ranges = ranges_of(max(windows, 1), per_step // config.context // world.size * config.sync_every)
+        return {"corpus": corpus.sha256, **asdict(ranges)}
+
+    def _shared_ranges(self) -> Ranges | None:
+        """The ranges of the run, if this member has the corpus of the one that created it."""
+        assert self.reducer.run is not None
+        shared = self.reducer.run.note.get(RANGES)
+        if not self._ranges:
+            return None
+        if not isinstance(shared, dict) or any(shared.get(k) != self._ranges[k] for k in ("corpus", "windows")):
+            if self._world.shard == 0:
+                text = (
+                    "this member's text is not that of the run's creator: it leases no ranges, and draws from its own"
+                )
+                print(text, file=sys.stderr)  # noqa: T201
+            return None
+        return Ranges(int(shared["windows"]), int(shared["size"]))
+
     def _data_order(self, path: Path, resumed: bool) -> int:
         """Number of the order in which this member visits the windows, stored in `path`.
 
@@ -217,11 +253,17 @@ class Elastic:
         return int(path.read_text())
 
     def batches(self, corpus: Corpus, sequences: int) -> Batches:
-        """Windows in an order that only this member has."""
+        """Windows that no other member trains on, if all have the same text; otherwise in an order of this member."""
         assert self.reducer.run is not None
         order = f"{self.reducer.run.id} {self.reducer.name} {self._order}"
         digest = hashlib.blake2b(order.encode(), digest_size=6).digest()
-        return corpus.batches(0, 1, sequences, self._config.context, int.from_bytes(digest, "big"))
+        own = corpus.batches(0, 1, sequences, self._config.context, int.from_bytes(digest, "big"))
+        ranges, world = self._shared_ranges(), self._world
+        if ranges is None:
+            return own
+        self._leases = leases = self.reducer.lease(ranges)
+        place = {"shard": world.shard, "shards": world.size, "seed": self._config.seed}
+        return LeasedBatches(own, leases, lambda: self._diloco.step_count + 1, **place)
 
     def lr(self, step: int) -> float:
         """Follow the progress of the run, never backwards. A new member warms up: its AdamW has no moments yet."""
@@ -233,6 +275,9 @@ class Elastic:
     def after(self, step: int, writer: Writer, last: Step | None) -> None:
         """Publish the progress of this member, write events, check whether the run has ended."""
         self.reducer.publish(step=step)
+        if self._leases:
+            self._leases.trained(self._diloco.counted_steps, self._diloco.lost_steps)
+            self.reducer.publish(unleased=self._leases.unleased)
         if last:
             self.reducer.publish(loss=last.loss, tokens_per_second=last.tokens_per_second)
         for event in self.reducer.events():
@@ -254,6 +299,11 @@ class Elastic:
             text = f"the others lack this member's last {steps} steps; the checkpoint has them"
             print(text if steps else "the others have all steps of this member", file=sys.stderr)  # noqa: T201
         return steps
+
+    def synced(self) -> None:
+        if self._leases:
+            self._leases.trained(self._diloco.counted_steps, self._diloco.lost_steps)
+            self.reducer.release(self._leases)
 
     def stopped(self) -> None:
         self.reducer.leave()  # so that the others need not wait for a timeout

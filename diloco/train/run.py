@@ -189,6 +189,7 @@ def finish(run: Prepared, step: int, stopped: bool) -> Summary:
     elif run.diloco:
         run.diloco.finish()
     _write_rounds(run, rounds)
+    run.members.synced()
     save(run, step)
     if stopped:
         run.members.stopped()

@@ -126,7 +126,7 @@ def prepare(config: TrainConfig, world: World, folder: Path) -> Prepared:
     parameters = sum(p.numel() for p in model.parameters())
     replicas = config.replicas or 2 if config.bucket else world.replicas
     config, derived = resolve(config, parameters, replicas, corpus.train_tokens)
-    config, members = _members(config, world, digest)
+    config, members = _members(config, world, digest, corpus)
     assert config.batch is not None
     sequences = config.batch // world.size // config.accumulate
     model, mesh = spread(model, config, world, device)
@@ -186,14 +186,14 @@ def _agreed_tokenizer(corpus: Corpus) -> str:
     return digests[0]
 
 
-def _members(config: TrainConfig, world: World, tokenizer: str) -> tuple[TrainConfig, Members]:
+def _members(config: TrainConfig, world: World, tokenizer: str, corpus: Corpus) -> tuple[TrainConfig, Members]:
     """The members of the run, and the config of this one: with a bucket, `batch` becomes one member's share."""
     assert config.batch is not None and config.replicas is not None
     check_batch(config, world.size * (config.replicas if config.bucket else 1))
     members: Members = Fixed(config, world)
     if config.bucket:
         batch = config.batch // config.replicas
-        members = Elastic(config, batch * config.context, world, tokenizer)
+        members = Elastic(config, batch * config.context, world, tokenizer, corpus)
         config = replace(config, batch=batch)
     if "overlap" in config.auto:  # each member's choice: a bucket publishes the number
         config = replace(config, overlap="auto")

@@ -13,6 +13,7 @@ from torch import nn
 import diloco.train.run
 from diloco import Balanced, DiLoCo
 from diloco.bucket.effects import Phase
+from diloco.bucket.leases import read_names
 from diloco.errors import ConfigError
 from diloco.exchange.world import World
 from diloco.runs.config import TrainConfig
@@ -58,6 +59,12 @@ def test_one_command_begins_a_run_and_joins_it_and_it_ends_for_all(place):
     code, out, _ = run_here(place, "watch", "bucket", "--once")
     assert code == 0 and "left" in out and " a " in out and " b " in out
     assert re.search(r"a +left +4–4", out)  # 40 steps of 10
+    names = [str(path.relative_to(place / "bucket")) for path in (place / "bucket/leases").rglob("*.*")]
+    counted = [ranges.start(20 * number) - 20 * number for (_, number), ranges in read_names(names).items()]
+    # members · steps · sequences; the run may end before it counts the last steps
+    assert 0 < sum(counted) <= 2 * 40 * 2
+    code, out, _ = run_here(place, "watch", "bucket", "--audit")
+    assert code == 0 and "ranges of 20 windows" in out and ", 0 taken again" in out, out
     code, out, err = ended(member(place, "c", "--json", "--eval-tokens", 1024))
     assert code == 0 and "it ended after 4 rounds" in err, err
     assert json.loads(out)["steps"] == 0 and json.loads(out)["loss"] == last[0]["loss"]

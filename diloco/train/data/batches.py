@@ -9,12 +9,14 @@ several batches per step.
 
 import hashlib
 import math
+from collections.abc import Callable
 from functools import lru_cache
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from diloco.bucket.leases import Leases
 from diloco.errors import ConfigError
 
 _ROUNDS = 6
@@ -70,6 +72,25 @@ class Batches:
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self._position = int(state["position"])
+
+
+class LeasedBatches(Batches):
+    """The windows that a member of a bucket has leased, in an order that all members share: `seed` is that of the run.
+    Each rank of a sharded member leases among its share of the windows. Without a lease it takes windows of its own."""
+
+    def __init__(self, own: Batches, leases: Leases, step: Callable[[], int], *, shard: int, shards: int, seed: int):
+        """`step`: the number of the step that the next batch is for."""
+        vars(self).update(vars(own))
+        self._leases, self._step, self._shard, self._shards, self._run_seed = leases, step, shard, shards, seed
+
+    def take(self) -> np.ndarray:
+        spans = self._leases.take(self._sequences, self._step())
+        parts = [
+            permuted(np.arange(first, end) * self._shards + self._shard, self.windows, self._run_seed, epoch)
+            for epoch, first, end in spans
+        ]
+        missing = self._sequences - sum(len(part) for part in parts)
+        return np.concatenate([*parts, super().take()[:missing]]) if missing else np.concatenate(parts)
 
 
 def permuted(places: np.ndarray, size: int, seed: int, epoch: int) -> np.ndarray:
