@@ -147,7 +147,7 @@ class OnDevice:
         memory.reserve(delta=self.size)
         self._sent: Tensor | None = None  # host memory that holds what the payload does
         self._lr = 0.0  # of the round before
-        self._written = self._read = self._lane.training.record_event()  # the state; the payload
+        self._read = lane.training.record_event()  # the payload was read, for the last time
 
     def offer(self) -> State:
         anchor, outer = (int(on_device.words(values)) % (1 << 64) for values in (self.state.anchor, self.state.outer))
@@ -173,10 +173,10 @@ class OnDevice:
         return _DeviceNext(self, rule, lr)
 
     def computed(self, index: int, parts: Sequence[Encoded], rule: Rule, lr: float) -> State:
-        """The state after a round, on the communication thread."""
+        """The state after a round, on the communication thread. The copies' stream comes after what training has
+        written to the old one: it has waited for the delta against it."""
         lane, fetched = self._lane, self._fetch(parts)
         result = lane.pair(self._view.size)
-        lane.copies.wait_event(self._written)
         if result is not None:
             with lane.copies:
                 self._advance(fetched, rule, (result[0].room(), result[1].room()))
@@ -225,7 +225,6 @@ class OnDevice:
             with self._lane.timed():
                 self._take(step, anchor, outer)
         self.state = State(state.index, anchor, outer)
-        self._written = self._lane.training.record_event()
         return ()
 
     def _take(self, step: _Step, anchor: Tensor, outer: Tensor) -> None:
@@ -250,7 +249,7 @@ class OnDevice:
         anchor, outer = self.state.anchor, self.state.outer
         self._lane.training.wait_event(self._read)
         self.state = State(state.index, anchor.copy_(state.anchor), outer.copy_(state.outer))
-        self._lr, self._written, self._sent = lr_before(state.outer), self._lane.training.record_event(), None
+        self._lr, self._sent = lr_before(state.outer), None
 
 
 def choose(

@@ -11,7 +11,7 @@ from diloco.plan import laws
 from diloco.plan.choose import Choice, Settings
 from diloco.plan.costs import Conditions, Row
 from diloco.plan.methods import count_values
-from diloco.plan.traffic import bus_bytes
+from diloco.plan.traffic import ENCODED_ON_DEVICE, bus_bytes, bus_bytes_on_device, delta_bytes
 from diloco.runs.flags import spelled
 from diloco.runs.units import amount, duration, percent, rate, size
 
@@ -144,6 +144,13 @@ def notes(conditions: Conditions, choice: Choice) -> list[str]:
                 f"Copies between host and accelerator take {conditions.shards * group.copy_ns:.2f} ns a value of a "
                 "round (--bus). Training does not wait for them, but the round does. The time that the accelerator "
                 "spends on encoding and merging is not counted. No GPU has run this yet."
+            )
+        if conditions.accelerator and conditions.reduce == "collective" and settings.codec in ENCODED_ON_DEVICE:
+            state = (8 + delta_bytes(settings.codec)) * conditions.model.parameters / conditions.shards
+            notes.append(
+                f'With state="device", {bus_bytes_on_device(settings.codec, group.replicas):.2g} bytes a value and '
+                f"round cross the bus instead of {bus_bytes(settings.codec):.2g}, for {size(state)} of each "
+                "accelerator's memory."
             )
     if isinstance(FORMATS[settings.codec], Sparse):
         notes.append(f"The loss estimate is for e3m0; {settings.codec} comes {laws.TOPK_LOSS}.")

@@ -85,6 +85,15 @@ def bus_bytes(codec: str, reduce: Reduce = "collective") -> float:
     return 4.0 + delta_bytes(codec, reduce) + 4.0
 
 
+def bus_bytes_on_device(codec: str, replicas: int) -> float:
+    """The same with the state on the accelerator of a collective: the payload, those of the others or their average.
+
+    >>> bus_bytes_on_device("bfloat16", 2), bus_bytes_on_device("bfloat16", 3), bus_bytes_on_device("bfloat16", 8)
+    (4.0, 6.0, 4.0)
+    """
+    return delta_bytes(codec) * (replicas if gathers(CODECS[codec], replicas) else 2)
+
+
 def round_trips(replicas: int, reduce: Reduce = "collective", nbytes: Bytes = FORMATS["e3m0"]) -> float:
     """Round trips per round. Each exchange takes one: receives are announced, then every peer is sent its data. Headers
     are exchanged first, then deltas, and with four or more replicas averages.

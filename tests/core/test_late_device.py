@@ -18,6 +18,8 @@ from diloco import E3M0, SGD, Balanced, DiLoCo, Float32, Nesterov
 from diloco.codecs.codec import codec_named
 from diloco.codecs.formats import FORMATS
 from diloco.core.fragment import Piece
+from diloco.core.memory import Memory
+from diloco.core.placement import OnDevice
 from diloco.core.view import FlatView, Span, lanes_for
 from diloco.errors import ConfigError, NotFinite
 from diloco.exchange import local
@@ -439,3 +441,21 @@ def _ahead(rank):
 @pytest.mark.slow
 def test_anchors_are_on_their_way_to_the_device_before_they_are_needed():
     assert run(1, _ahead) == [([False, False, True, False, False], True)]
+
+
+def _sent_twice(rank):
+    """A round was dropped: the next delta is encoded over a payload that may still be on its way to the host."""
+    late_device.install()
+    piece, tensors = (Piece("x", 0, 600),), {"x": torch.ones(600).to(LATE)}
+    lanes = lanes_for([piece], tensors)
+    memory = Memory(lanes)
+    place = OnDevice(FlatView(piece, tensors, lanes), Nesterov(), memory, E3M0(), 2)
+    for _ in range(2):
+        arrived = place.send(memory.deltas.take(place.size))
+    arrived()
+    return late_device.races
+
+
+@pytest.mark.slow
+def test_a_payload_is_encoded_again_only_after_it_was_copied():
+    assert run(1, _sent_twice) == [[]]
