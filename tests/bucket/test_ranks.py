@@ -134,7 +134,7 @@ def _mistakes(rank, url):
     assert ("the first rank of this member stopped" in str(found.value)) is (rank == 1)
     ahead = DiLoCo(Tiny(), reducer=FirstRank(Bucket(url, "a"), group), fragments=Balanced(1))
     if rank:
-        ahead._fragments[0].state = replace(ahead._fragments[0].state, index=2)
+        ahead._fragments[0].place.state = replace(ahead._fragments[0].state, index=2)
     with pytest.raises(
         Mismatch, match=r"fragment 0: rank 0 of this member holds round 0, .*the same checkpoint on all"
     ):
