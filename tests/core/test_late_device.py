@@ -49,11 +49,13 @@ def start(device, *, dtype=torch.float32, **settings):
 
 
 def play(device, rank, *, look=0, **settings):
-    """Weights and anchors at the end; `look`: every so many steps also what the anchors and the state are then."""
+    """Weights and anchors at the end; `look`: every so many steps also what the anchors and the state are then. The
+    learning rate falls, and with it what the outer optimizer keeps."""
     model, optimizer, diloco = start(device, **settings)
     history = []
     with diloco:
         for step in steps(model, optimizer, rank, 1, STEPS):
+            optimizer.param_groups[0]["lr"] = 1e-2 * (1 - step / 40)
             if look and step % look == 0:
                 with diloco.anchors():
                     history.append(flat(model).cpu())
@@ -78,12 +80,13 @@ def _both_in_a_group(rank, settings):
     return same_bits, late_device.races
 
 
+OUTER = Nesterov(0.4, 0.9)  # with momentum from the first round on
 OVERLAPS = {
     "waits": {"sync_every": 4, "overlap": 0, "fragments": Balanced(2)},
     "one step": {"sync_every": 6, "overlap": 1, "fragments": Balanced(3)},
     "several in flight": {"sync_every": 10, "overlap": 9, "fragments": Balanced(5)},
     "keeps half": {"sync_every": 5, "overlap": 4, "fragments": Balanced(4), "keep_local": 0.5},
-    "on the device": {"sync_every": 5, "overlap": 1, "fragments": Balanced(3), "state": "device"},
+    "on the device": {"sync_every": 5, "overlap": 1, "fragments": Balanced(3), "state": "device", "outer": OUTER},
     "on the device, waits": {"sync_every": 4, "overlap": 0, "fragments": Balanced(2), "state": "device"},
     "on the device, several in flight": {
         "sync_every": 10,
