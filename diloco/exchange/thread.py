@@ -1,7 +1,6 @@
 """The communication thread: runs jobs in the order of submission, concurrently with training."""
 
 import atexit
-import os
 import queue
 import threading
 from collections.abc import Callable, Sequence
@@ -11,6 +10,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from diloco.codecs import kernels
+from diloco.exchange.world import cores
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 def usual_threads() -> int:
     """One where training needs the cores itself; up to four next to an accelerator."""
-    return min(4, max((os.cpu_count() or 1) // 2, 1)) if torch.accelerator.is_available() else 1
+    return min(4, max(cores() // 2, 1)) if torch.accelerator.is_available() else 1
 
 
 def start_threads(targets: Sequence[Callable[[], None]], name: str) -> list[threading.Thread]:
