@@ -60,7 +60,8 @@ class FirstRank:
 
     @property
     def identity(self) -> Identity:
-        return replace(self.reducer.identity, ddp_ranks=self._ranks)
+        """Deltas stay on the host, through which the ranks exchange states."""
+        return replace(self.reducer.identity, ddp_ranks=self._ranks, packs_for=None)
 
     def join(self, job: Join) -> list[State | None]:
         if self._groups is None:

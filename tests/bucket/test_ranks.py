@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from diloco import E3M0, Balanced, ConfigError, DiLoCo, DiLoCoError, FirstRank, Float32, Mismatch, PeerLost, TwoBit
 from diloco.bucket import Bucket
+from diloco.exchange.collective import Collective
 from diloco.exchange.reducer import Round
 from tests.support.members import PATIENT, until
 from tests.support.models import Tiny, adamw, flat, loss_of
@@ -171,6 +172,15 @@ def test_ranks_that_do_not_train_together_are_warned_once(tmp_path):
     assert torch.equal(first, second) and not quiet
     (warning,) = warned
     assert "trained different weights" in warning and "DistributedDataParallel(model)" in warning
+
+
+def _packs(rank):
+    collective = Collective(at="127.0.0.1:1", replica=0, replicas=2)
+    return collective.identity.packs_for, FirstRank(collective, dist.group.WORLD).identity.packs_for
+
+
+def test_ranks_share_states_on_the_host_even_if_the_reducer_takes_payloads_of_a_device():
+    assert run(1, _packs) == [(2, None)]
 
 
 def _apart(rank, url):
