@@ -30,7 +30,6 @@ from diloco.train.settings import lr_at
 from diloco.train.setup import optimizers, set_lr
 from studies.parity.cell import BATCH, CONTEXT, SHAPES, Cell
 from studies.parity.controls import Capped, Zeroing
-from studies.parity.cosines import Cosines
 from studies.parity.results import Results
 
 CURVE_EVERY, CURVE_TOKENS = 300, 16_384
@@ -44,15 +43,15 @@ def train(cell: Cell) -> dict[str, Any]:
     began = time.process_time()
     text = prepare((), "bytes")
     run = _replica if cell.replicas else _data_parallel
-    cosines, codec = Cosines(cell.replicas), _codec(cell)
+    codec = _codec(cell)
     found = local.run(
-        max(cell.replicas, 1), lambda reduce: run(_Loop(cell, text, reduce.replica), reduce, codec, cosines),
+        max(cell.replicas, 1), lambda reduce: run(_Loop(cell, text, reduce.replica), reduce, codec),
         mean_codec=codec_named(cell.second) if cell.second else None,
     )  # fmt: skip
     mean = torch.stack([each.pop("weights") for each in found]).mean(0)
     average = _Loop(cell, text, 0)
     torch.nn.utils.vector_to_parameters(mean, average.model.parameters())
-    result = found[0] | {"mean": average.loss(cell.evaluated), "cosines": cosines.means()}
+    result = found[0] | {"mean": average.loss(cell.evaluated)}
     measured = {"cpu_seconds": round(time.process_time() - began, 1), "corpus": corpus(), "on": machine()}
     return {"key": cell.key, "cell": asdict(cell), **measured, **result}
 
@@ -133,12 +132,11 @@ def _mean_of(tail: deque[Tensor], loop: _Loop) -> Iterator[None]:
     torch.nn.utils.vector_to_parameters(own, loop.model.parameters())
 
 
-def _replica(loop: _Loop, reduce: local.Local, codec: Codec, cosines: Cosines) -> dict[str, Any]:
+def _replica(loop: _Loop, reduce: local.Local, codec: Codec) -> dict[str, Any]:
     cell, first = loop.cell, reduce.replica == 0
     overlap = cell.overlap
     if cell.overlap_of_last is not None and reduce.replica == cell.replicas - 1:
         overlap = cell.overlap_of_last
-    cosines.watch(reduce)
     diloco = DiLoCo(
         loop.model, loop.optimizers, sync_every=cell.sync_every, fragments=fragmenter(cell.fragments),
         overlap=overlap, keep_local=cell.keep_local, codec=codec,

@@ -32,14 +32,6 @@ class Spread:
     def high(self) -> float:
         return self.mean + self.half_width
 
-    def __neg__(self) -> "Spread":
-        return Spread(-self.mean, self.half_width, self.n)
-
-    def __sub__(self, other: "Spread") -> "Spread":
-        """The difference of two independent means."""
-        half_width = sqrt(self.half_width**2 + other.half_width**2)
-        return Spread(self.mean - other.mean, half_width, min(self.n, other.n))
-
 
 def spread(values: Sequence[float], noise: Noise | None = None) -> Spread:
     """

@@ -47,7 +47,6 @@ ROWS: dict[str, Cell] = {
     MUON: _dp_muon,
     SAME: _streaming,
     TWO_BITS: replace(_muon, codec="twobit"),
-    f"{TWO_BITS}, sync_every 70": replace(_muon, codec="twobit", sync_every=70),
     f"{TWO_BITS}, sync_every 270": replace(_muon, codec="twobit", sync_every=270),
     TOPK: replace(_muon, codec="topk"),
     "defaults, outer 0.7/0.5": replace(_fixed, outer="paper"),
@@ -72,9 +71,6 @@ ROWS: dict[str, Cell] = {
         for name, cell in ((DEFAULTS, _muon), (MUON, _dp_muon))
     },
     f"batch × 2: {FOUR}": _larger(replace(_muon, replicas=4), 2),
-    f"batch × 2: {MUON}, lr ÷ √2": replace(_larger(_dp_muon, 2), lr=LR),
-    f"batch × 4: {EIGHT}": _larger(replace(_muon, replicas=8), 4),
-    f"batch × 4: {MUON}, lr ÷ √2": replace(_larger(_dp_muon, 4), lr=0.016),
     **{LARGEST + name: _largest(cell) for name, cell in ((DEFAULTS, _muon), (ADAMW, _dp), (MUON, _dp_muon))},
 }
 """The most important first."""
