@@ -12,8 +12,9 @@ from diloco.codecs.codec import CHUNK, E3M0, BFloat16, Float32, pack_checked, un
 from diloco.core.memory import Memory
 from diloco.core.next_state import NextState
 from diloco.core.outer import SGD, Nesterov, Stage, lr_before
+from diloco.core.payload import encode, packed, room
 from diloco.exchange import reducer
-from diloco.exchange.mean import Encoded
+from diloco.exchange.mean import Encoded, cuts
 from diloco.exchange.reducer import State
 from tests.core.test_kernels import KINDS, LENGTHS, same_bits, values
 from tests.support import late_device
@@ -93,6 +94,21 @@ def test_one_value_that_is_not_finite_is_found_in_any_pass(codec, at):
         x = values("gaussian", 2 * CHUNK + 701)
         x[at] = value
         assert encoded(codec, x)[1] == finite
+
+
+@codecs
+def test_one_value_that_is_not_finite_is_found_in_any_share(codec):
+    n, replicas = 5 * CHUNK + 3, 8
+    shares = cuts(codec, n, replicas)
+    assert len(shares) == replicas
+    memory = torch.empty(room(codec, n, replicas))
+    for share in shares:
+        delta = torch.ones(n)
+        encode(codec, delta, replicas, memory, ())
+        assert packed(memory, codec, n, replicas).finite
+        delta[share.stop - 1] = torch.nan
+        encode(codec, delta, replicas, memory, ())
+        assert not packed(memory, codec, n, replicas).finite
 
 
 @levels

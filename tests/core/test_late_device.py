@@ -18,13 +18,14 @@ from diloco import E3M0, SGD, Balanced, DiLoCo, Float32, Nesterov
 from diloco.codecs.codec import codec_named
 from diloco.codecs.formats import FORMATS
 from diloco.core.fragment import Piece
+from diloco.core.lane import Lane
 from diloco.core.memory import Memory
 from diloco.core.placement import OnDevice
 from diloco.core.view import FlatView, Span, lanes_for
 from diloco.errors import ConfigError, NotFinite
 from diloco.exchange import local
 from diloco.exchange.mean import exact
-from diloco.exchange.reducer import Round
+from diloco.exchange.reducer import Round, State
 from tests.support import late_device, players
 from tests.support.fake_reducer import Mean, Script
 from tests.support.models import Tiny, adamw, anchors, batch, flat, steps
@@ -48,14 +49,19 @@ def start(device, *, dtype=torch.float32, **settings):
     return model, optimizer, DiLoCo(model, optimizer, **settings)
 
 
+def slower(optimizer, steps):
+    """The learning rate falls, and with it what the outer optimizer keeps."""
+    for step in steps:
+        optimizer.param_groups[0]["lr"] = 1e-2 * (1 - step / 40)
+        yield step
+
+
 def play(device, rank, *, look=0, **settings):
-    """Weights and anchors at the end; `look`: every so many steps also what the anchors and the state are then. The
-    learning rate falls, and with it what the outer optimizer keeps."""
+    """Weights and anchors at the end; `look`: every so many steps also what the anchors and the state are then."""
     model, optimizer, diloco = start(device, **settings)
     history = []
     with diloco:
-        for step in steps(model, optimizer, rank, 1, STEPS):
-            optimizer.param_groups[0]["lr"] = 1e-2 * (1 - step / 40)
+        for step in slower(optimizer, steps(model, optimizer, rank, 1, STEPS)):
             if look and step % look == 0:
                 with diloco.anchors():
                     history.append(flat(model).cpu())
@@ -153,10 +159,10 @@ def test_four_replicas_that_average_shares_have_the_bits_of_the_cpu(state):
 
 def _resumed(device, rank, at, states=("host", "host")):
     """The end of a run that was saved with deltas in flight and continued from there. `states`: before and after."""
-    settings = {"sync_every": 8, "overlap": 5, "fragments": Balanced(4), "keep_local": 0.25}
+    settings = {"sync_every": 8, "overlap": 5, "fragments": Balanced(4), "keep_local": 0.25, "outer": OUTER}
     model, optimizer, diloco = start(device, state=states[0], **settings)
     with diloco:
-        for step in steps(model, optimizer, rank, 1, STEPS):
+        for step in slower(optimizer, steps(model, optimizer, rank, 1, STEPS)):
             if step == at:
                 saved = {
                     "model": {n: p.detach().cpu() for n, p in model.named_parameters()},
@@ -171,7 +177,7 @@ def _resumed(device, rank, at, states=("host", "host")):
         optimizer.state[p] = {n: v.to(device) for n, v in state.items()}
     diloco.load_state_dict(saved["diloco"])
     with diloco:
-        for _ in steps(model, optimizer, rank, at + 1, STEPS):
+        for _ in slower(optimizer, steps(model, optimizer, rank, at + 1, STEPS)):
             pass
     return [*whole, flat(model).cpu(), anchors(diloco).cpu()]
 
@@ -446,13 +452,18 @@ def test_anchors_are_on_their_way_to_the_device_before_they_are_needed():
     assert run(1, _ahead) == [([False, False, True, False, False], True)]
 
 
-def _sent_twice(rank):
-    """A round was dropped: the next delta is encoded over a payload that may still be on its way to the host."""
+def _on_device(outer):
+    """600 values whose state is on the device, and the host memory of their deltas."""
     late_device.install()
     piece, tensors = (Piece("x", 0, 600),), {"x": torch.ones(600).to(LATE)}
     lanes = lanes_for([piece], tensors)
     memory = Memory(lanes)
-    place = OnDevice(FlatView(piece, tensors, lanes), Nesterov(), memory, E3M0(), 2)
+    return OnDevice(FlatView(piece, tensors, lanes), outer, memory, E3M0(), 2), memory
+
+
+def _sent_twice(rank):
+    """A round was dropped: the next delta is encoded over a payload that may still be on its way to the host."""
+    place, memory = _on_device(OUTER)
     for _ in range(2):
         arrived = place.send(memory.deltas.take(place.size))
     arrived()
@@ -462,3 +473,55 @@ def _sent_twice(rank):
 @pytest.mark.slow
 def test_a_payload_is_encoded_again_only_after_it_was_copied():
     assert run(1, _sent_twice) == [[]]
+
+
+def _fetched(rank):
+    """The memory in which the payloads of the others were, as soon as the next round gets it."""
+    place, memory = _on_device(OUTER)
+    place.send(memory.deltas.take(place.size))()
+    following = place.advance(place.state, OUTER, 1.0)
+    following.add(*exact(torch.ones(600)))
+    following.state(1)
+    pinned = memory.pinned_bytes
+    memory.deltas.take(600).fill_(7.0)
+    assert memory.pinned_bytes == pinned  # that memory, and no other
+    late_device.synchronize()
+    return late_device.races
+
+
+@pytest.mark.slow
+def test_the_memory_of_received_payloads_is_used_again_only_after_they_were_copied():
+    assert run(1, _fetched) == [[]]
+
+
+def _offered(rank):
+    place, memory = _on_device(OUTER)
+    anchor, momentum = torch.arange(600.0), torch.arange(601.0)
+    place.replace(State(1, anchor, momentum))
+    prints = [place.offer().fingerprint()]
+    place.send(sent := memory.deltas.take(place.size))()
+    prints += [place.fingerprint(place.state, memory) for memory in (sent, torch.empty(600))]
+    return prints, State(1, anchor, momentum).fingerprint()
+
+
+@pytest.mark.slow
+def test_the_fingerprint_of_a_state_on_the_device_is_that_of_the_host():
+    ((prints, expected),) = run(1, _offered)
+    assert prints == [expected] * 3
+
+
+def _pairs(rank):
+    """Of three buffers: whether a round gets two while a send has one, and what is left for a send when a round has
+    two."""
+    late_device.install()
+    lane = Lane(torch.device(LATE), 600)
+    sending = lane.scratch()
+    beside_a_send = lane.pair(600)
+    lane.done(sending)
+    first, second = lane.pair(600), lane.pair(600)
+    return beside_a_send is None, first is not None, second is None, len(lane.scratch())
+
+
+@pytest.mark.slow
+def test_a_result_waits_on_the_device_only_if_that_leaves_a_buffer_for_a_send():
+    assert run(1, _pairs) == [(True, True, True, 600)]
