@@ -27,6 +27,7 @@ from diloco.autopilot.pilot import autopilot
 from diloco.codecs.codec import Float32, codec_named
 from diloco.core.diloco import DiLoCo
 from diloco.core.fragment import Balanced, fragmenter
+from diloco.core.lane import has_lane
 from diloco.core.muon import INNERS
 from diloco.core.outer import outer_named
 from diloco.core.stats import Stats
@@ -47,7 +48,7 @@ from diloco.train.data.corpus import Corpus
 from diloco.train.data.tokenizer import default_tokenizer, tokenizer_digest
 from diloco.train.members import Elastic, Fixed, Members
 from diloco.train.model import Windows, build
-from diloco.train.settings import check_batch, describe, resolve
+from diloco.train.settings import Derived, check_batch, describe, resolve
 
 log = logging.getLogger("diloco")
 
@@ -155,7 +156,8 @@ def prepare(config: TrainConfig, world: World, folder: Path) -> Prepared:
         run = _join(_load(run, folder), folder, sequences)
     _store(config, world, folder)
     if world.rank == 0:
-        text = describe(derived, parameters, config, corpus.name, run.start)
+        values = [*derived, *placed(run.diloco, device)]
+        text = describe(values, parameters, config, corpus.name, run.start)
         (folder / "derived.txt").write_text(text + "\n")
         log.info(text)
     about = {"parameters": parameters, "time": time.time(), "host": socket.gethostname(), "device": str(device),
@@ -341,4 +343,13 @@ def attach(
         codec=codec_named(config.codec) if streaming else Float32(),
         outer=outer_named(config.outer),
         reducer=reducer,
+        state="auto",
     )
+
+
+def placed(diloco: DiLoCo | None, device: torch.device) -> list[Derived]:
+    """Where the state of the run is. On the host there is nothing to choose."""
+    if diloco is None or not has_lane(device):
+        return []
+    where, _, why = diloco.placement.partition(": ")
+    return [Derived("state", where, why)]

@@ -26,6 +26,8 @@ from diloco.errors import ConfigError, NotFinite
 from diloco.exchange import local
 from diloco.exchange.mean import exact
 from diloco.exchange.reducer import Round, State
+from diloco.runs.config import TrainConfig
+from diloco.train.setup import attach, placed
 from tests.support import late_device, players
 from tests.support.fake_reducer import Mean, Script
 from tests.support.models import Tiny, adamw, anchors, batch, flat, steps
@@ -300,6 +302,22 @@ def test_the_state_is_on_the_device_if_it_can_be_and_takes_a_small_part_of_the_f
     ((places, texts),) = run(1, _placed)
     assert places == ["host", "device", "host", "host", "host", "host"], texts
     assert len(set(texts)) == len(texts)  # each for a reason of its own
+
+
+def _trainer_places(rank):
+    late_device.install()
+
+    def attached(device):
+        model, reducer = torch.nn.Linear(8, 4).to(device), local.Local(local._Board(2, None), 0)
+        diloco = attach(model, [], TrainConfig(fragments="balanced:2"), None, reducer)
+        return [(value.name, value.value) for value in placed(diloco, torch.device(device))]
+
+    return attached("cpu"), attached(LATE)
+
+
+@pytest.mark.slow
+def test_the_trainer_chooses_and_says_where_the_state_is_on_an_accelerator_only():
+    assert run(1, _trainer_places) == [([], [("state", "device")])]
 
 
 class Silent(Script):
