@@ -267,7 +267,10 @@ def choose(
     for view in views:
         assert view.lane is not None and packs_for is not None
         taken[view.lane.device] += 4 * (2 * view.size + room(codec, view.size, packs_for))
-    free = {device: torch.accelerator.get_memory_info(device)[0] for device in taken}
+    try:
+        free = {device: torch.accelerator.get_memory_info(device)[0] for device in taken}
+    except RuntimeError:  # some drivers and backends
+        return False, f"torch cannot tell the free memory of {', '.join(map(str, taken))}"
     device = max(taken, key=lambda device: taken[device] / max(free[device], 1))
     figures = f"the state is {taken[device] / 1e9:.2g} GB, and {free[device] / 1e9:.2g} GB of {device} are free"
     return taken[device] <= SHARE * free[device], figures
