@@ -51,11 +51,11 @@ def start(device, *, dtype=torch.float32, **settings):
     return model, optimizer, DiLoCo(model, optimizer, **settings)
 
 
-def slower(optimizer, steps):
-    """The learning rate falls, and with it what the outer optimizer keeps."""
-    for step in steps:
+def slower(model, optimizer, rank, first=1):
+    """Steps with a learning rate that falls, and with it what the outer optimizer keeps."""
+    for step in range(first, STEPS + 1):
         optimizer.param_groups[0]["lr"] = 1e-2 * (1 - step / 40)
-        yield step
+        yield from steps(model, optimizer, rank, step, step)
 
 
 def play(device, rank, *, look=0, **settings):
@@ -63,7 +63,7 @@ def play(device, rank, *, look=0, **settings):
     model, optimizer, diloco = start(device, **settings)
     history = []
     with diloco:
-        for step in slower(optimizer, steps(model, optimizer, rank, 1, STEPS)):
+        for step in slower(model, optimizer, rank):
             if look and step % look == 0:
                 with diloco.anchors():
                     history.append(flat(model).cpu())
@@ -164,7 +164,7 @@ def _resumed(device, rank, at, states=("host", "host")):
     settings = {"sync_every": 8, "overlap": 5, "fragments": Balanced(4), "keep_local": 0.25, "outer": OUTER}
     model, optimizer, diloco = start(device, state=states[0], **settings)
     with diloco:
-        for step in slower(optimizer, steps(model, optimizer, rank, 1, STEPS)):
+        for step in slower(model, optimizer, rank):
             if step == at:
                 saved = {
                     "model": {n: p.detach().cpu() for n, p in model.named_parameters()},
@@ -179,7 +179,7 @@ def _resumed(device, rank, at, states=("host", "host")):
         optimizer.state[p] = {n: v.to(device) for n, v in state.items()}
     diloco.load_state_dict(saved["diloco"])
     with diloco:
-        for _ in slower(optimizer, steps(model, optimizer, rank, at + 1, STEPS)):
+        for _ in slower(model, optimizer, rank, at + 1):
             pass
     return [*whole, flat(model).cpu(), anchors(diloco).cpu()]
 
