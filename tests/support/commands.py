@@ -94,10 +94,15 @@ class _Fork:
         self.returncode: int | None = None
         sys.stdout.flush()
         sys.stderr.flush()
+        # A signal that comes before the handlers of the command are gone would be lost.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGHUP, signal.SIGINT})
         self.pid = os.fork()
-        if self.pid == 0:
+        if self.pid:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        else:
             os.setsid()
             _accept_signals()
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             os.environ.clear()
             os.environ.update(env)
             _execute(stdout.fileno(), stdout.fileno(), main, list(words))

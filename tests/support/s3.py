@@ -32,17 +32,19 @@ class Server:
     """What it holds is in its memory."""
 
     def __init__(self, **environment: str) -> None:
-        self.port = free_port()
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(self.port)],
-            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env={"PATH": "/usr/bin:/bin"} | environment,
-        )  # fmt: skip
-        deadline = time.monotonic() + 150  # against a hang
-        while not self._answers():
-            if time.monotonic() > deadline or self.process.poll() is not None:
-                self.end()
-                raise RuntimeError("moto's server does not start: pip install 'moto[s3,server]'")
-            time.sleep(0.1)
+        for _ in range(5):  # another process may take the port first
+            self.port = free_port()
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(self.port)],
+                stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env={"PATH": "/usr/bin:/bin"} | environment,
+            )  # fmt: skip
+            deadline = time.monotonic() + 150  # against a hang
+            while self.process.poll() is None and time.monotonic() < deadline:
+                if self._answers() and self.process.poll() is None:
+                    return
+                time.sleep(0.1)
+            self.end()
+        raise RuntimeError("moto's server does not start: pip install 'moto[s3,server]'")
 
     def make(self, bucket: str) -> None:
         urllib.request.urlopen(urllib.request.Request(f"http://127.0.0.1:{self.port}/{bucket}", method="PUT"))
