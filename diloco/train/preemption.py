@@ -14,6 +14,9 @@ SERVICES = {
     "gcp": "http://metadata.google.internal/computeMetadata/v1/instance/preempted",
     "azure": "http://169.254.169.254/metadata/scheduledevents?api-version=2020-07-01",
 }
+NAME = "/metadata/instance/compute/name?api-version=2021-02-01&format=text"
+"""Where azure says which of the machines that its events name this one is: each is told the events of its whole scale
+set or availability set."""
 INTERVAL = 2.0
 """Seconds between two looks. The shortest notice, of gcp and azure, is 30 s."""
 TIMEOUT = 2.0
@@ -60,32 +63,43 @@ def has_notice(url: str) -> bool:
         with opener.open(request, timeout=TIMEOUT) as response:
             return response.read(1 << 16).decode(errors="replace")
 
-    headers = dict(HEADERS)
+    headers, address = dict(HEADERS), urlsplit(url)
+    service = f"{address.scheme}://{address.netloc}"
     with contextlib.suppress(OSError):  # aws wants a token; the others have none
-        address = urlsplit(url)
-        token = answer(f"{address.scheme}://{address.netloc}/latest/api/token", "PUT",
-                       **{"X-aws-ec2-metadata-token-ttl-seconds": "60"})  # fmt: skip
+        token = answer(f"{service}/latest/api/token", "PUT", **{"X-aws-ec2-metadata-token-ttl-seconds": "60"})
         headers["X-aws-ec2-metadata-token"] = token
     try:
-        return _announces(answer(url, **headers))
+        text = answer(url, **headers)
     except urllib.error.HTTPError as error:
         if error.code == 404:  # aws, as long as nothing is planned
             return False
         raise
+    machines = _machines(text)
+    return _announces(text) or (bool(machines) and answer(service + NAME, **headers).strip().casefold() in machines)
 
 
 def _announces(text: str) -> bool:
-    """
+    """Whether aws or gcp announces the end of the machine that asks.
+
     >>> _announces("FALSE"), _announces("TRUE"), _announces('{"action": "terminate", "time": "2026-01-01T00:00:00Z"}')
     (False, True, True)
-    >>> _announces('{"Events": []}'), _announces('{"Events": [{"EventType": "Preempt"}]}')
-    (False, True)
     """
-    if text.strip() == "TRUE":
-        return True
     try:
-        value = json.loads(text)
-        events = [event["EventType"] for event in value.get("Events", ())]
-        return value.get("action") in ("terminate", "stop", "hibernate") or bool({"Preempt", "Terminate"} & {*events})
-    except (ValueError, AttributeError, TypeError, KeyError):
+        return text.strip() == "TRUE" or json.loads(text)["action"] in ("terminate", "stop", "hibernate")
+    except (ValueError, TypeError, KeyError):
         return False
+
+
+def _machines(text: str) -> set[str]:
+    """The machines whose end azure announces, in lower case.
+
+    >>> _machines('{"Events": [{"EventType": "Preempt", "Resources": ["A_0"]}]}')
+    {'a_0'}
+    >>> _machines('{"Events": [{"EventType": "Freeze", "Resources": ["A_1"]}]}')
+    set()
+    """
+    try:
+        ends = [event for event in json.loads(text)["Events"] if event["EventType"] in ("Preempt", "Terminate")]
+        return {name.casefold() for event in ends for name in event["Resources"]}
+    except (ValueError, AttributeError, TypeError, KeyError):
+        return set()

@@ -2,6 +2,7 @@
 
 import json
 import threading
+import time
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -13,6 +14,8 @@ from diloco.train import preemption
 from tests.support.commands import ended, lines, start, training, wait_for_text
 
 TOKEN = "of this minute"
+NAME = "gpus_1"
+"""Of this machine in its scale set. Its host name would be gpus000001."""
 
 
 class Service(BaseHTTPRequestHandler):
@@ -31,6 +34,8 @@ class Service(BaseHTTPRequestHandler):
         )
         if sent[name] != value:
             return self.say("no header", 403)
+        if self.path.startswith("/metadata/instance/"):
+            return self.say(NAME if self.path == preemption.NAME else None)
         return self.say(self.server.notice)
 
     def say(self, text, code=200):
@@ -53,14 +58,18 @@ def service(cloud, notice):
         server.server_close()
 
 
-def events(*kinds):
-    return json.dumps({"DocumentIncarnation": 1, "Events": [{"EventType": kind} for kind in kinds]})
+def events(*kinds, machine=NAME):
+    """What azure says to all machines of a scale set. `machine`: the one that the last event is for."""
+    names = [[NAME, "gpus_0"]] * (len(kinds) - 1) + [["gpus_7", machine]]
+    listed = [{"EventType": kind, "Resources": each} for kind, each in zip(kinds, names, strict=True)]
+    return json.dumps({"DocumentIncarnation": 1, "Events": listed})
 
 
 @pytest.mark.parametrize(("cloud", "before", "notice"), [
     ("aws", None, '{"action": "terminate", "time": "2026-11-19T08:22:00Z"}'),
     ("gcp", "FALSE", "TRUE"),
     ("azure", events("Freeze", "Reboot"), events("Freeze", "Preempt")),
+    ("azure", events("Freeze", "Preempt", machine="gpus_0"), events("Terminate", machine="GPUS_1")),
     ("a page of a hotel", "<html>please log in</html>", '{"action": "stop"}'),
 ])  # fmt: skip
 def test_the_notice_of_each_cloud_is_understood(monkeypatch, cloud, before, notice):
@@ -74,11 +83,14 @@ def test_the_notice_of_each_cloud_is_understood(monkeypatch, cloud, before, noti
 
 
 def test_a_service_that_does_not_answer_is_no_notice_and_is_reported_once(monkeypatch, caplog):
-    monkeypatch.setattr(preemption, "INTERVAL", 0.01)
-    told = threading.Event()
+    monkeypatch.setattr(preemption, "INTERVAL", 0.0)
+    ask, asked, told = preemption.has_notice, [], threading.Event()
+    monkeypatch.setattr(preemption, "has_notice", lambda url: asked.append(url) or ask(url))
     with preemption.watched("http://127.0.0.1:1/", told.set):
-        assert not told.wait(0.2)
+        while len(asked) < 3:  # then the first two have failed
+            time.sleep(0.01)
     assert [record.message.count("does not answer") for record in caplog.records] == [1]
+    assert not told.is_set()
 
 
 def test_an_unknown_cloud_is_refused():
