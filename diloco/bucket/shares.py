@@ -221,11 +221,11 @@ class Averaging:
         """Average a share and put it."""
         payload = yield from self._average(share)
         sealed = yield Work(partial(seal_share, self._envelope, self.record, share, self._attempts[share], payload))
+        data = payload.numpy().tobytes()  # offered first: others ask for it as soon as they see it in the store
+        self._session.carrier.offer(self.record.fragment, self.record.index, {digest_of(data): data})
         stored = yield from until_there(Create(sealed.name, sealed.body), Read(sealed.name, 0, first=BEGINNING))
         if stored == sealed.body[:BEGINNING]:
             self._shares[share] = encoded_share(payload, share, self._layout)
-            data = payload.numpy().tobytes()
-            self._session.carrier.offer(self.record.fragment, self.record.index, {digest_of(data): data})
             return
         yield from self._read([share])  # another one was put first
 
