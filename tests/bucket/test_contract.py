@@ -59,6 +59,11 @@ def ignores_ranges(store, operation):
     return store.attempt(Read(operation.name, 1 << 30)) if isinstance(operation, Read) and operation.first else None
 
 
+def refuses_ranges_of_nothing(store, operation):
+    if isinstance(operation, Read) and operation.first and not store.attempt(Size(operation.name)):
+        raise Failure("416 Range Not Satisfiable")
+
+
 def has_no_sizes(store, operation):
     return 0 if isinstance(operation, Size) and store.attempt(operation) else None
 
@@ -80,7 +85,8 @@ def refuses(store, operation):
     [
         (overwrites_always, "creates_once"), (overwrites_always, "keeps"), (cuts_off, "reads_back"),
         (late_lists, "lists"), (lists_no_sizes, "lists_sizes"), (ignores_after, "lists_after"),
-        (ignores_ranges, "reads_ranges"), (has_no_sizes, "knows_sizes"), (never_overwrites, "overwrites"),
+        (ignores_ranges, "reads_ranges"), (refuses_ranges_of_nothing, "reads_ranges"), (has_no_sizes, "knows_sizes"),
+        (never_overwrites, "overwrites"),
         (never_deletes, "deletes"), (refuses, "reads_back"),
     ],
 )  # fmt: skip

@@ -283,8 +283,6 @@ class Obstore:
             case Write(name, data):
                 obstore.put(self._store, name, data, use_multipart=False)
                 return None
-            case Read(name, _, int(first)) if operation.at == 0:
-                return bytes(obstore.get_range(self._store, name, start=0, length=first))
             case Read(name, _, int(first)):
                 return self._range(name, operation.at, first)
             case Read(name, limit):
@@ -325,7 +323,8 @@ class Obstore:
         return names
 
     def _range(self, name: str, at: int, length: int) -> bytes:
-        """The available part of a range: a store refuses one that begins after the end, however often it is asked."""
+        """The available part of a range: a store refuses one that begins at the end or after it, as any range of an
+        empty object does, however often it is asked."""
         import obstore
         from obstore import exceptions
 

@@ -118,10 +118,13 @@ def lists_after(trial: Trial) -> bool:
 
 
 def reads_ranges(trial: Trial) -> bool:
-    """A range of an object can be read."""
+    """A range of an object can be read, also of an empty one."""
     middle = trial.do(Read(trial.names[3], 0, first=100, at=1000))
     end = trial.do(Read(trial.names[3], 0, first=100, at=LENGTH - 50))
-    return middle == trial.body[1000:1100] and end == trial.body[-50:]
+    trial.do(Create(empty := f"{trial.folder}empty", b""))
+    nothing = trial.do(Read(empty, 0, first=100))
+    trial.do(Delete(empty))
+    return middle == trial.body[1000:1100] and end == trial.body[-50:] and nothing == b""
 
 
 def knows_sizes(trial: Trial) -> bool:
