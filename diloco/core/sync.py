@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import nan
 from typing import Any
 
 import torch
@@ -221,7 +222,7 @@ class FragmentSync:
         """The delta in flight. Not bytes, which torch.load(weights_only=True) refuses."""
         if (sent := self.in_flight) is None:
             return bytearray()
-        packed_for = len(values.payloads) if isinstance(values := sent.values(), Packed) else None
+        packed_for = self._packs_for if isinstance(sent.values(), Packed) else None
         buffer = io.BytesIO()
         memory = sent.memory.clone()  # torch saves all of a buffer of which this is a part
         torch.save((sent.index, sent.step, sent.done.saved(), sent.new.saved(), memory, packed_for), buffer)
@@ -246,6 +247,8 @@ class FragmentSync:
             if packed_for and packed_for != self._packs_for:  # the replicas or their devices have changed
                 encoded = packed(memory, self.codec, self.view.size, packed_for)
                 memory = decode_cuts(self.codec, encoded.payloads, self.view.size, packed_for)
+                if not encoded.finite:  # which no payload can tell
+                    memory[0] = nan
                 packed_for = None
             values = self._values(memory, packed_for, already)
             self.in_flight = InFlight(index, step, Work(*done), Work(*new), memory, values, sent_at=time.time())

@@ -9,12 +9,16 @@ from hypothesis.extra import numpy as hnp
 
 from diloco.codecs import device, kernels
 from diloco.codecs.codec import CHUNK, E3M0, BFloat16, Float32, pack_checked, unpack, weighted
+from diloco.core.fragment import Piece
 from diloco.core.memory import Memory
 from diloco.core.next_state import NextState
 from diloco.core.outer import SGD, Nesterov, Stage, lr_before
 from diloco.core.payload import encode, packed, room
+from diloco.core.placement import OnHost
+from diloco.core.sync import FragmentSync, InFlight, Work
+from diloco.core.view import FlatView
 from diloco.exchange import reducer
-from diloco.exchange.mean import Encoded, cuts
+from diloco.exchange.mean import Encoded, Packed, cuts, decode_cuts
 from diloco.exchange.reducer import State
 from tests.core.test_kernels import KINDS, LENGTHS, same_bits, values
 from tests.support import late_device
@@ -181,3 +185,37 @@ def _on_the_device(rank):
 def test_on_an_accelerator_nothing_waits():
     ((same, waits, launched),) = run(1, _on_the_device)
     assert same and not waits and launched > 100
+
+
+def sync(packs_for, n=1000):
+    """A fragment on a device that encodes for so many replicas, or on a host."""
+    pieces, memory = (Piece("w", 0, n),), Memory()
+    view = FlatView(pieces, {"w": torch.zeros(n)})
+    place = OnHost(view, Nesterov(), memory, E3M0(), None)
+    return FragmentSync(
+        0, pieces, view, place, outer=Nesterov(), codec=E3M0(), memory=memory, packs_for=packs_for
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("packs_for", [2, 3, 5])
+@pytest.mark.parametrize("same", [True, False])
+def test_an_encoded_delta_in_flight_is_resumed_as_it_was(packs_for, same):
+    """Also what no payload tells: that it was not finite. Elsewhere than before it is decoded."""
+    for broken in (False, True):
+        before, after = sync(packs_for), sync(packs_for if same else None)
+        delta = torch.randn(before.view.size, generator=torch.Generator().manual_seed(0))
+        delta[7] = torch.nan if broken else 1.0
+        memory = torch.empty(room(E3M0(), len(delta), packs_for))
+        encode(E3M0(), delta, packs_for, memory, ())
+        work = Work(amount=1.0, steps=1)
+        before.in_flight = InFlight(
+            1, 10, work, work, memory, before._values(memory, packs_for, lambda: None), sent_at=0.0
+        )
+        after.load_state_dict(before.state_dict())
+        sent = after.delta_later(after.in_flight, tokens=False, last=False)()
+        assert isinstance(sent.values, Packed) == same
+        assert (sent.find_non_finite() is not None) == broken
+        if not broken:
+            sent_before = decode_cuts(E3M0(), before.in_flight.values().payloads, len(delta), packs_for)
+            values = decode_cuts(E3M0(), sent.values.payloads, len(delta), packs_for) if same else sent.values
+            assert same_bits(values, sent_before)
