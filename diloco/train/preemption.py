@@ -7,6 +7,7 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from http.client import HTTPException
 from urllib.parse import urlsplit
 
 SERVICES = {
@@ -39,7 +40,7 @@ def watched(service: str | None, tell: Callable[[], None]) -> Iterator[None]:
                     log.warning("the cloud will take this machine away: syncing, saving a checkpoint and stopping")
                     tell()
                     return
-            except OSError as error:
+            except (OSError, HTTPException) as error:
                 if not silent:
                     log.warning("the metadata service %s does not answer (%s); asking again", service, error)
                 silent = True
@@ -55,7 +56,8 @@ def watched(service: str | None, tell: Callable[[], None]) -> Iterator[None]:
 
 
 def has_notice(url: str) -> bool:
-    """Whether the service announces the end of this machine. Raises OSError if it does not answer."""
+    """Whether the service announces the end of this machine. Raises OSError or HTTPException if it does not answer, or
+    not in HTTP."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy would ask its own machine's service
 
     def answer(url: str, method: str = "GET", **headers: str) -> str:
@@ -65,7 +67,7 @@ def has_notice(url: str) -> bool:
 
     headers, address = dict(HEADERS), urlsplit(url)
     service = f"{address.scheme}://{address.netloc}"
-    with contextlib.suppress(OSError):  # aws wants a token; the others have none
+    with contextlib.suppress(OSError, HTTPException):  # aws wants a token; the others have none
         token = answer(f"{service}/latest/api/token", "PUT", **{"X-aws-ec2-metadata-token-ttl-seconds": "60"})
         headers["X-aws-ec2-metadata-token"] = token
     try:

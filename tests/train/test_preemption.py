@@ -1,6 +1,7 @@
 """The notice of a cloud: read from a service that answers as those of the clouds do, and obeyed in time."""
 
 import json
+import socket
 import threading
 import time
 from contextlib import contextmanager
@@ -80,6 +81,23 @@ def test_the_notice_of_each_cloud_is_understood(monkeypatch, cloud, before, noti
         assert not preemption.has_notice(url) and not told.wait(0.05)
         server.notice = notice
         assert told.wait(60)
+
+
+def test_a_service_that_does_not_speak_http_is_asked_again(monkeypatch):
+    monkeypatch.setattr(preemption, "INTERVAL", 0.01)
+    told = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+
+        def answer():
+            for reply in [b"garbage\r\n\r\n"] * 4 + [b"HTTP/1.0 404 no\r\n\r\n", b"HTTP/1.0 200 OK\r\n\r\nTRUE"]:
+                with listener.accept()[0] as connection:
+                    connection.recv(4096)
+                    connection.sendall(reply)
+
+        threading.Thread(target=answer, daemon=True).start()
+        with preemption.watched(f"http://127.0.0.1:{port}/", told.set):
+            assert told.wait(60)
 
 
 def test_a_service_that_does_not_answer_is_no_notice_and_is_reported_once(monkeypatch, caplog):
