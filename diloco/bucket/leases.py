@@ -10,6 +10,7 @@ A range whose holder has died is taken again, by the next attempt, from the last
 windows are trained twice only if their holder died between a round and the second object, and the attempts name them.
 """
 
+import contextlib
 import re
 import zlib
 from collections import deque
@@ -48,6 +49,15 @@ class Ranges:
 
     def bounds(self, number: int) -> tuple[int, int]:
         return number * self.size, min((number + 1) * self.size, self.windows)
+
+
+def read_ranges(note: object) -> Ranges | None:
+    """The ranges that a run's note describes, if it does."""
+    match note:
+        case {"windows": int(windows), "size": int(size)}:
+            with contextlib.suppress(ValueError):
+                return Ranges(windows, size)
+    return None
 
 
 def ranges_of(windows: int, wanted: int) -> Ranges:

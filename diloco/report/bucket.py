@@ -10,7 +10,7 @@ from rich.text import Text
 
 from diloco.bucket.deltas import layout_of
 from diloco.bucket.effects import Phase
-from diloco.bucket.leases import Ranges, audit
+from diloco.bucket.leases import audit, read_ranges
 from diloco.bucket.members import Member, MemberOptions, read_members
 from diloco.bucket.round_store import RoundStore
 from diloco.bucket.rounds import PIECES, Record, folder
@@ -99,11 +99,10 @@ class Watch:
 
     def audit(self) -> Iterator[str]:
         """Which ranges of the corpus were counted, in lines of text."""
-        shared = self.run.note.get("ranges")
-        if not isinstance(shared, dict) or "windows" not in shared:
+        ranges = read_ranges(self.run.note.get("ranges"))
+        if ranges is None:
             yield "the members of this run lease no ranges: each draws windows in an order of its own"
             return
-        ranges = Ranges(int(shared["windows"]), int(shared["size"]))
         for epoch in self._store.run(audit(self._envelope, ranges, self._reject), nullcontext()):
             yield (f"epoch {epoch.epoch}: {epoch.ranges} ranges of {ranges.size} windows, {epoch.once} counted once, "
                    f"{len(epoch.again)} taken again, {len(epoch.open)} open")  # fmt: skip

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from diloco.bucket import Bucket, below, find_run
 from diloco.bucket.effects import Phase
-from diloco.bucket.leases import Leases, Ranges, ranges_of
+from diloco.bucket.leases import Leases, Ranges, ranges_of, read_ranges
 from diloco.bucket.members import check_name
 from diloco.bucket.run import Run
 from diloco.bucket.store.envelope import read_secret
@@ -206,6 +206,7 @@ class Elastic:
                            "--data")  # fmt: skip
         self._diloco, self._joined_at, self._warm = diloco, start, bool(start)
         self._fragments = folder / "fragments"  # what they are doing, for the dashboard
+        self._shown = 0  # the step whose figures were the newest then
         self._index, _ = self._agree()
         self.over = min(self._least(*diloco.indices)) >= self.rounds
         index = self._index
@@ -232,14 +233,13 @@ class Elastic:
         shared = self.reducer.run.note.get(RANGES)
         if not self._ranges:
             return None
-        if not isinstance(shared, dict) or any(shared.get(k) != self._ranges[k] for k in ("corpus", "windows")):
+        ranges = read_ranges(shared)
+        if ranges is None or any(shared.get(k) != self._ranges[k] for k in ("corpus", "windows")):
             if self._world.shard == 0:
-                text = (
-                    "this member's text is not that of the run's creator: it leases no ranges, and draws from its own"
-                )
+                text = "this member's data differs from the run's: it samples on its own, without leases"
                 print(text, file=sys.stderr)  # noqa: T201
             return None
-        return Ranges(int(shared["windows"]), int(shared["size"]))
+        return ranges
 
     def _data_order(self, path: Path, resumed: bool) -> int:
         """Number of the order in which this member visits the windows, stored in `path`.
@@ -282,7 +282,8 @@ class Elastic:
             self.reducer.publish(loss=last.loss, tokens_per_second=last.tokens_per_second)
         for event in self.reducer.events():
             writer.write(Event(event.pop("event"), writer.seconds(), step, event))
-        if last and last.step == step and self._world.shard == 0:
+        if last and last.step != self._shown and self._world.shard == 0:
+            self._shown = last.step
             fragments: dict[Phase, list[str]] = {}
             for number, phase in enumerate(self.reducer.phases):
                 fragments.setdefault(phase, []).append(str(number))

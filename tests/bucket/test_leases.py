@@ -8,7 +8,7 @@ from contextlib import nullcontext
 import pytest
 
 from diloco.bucket import leases as module
-from diloco.bucket.leases import Leases, Ranges, audit, ranges_of, read_names
+from diloco.bucket.leases import Leases, Ranges, audit, ranges_of, read_names, read_ranges
 from diloco.bucket.members import Member, MemberOptions, Timing
 from diloco.bucket.run import Session
 from diloco.bucket.store.backend import open_store
@@ -16,6 +16,13 @@ from diloco.bucket.store.envelope import Envelope
 from diloco.bucket.store.store import Store
 
 RUN = Envelope("0123456789abcdef")
+
+
+def test_ranges_that_make_no_sense_are_none():
+    assert read_ranges({"windows": 10, "size": 3, "corpus": "x"}) == Ranges(10, 3)
+    for note in (None, [], {}, {"windows": 10}, {"windows": 10, "size": 0}, {"windows": "many", "size": 1},
+                 {"windows": 1 << 60, "size": 1}, {"windows": 2, "size": 3}):  # fmt: skip
+        assert read_ranges(note) is None
 
 
 class Player:

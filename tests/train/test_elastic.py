@@ -6,6 +6,7 @@ import re
 import shutil
 import signal
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from torch import nn
@@ -136,6 +137,21 @@ def test_a_member_leaves_returns_with_its_checkpoint_and_a_killed_one_stops_nobo
     ((stopped, lost),) = [(event["step"], event["steps_lost"]) for event in before if event["event"] == "stop"]
     assert lost == 0  # b has taken what a had trained since the last rounds
     assert [e["step"] for e in lines(place, "second-a", kind="events") if e["event"] == "resume"] == [stopped]
+
+
+def test_the_dashboard_sees_what_fragments_do_whenever_there_are_new_figures(tmp_path):
+    """The figures of a step come a little later than the step."""
+    config = TrainConfig(bucket=str(tmp_path / "bucket"), member="a", steps=10, sync_every=5)
+    elastic = Elastic(config, 16, World(0, 1, 0), "")
+    elastic.begin(DiLoCo(nn.Linear(2, 2), fragments=Balanced(1), sync_every=5, reducer=elastic.reducer), 0, tmp_path)
+    writer = SimpleNamespace(write=lambda event: None, seconds=lambda: 0.0)
+    last = SimpleNamespace(step=4, loss=1.0, tokens_per_second=1.0)
+    elastic.after(7, writer, last)
+    assert read_fragments(tmp_path) == [["idle", "0", Phase.IDLE.value]]
+    (tmp_path / "fragments").unlink()
+    elastic.after(8, writer, last)
+    assert not (tmp_path / "fragments").exists()
+    elastic.reducer.leave()
 
 
 def first_windows(tmp_path, folder, start=0, position=0):
