@@ -112,9 +112,9 @@ def _steps(device: torch.device) -> tuple[float, float, int, int]:
 def _bandwidth(device: torch.device) -> tuple[float, float]:
     """Bytes a second, up and down: the best of a few copies."""
     host = torch.empty(COPY, dtype=torch.uint8, pin_memory=has_lane(device)).zero_()
-    there = host.to(device)
-    up = min(_seconds(lambda: there.copy_(host, non_blocking=True)) for _ in range(5))
-    down = min(_seconds(lambda: host.copy_(there, non_blocking=True)) for _ in range(5))
+    on_device = host.to(device)
+    up = min(_seconds(lambda: on_device.copy_(host, non_blocking=True)) for _ in range(5))
+    down = min(_seconds(lambda: host.copy_(on_device, non_blocking=True)) for _ in range(5))
     return COPY / up, COPY / down
 
 
@@ -132,11 +132,11 @@ def other_bits(device: torch.device) -> list[str]:
     for codec in (E3M0(), BFloat16()):
         host = _computed(codec, torch.device("cpu"))
         try:
-            there = {name: tensor.cpu() for name, tensor in _computed(codec, device).items()}
+            computed = {name: tensor.cpu() for name, tensor in _computed(codec, device).items()}
         except (RuntimeError, NotImplementedError, TypeError) as error:
             out.append(f"{codec!r} ({str(error).splitlines()[0][:80]})")
             continue
-        out += [f"{codec!r} {name}" for name, tensor in host.items() if not _same(tensor, there[name])]
+        out += [f"{codec!r} {name}" for name, tensor in host.items() if not _same(tensor, computed[name])]
     return out
 
 

@@ -111,7 +111,7 @@ def _disk() -> Finding:
 
 
 def check_accelerator() -> tuple[list[Finding], str]:
-    """What DiLoCo costs it, and the same in a line to be passed on."""
+    """DiLoCo's overhead on the accelerator, and a line to paste into an issue."""
     import torch
 
     device = torch.accelerator.current_accelerator(check_available=True)

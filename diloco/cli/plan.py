@@ -149,7 +149,7 @@ def _rehearsal(config: PlanConfig, settings: Settings) -> dict[str, float]:
 
 
 def _nanoseconds(config: PlanConfig) -> dict[str, float]:
-    """What a rank takes for a value of its rounds: see `Group`."""
+    """Nanoseconds that a rank spends on each value of a round: see `Group`."""
     codec, hook_ns, copy_ns = format_named(config.codec or "e3m0").name, config.hook_ns, 0.0
     if config.bus is not None:
         hook_ns = hook_ns or 0.0

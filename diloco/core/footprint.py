@@ -50,7 +50,7 @@ def footprint(
     overlap: int,
     packs_for: int | None,
 ) -> Footprint:
-    """On an accelerator, after all fragments were synced, if every round arrives at once: the most that is in use."""
+    """Peak memory on an accelerator once all fragments have synced, if rounds take no time."""
     values = tuple(FlatView(fragment, tensors).size for fragment in fragments)
     deltas = [room(codec, n, packs_for) if packs_for and on_device.supports(codec) else n for n in values]
     memory = Memory(pinned=(counted := Counted()))

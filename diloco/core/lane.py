@@ -135,7 +135,7 @@ class Lane:
 
 
 class Upload:
-    """Values in a buffer of the device that copies, or kernels of their stream, have written once `arrived` happens."""
+    """A buffer on the device, filled by the stream of copies: valid after `arrived`."""
 
     def __init__(self, lane: Lane, buffer: Tensor, n: int) -> None:
         self._lane, self._n = lane, n

@@ -133,7 +133,7 @@ OUTERS: dict[str, type[Any]] = {"nesterov": Nesterov, "sgd": SGD}
 """The rules that a flag can name: dataclasses whose values all have defaults."""
 
 
-def numbers(optimizer: type[Any]) -> list[str]:
+def number_names(optimizer: type[Any]) -> list[str]:
     """The values of an outer optimizer that a flag gives as numbers, in order."""
     return [field.name for field in fields(optimizer) if field.name != "follow"]
 
@@ -142,16 +142,16 @@ def derived(optimizer: type[Any]) -> Derived:
     """Every value of an outer optimizer that is not set: what the class says about it, or its default."""
     described: Derived = getattr(optimizer, "derived", {})
     defaults: dict[str, tuple[Any, str]] = {f.name: (f.default, "the optimizer's default") for f in fields(optimizer)}
-    return {**described, **{name: defaults[name] for name in numbers(optimizer) if name not in described}}
+    return {**described, **{name: defaults[name] for name in number_names(optimizer) if name not in described}}
 
 
-def forms() -> str:
+def syntax() -> str:
     """The values of a flag.
 
-    >>> forms()
+    >>> syntax()
     'nesterov, nesterov:LR,MOMENTUM, sgd or sgd:LR'
     """
-    texts = [text for name, kind in OUTERS.items() for text in (name, f"{name}:{','.join(numbers(kind)).upper()}")]
+    texts = [text for name, kind in OUTERS.items() for text in (name, f"{name}:{','.join(number_names(kind)).upper()}")]
     return f"{', '.join(texts[:-1])} or {texts[-1]}"
 
 
@@ -169,8 +169,8 @@ def outer_named(text: str) -> Outer:
         values = [float(word) for word in (words[:-1] if fixed else words)]
     except ValueError:
         values = []
-    if kind is None or (colon and len(values) != len(numbers(kind))):
-        raise ConfigError(f"outer={text!r}: use {forms()}, with numbers, such as nesterov:0.6,0.9")
+    if kind is None or (colon and len(values) != len(number_names(kind))):
+        raise ConfigError(f"outer={text!r}: use {syntax()}, with numbers, such as nesterov:0.6,0.9")
     return cast(Any, kind)(*values, **fixed)
 
 

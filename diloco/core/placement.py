@@ -193,13 +193,13 @@ class OnDevice:
         for start, payload in zip(ends, others, strict=False):
             staged.view(torch.uint8)[start : start + len(payload)] = payload
         with self._lane.copies:  # to which the allocator then gives this memory
-            there = torch.empty(ends[-1], dtype=torch.uint8, device=self._payload.device)
-            there.copy_(staged.view(torch.uint8), non_blocking=True)
+            received = torch.empty(ends[-1], dtype=torch.uint8, device=self._payload.device)
+            received.copy_(staged.view(torch.uint8), non_blocking=True)
         self._memory.deltas.give(staged, partial(sleep_until, self._lane.copies.record_event()))
         places = iter(ends)
 
         def fetched(payload: Tensor) -> Tensor:
-            source, start = (there, next(places)) if not self._is_sent(payload) else (
+            source, start = (received, next(places)) if not self._is_sent(payload) else (
                 self._payload.view(torch.uint8), payload.storage_offset())  # fmt: skip
             return source[start : start + len(payload)]
 

@@ -11,7 +11,7 @@ from typing import ClassVar, Literal, get_args
 
 from diloco.codecs.formats import FORMATS, format_named
 from diloco.core.fragment import fragmenter
-from diloco.core.outer import forms, outer_named
+from diloco.core.outer import outer_named, syntax
 from diloco.core.schedule import Schedule, check_overlap
 from diloco.errors import ConfigError
 from diloco.runs.flags import Meaning, Scope, flag, meaning, spelled
@@ -89,7 +89,7 @@ class TrainConfig:
         why="as in the paper, which saw no loss up to 5", methods=STREAMING)
     codec: str = _sync("e3m0", "Format of the deltas on the wire.", why="4 bits per value, without visible loss",
         methods=STREAMING, choices=FORMATS)
-    outer: str = _sync("nesterov", f"Outer optimizer: {forms()}.",
+    outer: str = _sync("nesterov", f"Outer optimizer: {syntax()}.",
         why="momentum grows from 0 to the paper's 0.9 over the rounds", methods=SYNCED, expert=True)
     auto: tuple[Tuned, ...] = _sync((), "Autopilot: measure the first steps and the link, then set what `diloco plan` "
         "recommends. Without names it chooses all of sync_every, fragments, overlap and codec that you do not set.",

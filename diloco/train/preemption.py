@@ -16,8 +16,7 @@ SERVICES = {
     "azure": "http://169.254.169.254/metadata/scheduledevents?api-version=2020-07-01",
 }
 NAME = "/metadata/instance/compute/name?api-version=2021-02-01&format=text"
-"""Where azure says which of the machines that its events name this one is: each is told the events of its whole scale
-set or availability set."""
+"""Azure's name of this machine: its events list all machines of the scale set or availability set."""
 INTERVAL = 2.0
 """Seconds between two looks. The shortest notice, of gcp and azure, is 30 s."""
 TIMEOUT = 2.0
