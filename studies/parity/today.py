@@ -47,7 +47,7 @@ ROWS: dict[str, Cell] = {
     MUON: _dp_muon,
     SAME: _streaming,
     TWO_BITS: replace(_muon, codec="twobit"),
-    f"{TWO_BITS}, sync_every 270": replace(_muon, codec="twobit", sync_every=270),
+    **{f"{TWO_BITS}, sync_every {every}": replace(_muon, codec="twobit", sync_every=every) for every in (60, 90, 270)},
     TOPK: replace(_muon, codec="topk"),
     "defaults, outer 0.7/0.5": replace(_fixed, outer="paper"),
     "defaults, outer 0.7/0.5 that follows the lr": _fixed,
