@@ -230,7 +230,7 @@ class Elastic:
     def _shared_ranges(self) -> Ranges | None:
         """The ranges of the run, if this member has the corpus of the one that created it."""
         assert self.reducer.run is not None
-        shared = self.reducer.run.note.get(RANGES)
+        shared: Any = self.reducer.run.note.get(RANGES)
         if not self._ranges:
             return None
         ranges = read_ranges(shared)
