@@ -38,6 +38,8 @@ HANDSHAKE, IDLE = 5.0, 120.0
 REFUSALS = 3
 """Failures in a row after which a member is not asked for a while."""
 REST = 60.0
+SHORTAGE = 0.2
+"""Seconds until the next try to accept connections, after a failure."""
 TOKEN, DIGEST = 16, 16  # bytes
 _LENGTH = struct.Struct("<Q")
 Payload = bytes | memoryview
@@ -84,7 +86,7 @@ class Carrier:
     """Offers this member's payloads, and fetches those of others."""
 
     def __init__(self, report: Report = lambda event, **values: None) -> None:
-        """`report` is called with an event and its values when a member is not asked any more."""
+        """`report` is called with an event and its values when a member is not asked any more, or cannot be served."""
         self._report = report
         self._offered: dict[int, dict[int, dict[str, Payload]]] = {}  # fragment: round: digest: payload
         self._owners: dict[str, Owner] = {}
@@ -94,7 +96,7 @@ class Carrier:
 
     def listen(self, host: str, port: int) -> str:
         """Serve payloads on this port. Returns the address for this member's entry."""
-        self._server = Server(host, port, self._payload)
+        self._server = Server(host, port, self._payload, self._report)
         return str(Address(host, self._server.port, self._server.fingerprint, self._server.token.hex()))
 
     def offer(self, fragment: int, index: int, payloads: Mapping[str, Payload]) -> None:
@@ -214,8 +216,8 @@ class Server:
     """Answers digests with payloads, on a connection that begins with the token. A thread for each connection: a slow
     one holds up only itself."""
 
-    def __init__(self, host: str, port: int, payload: Callable[[str], Payload | None]) -> None:
-        self._payload = payload
+    def __init__(self, host: str, port: int, payload: Callable[[str], Payload | None], report: Report) -> None:
+        self._payload, self._report = payload, report
         self.token = secrets.token_bytes(TOKEN)
         self._context, self.fingerprint = _certificate()
         try:
@@ -226,26 +228,45 @@ class Server:
             raise ConfigError(f"announce: port {port} cannot be used here: {error}") from None
         self.port: int = self._socket.getsockname()[1]
         self._connections: dict[ssl.SSLSocket, bool] = {}  # whether it has shown the token
-        self._lock = threading.Lock()
+        self._lock, self._closed = threading.Lock(), threading.Event()
         threading.Thread(target=self._accept, name="carrier", daemon=True).start()
 
     def _accept(self) -> None:
-        while True:
+        """Only `close` ends it: a shortage of files or threads passes, and so does a network that is down."""
+        reported = False
+        while not self._closed.is_set():
             try:
-                plain, _ = self._socket.accept()
-            except OSError:
-                return  # closed
-            with contextlib.suppress(OSError):  # gone already
-                plain.settimeout(HANDSHAKE)
-                plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                connection = self._context.wrap_socket(plain, server_side=True, do_handshake_on_connect=False)
-                with self._lock:
-                    self._connections[connection] = False
-                    strangers = [stranger for stranger, known in self._connections.items() if not known]
-                    if len(strangers) > STRANGERS:
-                        _cut(strangers[0])
-                        self._connections.pop(strangers[0])
-                threading.Thread(target=self._serve, args=(connection,), name="carrier", daemon=True).start()
+                self._begin(self._socket.accept()[0])
+            except (OSError, RuntimeError) as error:
+                if not reported and not self._closed.is_set():
+                    self._report("not serving", reason=f"{type(error).__name__}: {error!s:.200}")
+                    reported = True
+                self._closed.wait(SHORTAGE)
+
+    def _begin(self, plain: socket.socket) -> None:
+        """Serve a connection on a thread of its own. Raises RuntimeError if there can be no more threads."""
+        try:
+            plain.settimeout(HANDSHAKE)
+            plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection = self._context.wrap_socket(plain, server_side=True, do_handshake_on_connect=False)
+        except OSError:  # gone already
+            return plain.close()
+        with self._lock:
+            self._connections[connection] = False
+            strangers = [stranger for stranger, known in self._connections.items() if not known]
+            if len(strangers) > STRANGERS:
+                _cut(strangers[0])
+                self._connections.pop(strangers[0])
+        try:
+            threading.Thread(target=self._serve, args=(connection,), name="carrier", daemon=True).start()
+        except RuntimeError:
+            self._end(connection)
+            raise
+
+    def _end(self, connection: ssl.SSLSocket) -> None:
+        with self._lock:
+            self._connections.pop(connection, None)
+        connection.close()
 
     def _serve(self, connection: ssl.SSLSocket) -> None:
         try:
@@ -264,11 +285,10 @@ class Server:
         except (OSError, ValueError):
             pass  # gone, silent, or not a member
         finally:
-            with self._lock:
-                self._connections.pop(connection, None)
-            connection.close()
+            self._end(connection)
 
     def close(self) -> None:
+        self._closed.set()
         _cut(self._socket)
         self._socket.close()
         with self._lock:

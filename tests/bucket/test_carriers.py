@@ -1,6 +1,9 @@
 """Payloads straight from their owner: what a carrier that fails, lies or sleeps may not do, and what members save."""
 
 import contextlib
+import os
+import queue
+import resource
 import socket
 import ssl
 import threading
@@ -117,6 +120,47 @@ def test_bytes_after_the_token_change_nothing(owner, reader):
     with connected(owner.address) as odd:
         odd.sendall(b"\0" * 1000)
     assert fetched(reader, owner.address) == PAYLOAD
+
+
+@contextlib.contextmanager
+def no_more_files():
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    opened = [os.open(os.devnull, os.O_RDONLY)]
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (opened[0] + 1, limits[1]))
+        with contextlib.suppress(OSError):
+            while True:
+                opened.append(os.open(os.devnull, os.O_RDONLY))
+        yield
+    finally:
+        for number in opened:
+            os.close(number)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+@contextlib.contextmanager
+def no_more_threads():
+    def start(thread):
+        raise RuntimeError("can't start new thread")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        yield
+
+
+@pytest.mark.parametrize("shortage", [no_more_files, no_more_threads])
+def test_a_member_serves_again_after_a_shortage(shortage, reader):
+    events = queue.Queue()
+    with contextlib.closing(Carrier(lambda event, **values: events.put((event, values["reason"])))) as owner:
+        address = owner.listen(LOCAL, 0)
+        owner.offer(0, 1, {DIGEST: PAYLOAD})
+        with socket.socket() as stranger, shortage():
+            stranger.connect((LOCAL, Address.read(address).port))
+            event, reason = events.get(timeout=PATIENT)
+        assert event == "not serving"
+        assert "open files" in reason or "new thread" in reason
+        assert fetched(reader, address) == PAYLOAD
+        assert events.empty()
 
 
 class Rogue:
