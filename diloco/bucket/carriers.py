@@ -109,7 +109,8 @@ class Carrier:
             self._offered[fragment] = {i: offered for i, offered in rounds.items() if i > index - ROUNDS}
 
     def fetch(self, name: str, address: str, digest: str, size: int, deadline: float) -> bytes | None:
-        """A payload from the member that owns it; None if it does not come within so many seconds."""
+        """A payload from the member that owns it; None if it does not have it, or it does not come within so many
+        seconds."""
         with self._lock:
             owner = self._owners.get(name)
             if owner is None or owner.address != address:
@@ -122,9 +123,10 @@ class Carrier:
             if owner.refuse():
                 self._report("not reached", member=name, reason=f"{type(error).__name__}: {error!s:.200}")
             return None
-        with self._lock:
-            self.received += size
-        owner.refusals = 0
+        if data is not None:
+            with self._lock:
+                self.received += size
+            owner.refusals = 0
         return data
 
     def _payload(self, digest: str) -> Payload | None:
@@ -159,8 +161,8 @@ class Owner:
             self._until = time.monotonic() + REST
         return self.refusals == REFUSALS
 
-    def fetch(self, digest: str, size: int, until: float) -> bytes:
-        """Raises OSError or ValueError."""
+    def fetch(self, digest: str, size: int, until: float) -> bytes | None:
+        """None if the member does not have it. Raises OSError or ValueError."""
         if not self._streams.acquire(timeout=_left(until)):
             raise TimeoutError("too many payloads wait for this member")
         try:
@@ -190,16 +192,17 @@ class Owner:
             failed.pop_all()
             return connection
 
-    def _ask(self, connection: ssl.SSLSocket, digest: str, size: int, until: float) -> bytes:
-        """Keeps the connection only after a good answer."""
+    def _ask(self, connection: ssl.SSLSocket, digest: str, size: int, until: float) -> bytes | None:
+        """Keeps the connection only after a good answer, which may be that it does not have it: it offers only its
+        last rounds, and a share that another member averaged was never here."""
         try:
             connection.settimeout(_left(until))
             connection.sendall(bytes.fromhex(digest))
             (length,) = _LENGTH.unpack(_receive(connection, _LENGTH.size, until))
-            if length != size:
+            if length not in (0, size):
                 raise ValueError(f"it serves {length} bytes instead of {size}")
-            data = _receive(connection, size, until)
-            if digest_of(data) != digest:
+            data = _receive(connection, size, until) if length else None
+            if data is not None and digest_of(data) != digest:
                 raise ValueError("it serves bytes with another digest")
         except BaseException:
             connection.close()

@@ -81,6 +81,14 @@ def test_payloads_of_the_last_rounds_are_offered(owner, reader):
     assert fetched(reader, owner.address) is None
 
 
+def test_a_member_that_lacks_payloads_is_asked_for_others(owner, reader):
+    for k in range(2 * REFUSALS):
+        assert fetched(reader, owner.address, digest=digest_of(bytes([k]))) is None
+    (connection,) = owner._server._connections
+    assert fetched(reader, owner.address) == PAYLOAD
+    assert [*owner._server._connections] == [connection]
+
+
 @pytest.mark.parametrize("token", [bytes(16), b"short", b""])
 def test_a_stranger_learns_nothing(owner, token, monkeypatch):
     monkeypatch.setattr(carriers, "HANDSHAKE", 0.2)
@@ -223,18 +231,13 @@ def promises_much(connection, rogue):
     rogue.ended.wait()
 
 
-def has_nothing(connection, rogue):
-    connection.sendall(length_of(b""))
-    rogue.ended.wait()
-
-
 def drips(connection, rogue):
     connection.sendall(length_of(PAYLOAD))
     while not rogue.ended.wait(0.01):
         connection.sendall(b"\0")
 
 
-ROGUES = [never_shakes_hands, never_answers, closes, cuts, lies, promises_much, has_nothing, drips]
+ROGUES = [never_shakes_hands, never_answers, closes, cuts, lies, promises_much, drips]
 
 
 @pytest.mark.parametrize("serve", ROGUES)
@@ -263,7 +266,7 @@ def test_a_member_that_failed_is_asked_again_after_a_while(owner, reader, monkey
     monkeypatch.setattr(carriers, "REST", 0.1)
     events = []
     reader._report = lambda event, **values: events.append((event, values["member"]))
-    owner._offered.clear()
+    owner.offer(0, 1, {DIGEST: PAYLOAD[1:]})
     for _ in range(REFUSALS):
         assert fetched(reader, owner.address) is None
     owner.offer(0, 1, {DIGEST: PAYLOAD})
