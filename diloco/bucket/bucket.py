@@ -102,7 +102,8 @@ class Bucket:
         heartbeat: seconds between two heartbeats. A member is dead after five missing ones (at least 10 s).
         poll: seconds between two looks at an open round. Default: the step time, from 0.2 to 5.
         announce: HOST:PORT where the others reach this member. They then read its deltas and shares from there instead
-            of the store. Of several ranks, each listens on the port after that of the rank before it.
+            of the store. A name is resolved here, once: if it has another address elsewhere, give that one. Of several
+            ranks, each listens on the port after that of the rank before it.
         backend: a store to use instead of the one at the URL.
     """
 

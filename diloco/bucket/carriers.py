@@ -50,7 +50,7 @@ Report = Callable[..., None]
 class Address:
     """Where a member serves its payloads, as its entry says."""
 
-    host: str
+    host: str  # an IP address
     port: int
     fingerprint: str  # SHA-256 of the certificate
     token: str
@@ -60,26 +60,37 @@ class Address:
 
     @classmethod
     def read(cls, text: str) -> "Address":
-        """Raises ValueError."""
+        """Raises ValueError, also for a name instead of an IP address: to resolve it could take any time."""
         place, fingerprint, token = text.split()
         host, _, port = place.rpartition(":")
+        if "%" in str(ipaddress.ip_address(host)) or not 0 < int(port) < 1 << 16:
+            raise ValueError(f"{place[:80]!r} is not an IP address and a port")
         return cls(host, int(port), fingerprint, token)
 
 
 def check_announced(announced: str, signed: bool) -> tuple[str, int]:
-    """Host and port. On a public interface only members of a signed run are worth listening to: in any other, whoever
-    can write to the store could point all members anywhere."""
+    """The IP address and the port to announce. A name is resolved here, once, so that nobody else has to; IPv4 first,
+    because every member has it.
+
+    On a public interface only members of a signed run are worth listening to: in any other, whoever can write to the
+    store could point all members anywhere."""
     host, _, port = announced.rpartition(":")
     if not host or any(c.isspace() for c in host) or not port.isascii() or not port.isdigit() or int(port) >= 1 << 16:
         raise ConfigError(f"announce={announced!r}: give HOST:PORT, as the other members reach this machine")
+    host = host.strip("[]")
     try:
-        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
-    except OSError as error:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
         raise ConfigError(f"announce={announced!r}: there is no host {host}: {error}") from None
-    if not signed and any(ipaddress.ip_address(str(where[4][0]).partition("%")[0]).is_global for where in found):
+    address = min((ipaddress.ip_address(str(where[4][0])) for where in found), key=lambda address: address.version)
+    nowhere = address.is_unspecified or address.is_multicast or "%" in str(address)
+    if nowhere or (address.is_loopback and host not in (str(address), "localhost")):
+        raise ConfigError(f"announce={announced!r}: others cannot reach this machine at {address}: give the IP address "
+                          "at which they reach it")  # fmt: skip
+    if not signed and address.is_global:
         raise ConfigError(f"announce={announced!r} is a public address: also pass a secret that all members share with "
                           "--key-file, or announce the address of a private network")  # fmt: skip
-    return host, int(port)
+    return str(address), int(port)
 
 
 class Carrier:
@@ -179,10 +190,11 @@ class Owner:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # the entry says which certificate it is
-        plain = socket.create_connection((address.host.strip("[]"), address.port), _left(until))
+        plain = socket.create_connection((address.host, address.port), _left(until))
         with contextlib.ExitStack() as failed:
             failed.callback(plain.close)
             plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            plain.settimeout(_left(until))
             connection = context.wrap_socket(plain)
             failed.callback(connection.close)
             shown = hashlib.sha256(connection.getpeercert(binary_form=True) or b"").hexdigest()

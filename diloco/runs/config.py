@@ -123,7 +123,8 @@ class TrainConfig:
         why="only signals stop it", scope="member", result=False, expert=True)
     announce: str | None = _bucket(None,
         "HOST:PORT where the other members reach this machine. They then read its deltas from there, not from the "
-        "bucket; without --key-file only in a private network.", why="all deltas are read from the bucket",
+        "bucket; without --key-file only in a private network. A name is resolved here, once, and its address "
+        "announced.", why="all deltas are read from the bucket",
         scope="member", expert=True)
     key_file: Path | None = _bucket(None,
         "a file with the secret that all members share. It signs all objects; unsigned ones are ignored.",

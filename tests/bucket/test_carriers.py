@@ -252,9 +252,32 @@ def test_what_does_not_come_in_time_and_right_is_read_from_the_store(serve, read
 
 
 @pytest.mark.parametrize("address", ["", "nonsense", "127.0.0.1:1 a b c", "127.0.0.1:1 a b", "127.0.0.1:99999 a b",
-                                     "no.such.host.invalid:1 a b", "\udcff:1 a b"])  # fmt: skip
+                                     "no.such.host.invalid:1 a b", "\udcff:1 a b", "127.0.0.1:0 a b",
+                                     "::1%lo:1 a b"])  # fmt: skip
 def test_an_address_may_lead_nowhere(address, reader):
     assert fetched(reader, address) is None
+
+
+def test_a_name_in_an_entry_is_not_resolved(owner, reader):
+    address = Address.read(owner.address)
+    assert fetched(reader, Address("localhost", address.port, address.fingerprint, address.token)) is None
+    assert fetched(reader, address) == PAYLOAD
+
+
+def test_a_name_is_announced_as_an_address(monkeypatch):
+    resolve = socket.getaddrinfo
+    addresses = {"lab": ["fd00::5", "10.1.2.3"], "debian": ["127.0.1.1"]}
+
+    def resolved(host, *given, **more):
+        return [found for name in addresses.get(host, [host]) for found in resolve(name, *given, **more)]
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolved)
+    assert check_announced("lab:7000", signed=True) == ("10.1.2.3", 7000)
+    assert check_announced("localhost:7000", signed=False)[0] in ("127.0.0.1", "::1")
+    assert check_announced("[fd00::5]:7000", signed=True) == ("fd00::5", 7000)
+    for unreachable in ("debian:7000", "0.0.0.0:7000", "[::]:7000", "224.0.0.1:7000"):
+        with pytest.raises(ConfigError, match="others cannot reach"):
+            check_announced(unreachable, signed=True)
 
 
 def test_another_certificate_than_the_one_in_the_entry_is_refused(owner, reader):
