@@ -176,8 +176,8 @@ class Bucket:
         entry = yield from register(envelope, self.name, float(secrets.randbits(48)))
         self.session = session = Session(envelope, entry, Timing(self._options, job.sync_every, self._clock), *limits)
         if self._announced is not None:
-            host, port = self._announced
-            session.entry = replace(entry, address=session.carrier.listen(host, port and port + job.shard.index))
+            port = self._announced.port and self._announced.port + job.shard.index
+            session.entry = replace(entry, address=session.carrier.listen(replace(self._announced, port=port)))
         self._fragments = fragments = list[Fragment]()
         session.phases = lambda: (fragment.machine.phase for fragment in fragments)
         for f, (state, codec, initial) in enumerate(zip(job.states, job.codecs, self.run.snapshots, strict=True)):

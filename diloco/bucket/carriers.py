@@ -68,12 +68,21 @@ class Address:
         return cls(host, int(port), fingerprint, token)
 
 
-def check_announced(announced: str, signed: bool) -> tuple[str, int]:
-    """The IP address and the port to announce. A name is resolved here, once, so that nobody else has to; IPv4 first,
-    because every member has it.
+@dataclass(frozen=True)
+class Announced:
+    """The IP address and port to announce, and the address to listen at: empty for all of this machine's."""
 
-    On a public interface only members of a signed run are worth listening to: in any other, whoever can write to the
-    store could point all members anywhere."""
+    host: str
+    port: int
+    listen: str
+
+
+def check_announced(announced: str, signed: bool) -> Announced:
+    """A name is resolved here, once, so that nobody else has to; IPv4 first, because every member has it.
+
+    A public address needs a signed run: in any other, whoever can write to the store could point all members anywhere.
+    So does an address that this machine does not have, because a router or the host of a container passes connections
+    on from there: at which of its own they arrive is unknown, so it listens at all of them, public ones too."""
     host, _, port = announced.rpartition(":")
     if not host or any(c.isspace() for c in host) or not port.isascii() or not port.isdigit() or int(port) >= 1 << 16:
         raise ConfigError(f"announce={announced!r}: give HOST:PORT, as the other members reach this machine")
@@ -87,10 +96,21 @@ def check_announced(announced: str, signed: bool) -> tuple[str, int]:
     if nowhere or (address.is_loopback and host not in (str(address), "localhost")):
         raise ConfigError(f"announce={announced!r}: others cannot reach this machine at {address}: give the IP address "
                           "at which they reach it")  # fmt: skip
-    if not signed and address.is_global:
-        raise ConfigError(f"announce={announced!r} is a public address: also pass a secret that all members share with "
-                          "--key-file, or announce the address of a private network")  # fmt: skip
-    return str(address), int(port)
+    own = _is_own(address)
+    if not signed and (address.is_global or not own):
+        raise ConfigError(f"announce={announced!r} is {'a public address' if own else 'not an address of this machine'}"
+                          ": also pass a secret that all members share with --key-file, or announce this machine's "
+                          "address in a private network")  # fmt: skip
+    return Announced(str(address), int(port), str(address) if own else "")
+
+
+def _is_own(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
+    try:
+        with socket.socket(socket.AF_INET6 if address.version == 6 else socket.AF_INET) as probe:
+            probe.bind((str(address), 0))
+    except OSError:
+        return False
+    return True
 
 
 class Carrier:
@@ -105,10 +125,10 @@ class Carrier:
         self._server: Server | None = None
         self.received = 0  # bytes
 
-    def listen(self, host: str, port: int) -> str:
-        """Serve payloads on this port. Returns the address for this member's entry."""
-        self._server = Server(host, port, self._payload, self._report)
-        return str(Address(host, self._server.port, self._server.fingerprint, self._server.token.hex()))
+    def listen(self, announced: Announced) -> str:
+        """Serve payloads. Returns the address for this member's entry."""
+        self._server = Server(announced, self._payload, self._report)
+        return str(Address(announced.host, self._server.port, self._server.fingerprint, self._server.token.hex()))
 
     def offer(self, fragment: int, index: int, payloads: Mapping[str, Payload]) -> None:
         """Serve these payloads, by digest, during this round and the next ones."""
@@ -231,16 +251,15 @@ class Server:
     """Answers digests with payloads, on a connection that begins with the token. A thread for each connection: a slow
     one holds up only itself."""
 
-    def __init__(self, host: str, port: int, payload: Callable[[str], Payload | None], report: Report) -> None:
+    def __init__(self, announced: Announced, payload: Callable[[str], Payload | None], report: Report) -> None:
         self._payload, self._report = payload, report
         self.token = secrets.token_bytes(TOKEN)
         self._context, self.fingerprint = _certificate()
         try:
-            self._socket = socket.create_server(
-                ("", port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=64
-            )
+            family = socket.AF_INET6 if ":" in announced.host else socket.AF_INET
+            self._socket = socket.create_server((announced.listen, announced.port), family=family, backlog=64)
         except OSError as error:
-            raise ConfigError(f"announce: port {port} cannot be used here: {error}") from None
+            raise ConfigError(f"announce: port {announced.port} cannot be used here: {error}") from None
         self.port: int = self._socket.getsockname()[1]
         self._connections: dict[ssl.SSLSocket, bool] = {}  # whether it has shown the token
         self._lock, self._closed = threading.Lock(), threading.Event()

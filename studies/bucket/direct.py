@@ -20,7 +20,7 @@ from typing import Any
 
 from benchmarks.record import Record, Target, write
 from diloco.bucket import carriers, deltas, run
-from diloco.bucket.carriers import Address, Carrier, Payload
+from diloco.bucket.carriers import Address, Announced, Carrier, Payload
 from diloco.bucket.store.backend import Failure, open_store
 from studies.bucket.worker import Worker, open_gate
 from tests.support.members import Member, agree
@@ -105,13 +105,13 @@ def hurdles() -> Iterator[list[Hurdle]]:
     """One in front of every member that starts to listen."""
     listen, made = Carrier.listen, list[Hurdle]()
 
-    def behind(carrier: Carrier, host: str, port: int) -> str:
-        address = Address.read(listen(carrier, host, 0))
+    def behind(carrier: Carrier, announced: Announced) -> str:
+        address = Address.read(listen(carrier, announced))
         hurdle = Hurdle(carrier, address.port)
         assert carrier._server is not None
         carrier._server._payload = hurdle.payload
         made.append(hurdle)
-        return str(Address(host, hurdle.port, address.fingerprint, address.token))
+        return str(Address(address.host, hurdle.port, address.fingerprint, address.token))
 
     setattr(Carrier, "listen", behind)  # noqa: B010
     try:

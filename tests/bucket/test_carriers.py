@@ -8,11 +8,12 @@ import socket
 import ssl
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 
 from diloco.bucket import Bucket, carriers, deltas
-from diloco.bucket.carriers import REFUSALS, STRANGERS, Address, Carrier, check_announced, digest_of
+from diloco.bucket.carriers import REFUSALS, STRANGERS, Address, Announced, Carrier, check_announced, digest_of
 from diloco.bucket.store import Read
 from diloco.bucket.store.backend import open_store
 from diloco.errors import ConfigError
@@ -20,6 +21,7 @@ from studies.bucket import direct
 from tests.support.members import PATIENT, Member, agree
 
 LOCAL = "127.0.0.1"
+HERE = check_announced(f"{LOCAL}:0", signed=False)
 PAYLOAD = bytes(range(256)) * 4096  # more than the kernel takes before anyone reads
 SIZE, DIGEST = len(PAYLOAD), digest_of(PAYLOAD)
 
@@ -27,7 +29,7 @@ SIZE, DIGEST = len(PAYLOAD), digest_of(PAYLOAD)
 @pytest.fixture
 def owner():
     with contextlib.closing(Carrier()) as carrier:
-        carrier.address = carrier.listen(LOCAL, 0)
+        carrier.address = carrier.listen(HERE)
         carrier.offer(0, 1, {DIGEST: PAYLOAD})
         yield carrier
 
@@ -160,7 +162,7 @@ def no_more_threads():
 def test_a_member_serves_again_after_a_shortage(shortage, reader):
     events = queue.Queue()
     with contextlib.closing(Carrier(lambda event, **values: events.put((event, values["reason"])))) as owner:
-        address = owner.listen(LOCAL, 0)
+        address = owner.listen(HERE)
         owner.offer(0, 1, {DIGEST: PAYLOAD})
         with socket.socket() as stranger, shortage():
             stranger.connect((LOCAL, Address.read(address).port))
@@ -272,9 +274,9 @@ def test_a_name_is_announced_as_an_address(monkeypatch):
         return [found for name in addresses.get(host, [host]) for found in resolve(name, *given, **more)]
 
     monkeypatch.setattr(socket, "getaddrinfo", resolved)
-    assert check_announced("lab:7000", signed=True) == ("10.1.2.3", 7000)
-    assert check_announced("localhost:7000", signed=False)[0] in ("127.0.0.1", "::1")
-    assert check_announced("[fd00::5]:7000", signed=True) == ("fd00::5", 7000)
+    assert check_announced("lab:7000", signed=True).host == "10.1.2.3"
+    assert check_announced("localhost:7000", signed=False).host in ("127.0.0.1", "::1")
+    assert check_announced("[fd00::5]:7000", signed=True).host == "fd00::5"
     for unreachable in ("debian:7000", "0.0.0.0:7000", "[::]:7000", "224.0.0.1:7000"):
         with pytest.raises(ConfigError, match="others cannot reach"):
             check_announced(unreachable, signed=True)
@@ -306,12 +308,28 @@ def test_a_member_that_comes_back_elsewhere_is_asked_there(owner, reader):
 
 
 def test_a_public_address_needs_a_secret():
-    with pytest.raises(ConfigError, match="public address"):
+    with pytest.raises(ConfigError, match="--key-file"):
         check_announced("8.8.8.8:7000", signed=False)
-    assert check_announced("8.8.8.8:7000", signed=True) == ("8.8.8.8", 7000)
-    assert check_announced("10.1.2.3:7000", signed=False) == ("10.1.2.3", 7000)
-    with pytest.raises(ConfigError, match="public address"):
+    assert check_announced("8.8.8.8:7000", signed=True) == Announced("8.8.8.8", 7000, "")
+    with pytest.raises(ConfigError, match="--key-file"):
         Bucket("memory://announced", "a", announce="8.8.8.8:7000")
+
+
+def test_a_member_listens_at_the_announced_address_alone(owner, reader):
+    address = Address.read(owner.address)
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", address.port), PATIENT).close()
+    assert fetched(reader, address) == PAYLOAD
+
+
+def test_an_address_of_a_router_needs_a_secret(reader):
+    with pytest.raises(ConfigError, match="not an address of this machine"):
+        check_announced("192.0.2.1:0", signed=False)
+    with contextlib.closing(Carrier()) as owner:
+        passed_on = Address.read(owner.listen(check_announced("192.0.2.1:0", signed=True)))
+        owner.offer(0, 1, {DIGEST: PAYLOAD})
+        assert passed_on.host == "192.0.2.1"
+        assert fetched(reader, replace(passed_on, host=LOCAL)) == PAYLOAD
 
 
 @pytest.mark.parametrize("announced", ["", "host", ":7000", "host:", "host:70000", "a b:1", "host:-1"])
@@ -322,7 +340,7 @@ def test_an_announced_address_is_a_host_and_a_port(announced):
 
 def test_a_port_in_use_is_an_error(owner):
     with contextlib.closing(Carrier()) as other, pytest.raises(ConfigError, match="cannot be used"):
-        other.listen(LOCAL, Address.read(owner.address).port)
+        other.listen(replace(HERE, port=Address.read(owner.address).port))
 
 
 class Noting:
@@ -396,8 +414,8 @@ def test_a_rogue_at_a_members_address_changes_no_bit(names, serve, tmp_path, mon
     with contextlib.closing(Rogue(serve)) as rogue:
         listen = Carrier.listen
 
-        def elsewhere(carrier, host, port):
-            return str(rogue.address) if port == 1 else listen(carrier, host, port)
+        def elsewhere(carrier, announced):
+            return str(rogue.address) if announced.port == 1 else listen(carrier, announced)
 
         monkeypatch.setattr(Carrier, "listen", elsewhere)
         trained(tmp_path, names, b=f"{LOCAL}:1")
