@@ -169,15 +169,15 @@ class Bucket:
 
     def introducing(self, job: Join) -> Task[None]:
         """Find or create the run, and become one of its members."""
+        announced = self._announced and self._announced.of_rank(job.shard.index, job.shard.count)
         limits = self._rounds, self._max_work, self._shares_from
         proposal = Run(secrets.token_hex(8), contract_of(job.contract, *limits), (), self._note, created=True)
         self.run = yield from find_or_create(proposal, self._key, job.states, self._join_only)
         envelope = Envelope(self.run.id, self._key)
         entry = yield from register(envelope, self.name, float(secrets.randbits(48)))
         self.session = session = Session(envelope, entry, Timing(self._options, job.sync_every, self._clock), *limits)
-        if self._announced is not None:
-            port = self._announced.port and self._announced.port + job.shard.index
-            session.entry = replace(entry, address=session.carrier.listen(replace(self._announced, port=port)))
+        if announced is not None:
+            session.entry = replace(entry, address=session.carrier.listen(announced))
         self._fragments = fragments = list[Fragment]()
         session.phases = lambda: (fragment.machine.phase for fragment in fragments)
         for f, (state, codec, initial) in enumerate(zip(job.states, job.codecs, self.run.snapshots, strict=True)):

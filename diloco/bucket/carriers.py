@@ -20,7 +20,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -75,6 +75,13 @@ class Announced:
     host: str
     port: int
     listen: str
+
+    def of_rank(self, rank: int, ranks: int) -> "Announced":
+        """Each rank has the port after that of the rank before it."""
+        if self.port and self.port + ranks > 1 << 16:
+            raise ConfigError(f"announce: {ranks} ranks need as many ports from {self.port} on, and the last port is "
+                              f"{(1 << 16) - 1}: announce {(1 << 16) - ranks} or a lower one")  # fmt: skip
+        return replace(self, port=self.port and self.port + rank)
 
 
 def check_announced(announced: str, signed: bool) -> Announced:
@@ -145,6 +152,8 @@ class Carrier:
         with self._lock:
             owner = self._owners.get(name)
             if owner is None or owner.address != address:
+                if owner is not None:
+                    owner.close()
                 self._owners[name] = owner = Owner(address)
         if owner.resting:
             return None
@@ -168,8 +177,9 @@ class Carrier:
     def close(self) -> None:
         if self._server is not None:
             self._server.close()
-        for owner in self._owners.values():
-            owner.close()
+        with self._lock:
+            for owner in self._owners.values():
+                owner.close()
 
 
 class Owner:
@@ -180,6 +190,7 @@ class Owner:
         self._until = 0.0
         self._streams = threading.BoundedSemaphore(STREAMS)
         self._idle: deque[ssl.SSLSocket] = deque()
+        self._closed = False
 
     @property
     def resting(self) -> bool:
@@ -240,11 +251,16 @@ class Owner:
             connection.close()
             raise
         self._idle.append(connection)
+        if self._closed:
+            self.close()
         return data
 
     def close(self) -> None:
-        while self._idle:
-            self._idle.popleft().close()
+        """Connections in use close after their answer."""
+        self._closed = True
+        with contextlib.suppress(IndexError):  # all are closed
+            while True:
+                self._idle.popleft().close()
 
 
 class Server:

@@ -17,8 +17,10 @@ from diloco.bucket.carriers import REFUSALS, STRANGERS, Address, Announced, Carr
 from diloco.bucket.store import Read
 from diloco.bucket.store.backend import open_store
 from diloco.errors import ConfigError
+from diloco.exchange.reducer import Shard
 from studies.bucket import direct
-from tests.support.members import PATIENT, Member, agree
+from tests.support.fake_reducer import job
+from tests.support.members import PATIENT, Member, agree, until
 
 LOCAL = "127.0.0.1"
 HERE = check_announced(f"{LOCAL}:0", signed=False)
@@ -305,6 +307,35 @@ def test_a_member_that_comes_back_elsewhere_is_asked_there(owner, reader):
     for _ in range(REFUSALS):
         assert fetched(reader, "127.0.0.1:1 a b") is None
     assert fetched(reader, owner.address) == PAYLOAD
+
+
+def test_connections_to_a_former_address_are_closed(owner, reader):
+    with contextlib.closing(Carrier()) as other:
+        other.offer(0, 1, {DIGEST: PAYLOAD})
+        assert fetched(reader, owner.address) == PAYLOAD
+        former, answered = reader._owners["owner"], threading.Event()
+        (connection,) = former._idle
+        busy = owner._server._payload
+        owner._server._payload = lambda digest: busy(digest) if answered.wait(PATIENT) else None
+        late = threading.Thread(target=fetched, args=(reader, owner.address))
+        late.start()
+        until(lambda: not former._idle)
+        elsewhere = other.listen(HERE)
+        other.offer(0, 1, {DIGEST: PAYLOAD})
+        assert fetched(reader, elsewhere) == PAYLOAD
+        answered.set()
+        late.join()
+        assert connection.fileno() == -1
+        assert not former._idle
+
+
+def test_ranks_without_enough_ports_are_refused(tmp_path):
+    assert replace(HERE, port=65_534).of_rank(1, 2).port == 65_535
+    assert HERE.of_rank(1, 2) == HERE
+    for rank in range(2):
+        bucket = Bucket(str(tmp_path), "a", announce=f"{LOCAL}:65535")
+        with pytest.raises(ConfigError, match="announce 65534 or a lower one"):
+            bucket.join(replace(job([], []), shard=Shard(rank, 2)))
 
 
 def test_a_public_address_needs_a_secret():
