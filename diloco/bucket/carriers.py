@@ -36,7 +36,8 @@ nobody out."""
 HANDSHAKE, IDLE = 5.0, 120.0
 """Seconds of silence after which a connection is closed, before and after its token."""
 REFUSALS = 3
-"""Failures in a row after which a member is not asked for a while."""
+"""Failures in a row after which a member is not asked for a while. Those of payloads that were asked for at the same
+time are one: a slow link may fail them all."""
 REST = 60.0
 SHORTAGE = 0.2
 """Seconds until the next try to accept connections, after a failure."""
@@ -157,10 +158,11 @@ class Carrier:
                 self._owners[name] = owner = Owner(address)
         if owner.resting:
             return None
+        began = time.monotonic()
         try:
-            data = owner.fetch(digest, size, time.monotonic() + deadline)
+            data = owner.fetch(digest, size, began + deadline)
         except (OSError, ValueError) as error:
-            if owner.refuse():
+            if owner.refuse(began):
                 self._report("not reached", member=name, reason=f"{type(error).__name__}: {error!s:.200}")
             return None
         if data is not None:
@@ -187,7 +189,8 @@ class Owner:
 
     def __init__(self, address: str) -> None:
         self.address, self.refusals = address, 0
-        self._until = 0.0
+        self._refused = self._until = 0.0
+        self._lock = threading.Lock()
         self._streams = threading.BoundedSemaphore(STREAMS)
         self._idle: deque[ssl.SSLSocket] = deque()
         self._closed = False
@@ -196,12 +199,17 @@ class Owner:
     def resting(self) -> bool:
         return time.monotonic() < self._until
 
-    def refuse(self) -> bool:
-        """Count a failure. Returns whether this is the one after which the member is not asked for a while."""
-        self.refusals += 1
-        if self.refusals >= REFUSALS:
-            self._until = time.monotonic() + REST
-        return self.refusals == REFUSALS
+    def refuse(self, began: float) -> bool:
+        """Count the failure of a payload that was asked for at this time. Returns whether this is the one after which
+        the member is not asked for a while."""
+        with self._lock:
+            if began < self._refused:
+                return False
+            self._refused = time.monotonic()
+            self.refusals += 1
+            if self.refusals >= REFUSALS:
+                self._until = self._refused + REST
+            return self.refusals == REFUSALS
 
     def fetch(self, digest: str, size: int, until: float) -> bytes | None:
         """None if the member does not have it. Raises OSError or ValueError."""

@@ -16,6 +16,7 @@ from diloco.bucket.effects import Phase
 from diloco.bucket.members import (
     MEMBERS,
     STEPS,
+    UPLOAD,
     Member,
     MemberOptions,
     Members,
@@ -54,8 +55,9 @@ SHARD = "shard-{}"
 so the ranks of one replica need not agree on anything."""
 
 
-LEAST_DEADLINE = 2.0
-"""Seconds for a payload from its owner, beyond the time that a delta takes to the store."""
+LEAST_DEADLINE, LONGEST_UPLOAD = 2.0, 30.0
+"""Seconds for a payload from its owner, beyond the time that a delta takes it to the store, and the most that counts of
+that time."""
 REJECTED = 10_000
 """Maximum names of unusable objects to remember."""
 
@@ -208,12 +210,13 @@ class Session:
         return self.timing.straggler_timeout(self.awaited(index, now).values(), waits_for_everyone(index))
 
     def source(self, owner: str, digest: str, size: int) -> Fetch | None:
-        """How to get a payload from its owner in about the time that the store would take; None if that member cannot
-        be asked."""
+        """How to get a payload from its owner in about the time that its delta took to the store, over the same uplink;
+        None if that member cannot be asked."""
         member = self.members.alive(self.clock()).get(owner)
         if member is None or not member.address or owner == self.name:
             return None
-        deadline = LEAST_DEADLINE + self.timing.upload_seconds
+        upload = member.published.get(UPLOAD, self.timing.upload_seconds)
+        deadline = LEAST_DEADLINE + min(max(upload, 0.0), LONGEST_UPLOAD)
         return Fetch(partial(self.carrier.fetch, owner, member.address, digest, size, deadline))
 
     def crowded(self, now: float) -> bool:

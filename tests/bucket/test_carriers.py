@@ -13,9 +13,13 @@ from dataclasses import replace
 import pytest
 
 from diloco.bucket import Bucket, carriers, deltas
-from diloco.bucket.carriers import REFUSALS, STRANGERS, Address, Announced, Carrier, check_announced, digest_of
+from diloco.bucket.carriers import REFUSALS, STRANGERS, STREAMS, Address, Announced, Carrier, check_announced, digest_of
+from diloco.bucket.members import UPLOAD, MemberOptions, Timing
+from diloco.bucket.members import Member as Entry
+from diloco.bucket.run import LEAST_DEADLINE, LONGEST_UPLOAD, Session
 from diloco.bucket.store import Read
 from diloco.bucket.store.backend import open_store
+from diloco.bucket.store.envelope import Envelope
 from diloco.errors import ConfigError
 from diloco.exchange.reducer import Shard
 from studies.bucket import direct
@@ -74,7 +78,7 @@ def test_many_payloads_come_at_once_over_a_few_connections(owner, reader):
     for thread in threads:
         thread.join()
     assert results == payloads
-    assert len(owner._server._connections) <= carriers.STREAMS
+    assert len(owner._server._connections) <= STREAMS
 
 
 def test_payloads_of_the_last_rounds_are_offered(owner, reader):
@@ -301,6 +305,35 @@ def test_a_member_that_failed_is_asked_again_after_a_while(owner, reader, monkey
     time.sleep(0.2)
     assert fetched(reader, owner.address) == PAYLOAD
     assert events == [("not reached", "owner")]
+
+
+def test_payloads_that_fail_together_are_one_failure(reader):
+    """As over an uplink that is too slow for all pieces of a delta."""
+    together = threading.Barrier(STREAMS)
+
+    def all_at_once():
+        threads = [threading.Thread(target=fetched, args=(reader, rogue.address)) for _ in range(STREAMS)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    with contextlib.closing(Rogue(lambda connection, rogue: together.wait(PATIENT))) as rogue:
+        for failures in range(1, REFUSALS + 1):
+            all_at_once()
+            owner = reader._owners["owner"]
+            assert (owner.refusals, owner.resting) == (failures, failures == REFUSALS)
+
+
+def test_a_member_has_as_long_for_a_payload_as_for_its_upload():
+    session = Session(Envelope("r"), Entry("a", 0), Timing(MemberOptions(), 2), None, 1.0, 4)
+    deadlines = []
+    session.carrier.fetch = lambda *given: deadlines.append(given[-1])
+    for counter, seconds in enumerate([{}, {UPLOAD: 9.0}, {UPLOAD: 1e30}, {UPLOAD: -1e30}]):
+        session.timing.uploaded(0, 4.0)
+        session.members.update([Entry("b", 0, counter, published=seconds, address="x")], session.clock())
+        session.source("b", DIGEST, SIZE).function()
+    assert deadlines == [LEAST_DEADLINE + 4.0, LEAST_DEADLINE + 9.0, LEAST_DEADLINE + LONGEST_UPLOAD, LEAST_DEADLINE]
 
 
 def test_a_member_that_comes_back_elsewhere_is_asked_there(owner, reader):
