@@ -147,10 +147,10 @@ def notes(conditions: Conditions, choice: Choice) -> list[str]:
             )
         if conditions.accelerator and conditions.reduce == "collective" and settings.codec in ENCODED_ON_DEVICE:
             state = (8 + delta_bytes(settings.codec)) * conditions.model.parameters / conditions.shards
+            payload = bus_bytes_on_device(settings.codec, group.replicas)
             notes.append(
-                f'With state="device", {bus_bytes_on_device(settings.codec, group.replicas):.2g} bytes a value and '
-                f"round cross the bus instead of {bus_bytes(settings.codec):.2g}, for {size(state)} of each "
-                "accelerator's memory."
+                f'With state="device", the bus carries {payload:.2g} B a value and round instead of '
+                f"{bus_bytes(settings.codec):.2g} B, for {size(state)} of each accelerator's memory."
             )
     if isinstance(FORMATS[settings.codec], Sparse):
         notes.append(f"The loss estimate is for e3m0; {settings.codec} comes {laws.TOPK_LOSS}.")

@@ -1,4 +1,4 @@
-"""A negative control: a codec that should fail; and an outer rule that the trainer does not have."""
+"""A negative control: a codec that should fail; and an outer optimizer that the trainer does not have."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""The paper's method, claim by claim: AdamW inside, a fixed outer rule.
+"""The paper's method, claim by claim: AdamW inside, a fixed outer optimizer.
 
 Learning rates were tuned on seed 0, on a grid with √2 between neighbors; those runs are in results.jsonl too.
 """

@@ -69,8 +69,8 @@ def sizes() -> Any:
 def _measured() -> dict[str, list[tuple[int, Spread]]]:
     """Sizes and gaps, where there are seeds enough for an interval."""
     pairs = {
-        "AdamW, a fixed outer rule": [(PAPER, at_width(width, STREAMING), at_width(width, DP)) for width in WIDTHS],
-        "AdamW, the trainer's outer rule": [(TODAY, today.SAME, today.ADAMW)],
+        "AdamW, a fixed outer optimizer": [(PAPER, at_width(width, STREAMING), at_width(width, DP)) for width in WIDTHS],
+        "AdamW, the trainer's outer optimizer": [(TODAY, today.SAME, today.ADAMW)],
         "Muon, the trainer's defaults": [
             (TODAY, today.DEFAULTS, today.MUON),
             (TODAY, today.LARGEST + today.DEFAULTS, today.LARGEST + today.MUON),
