@@ -69,7 +69,7 @@ def sizes() -> Any:
 def _measured() -> dict[str, list[tuple[int, Spread]]]:
     """Sizes and gaps, where there are seeds enough for an interval."""
     pairs = {
-        "AdamW, a fixed outer optimizer": [(PAPER, at_width(width, STREAMING), at_width(width, DP)) for width in WIDTHS],
+        "AdamW, fixed outer optimizer": [(PAPER, at_width(width, STREAMING), at_width(width, DP)) for width in WIDTHS],
         "AdamW, the trainer's outer optimizer": [(TODAY, today.SAME, today.ADAMW)],
         "Muon, the trainer's defaults": [
             (TODAY, today.DEFAULTS, today.MUON),

@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import json
+import os
 import re
 import runpy
 import subprocess
@@ -57,6 +58,24 @@ def test_the_hint_to_install_an_extra_fits_how_this_package_was_installed(tmp_pa
 
 def test_the_installed_version_is_that_of_the_package():
     assert importlib.metadata.version("diloco") == diloco.__version__
+
+
+@pytest.mark.slow
+def test_a_release_shows_an_index_the_readme_with_links_that_lead_somewhere():
+    def readme(**variables: str) -> str:
+        command = [sys.executable, "-m", "hatchling", "metadata"]
+        environment = {**os.environ, **variables}
+        result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+        return json.loads(result.stdout)["readme"]["text"]
+
+    assert readme(REPOSITORY="") == (ROOT / "README.md").read_text()
+    repository, tag = "https://host.example/o/diloco", f"v{diloco.__version__}"
+    text = readme(REPOSITORY=repository)
+    assert f"]({repository}/raw/{tag}/docs/report.png)" in text
+    assert f"]({repository}/blob/{tag}/docs/claims.md#traffic)" in text
+    assert not re.findall(r"\]\((?!https://|#)", text)
+    assert "$ pip install diloco\n" in text and "pip install 'diloco[bucket,hf]'" in text
+    assert not re.findall(r"pip install '?\.|project's folder|anywhere:", text)
 
 
 def test_every_public_name_can_be_imported_and_a_wrong_one_says_so():
