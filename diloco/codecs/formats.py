@@ -11,7 +11,7 @@ PLACES, KEPT = 4096, 64
 """A sparse format sends KEPT of each PLACES values, each as a place of 12 bits and a code of 2."""
 
 GATHER = 3
-"""Up to this many replicas, each gathers all deltas: one quantisation, one round trip; the fewest bytes at 2, and 1.5
+"""Up to this many replicas, each gathers all deltas: one quantization, one round trip; the fewest bytes at 2, and 1.5
 times the fewest at 3. With more, each replica averages one share, and the shares are gathered."""
 
 
