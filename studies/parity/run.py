@@ -189,7 +189,12 @@ def _fragments_of(model: torch.nn.Module, cell: Cell) -> list[set[str]]:
     return [{piece.name for piece in fragment} for fragment in split]
 
 
+def can_run(cell: Cell) -> bool:
+    """False for results of a codec that was cut."""
+    return cell.codec in (*FORMATS, "zeroing")
+
+
 def _codec(cell: Cell) -> Codec:
-    if cell.codec in FORMATS:
-        return codec_named(cell.codec)
-    return Zeroing(torch.Generator().manual_seed(cell.seed))
+    if cell.codec == "zeroing":
+        return Zeroing(torch.Generator().manual_seed(cell.seed))
+    return codec_named(cell.codec)

@@ -45,3 +45,8 @@ def test_a_killed_study_keeps_its_results_and_runs_the_rest(tmp_path):
     assert not Study(path, ROWS).wanted(seeds=[1])
     runs = [Study(path, ROWS).runs(row)[1] for row in ROWS]
     assert [run["cell"]["replicas"] for run in runs] == [1, 2]
+
+
+def test_a_codec_that_was_cut_is_not_run_again(tmp_path):
+    rows = {codec: Cell(lr=0.01, codec=codec) for codec in ("e3m0", "int8", "zeroing")}
+    assert [name for name, _ in Study(tmp_path / "none.jsonl", rows).wanted(seeds=[1])] == ["e3m0", "zeroing"]
