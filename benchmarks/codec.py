@@ -20,14 +20,14 @@ import torch
 
 from benchmarks.record import RESULTS, Record, Target, write
 from diloco.codecs import kernels
-from diloco.codecs.codec import E3M0, BFloat16, Codec, Float32, TopK, TwoBit, chunks, pack, unpack
+from diloco.codecs.codec import E3M0, BFloat16, Codec, Float32, TwoBit, chunks, pack, unpack
 from diloco.core.memory import Memory
 from diloco.core.next_state import NextState
 from diloco.core.outer import Nesterov
 from diloco.exchange.mean import Encoded
 from diloco.exchange.reducer import State
 
-CODECS: tuple[Codec, ...] = (E3M0(), BFloat16(), Float32(), TwoBit(), TopK())
+CODECS: tuple[Codec, ...] = (E3M0(), BFloat16(), Float32(), TwoBit())
 WAYS = ("encode", "decode", "fresh", "next")
 WARM_UP = 2
 

@@ -8,7 +8,6 @@ if TYPE_CHECKING:
     from diloco.codecs.codec import E3M0 as E3M0
     from diloco.codecs.codec import BFloat16 as BFloat16
     from diloco.codecs.codec import Float32 as Float32
-    from diloco.codecs.codec import TopK as TopK
     from diloco.codecs.codec import TwoBit as TwoBit
     from diloco.core.diloco import DiLoCo as DiLoCo
     from diloco.core.fragment import Balanced as Balanced
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
 
 _HOME = {
     "bucket": ("Bucket",),
-    "codecs.codec": ("E3M0", "BFloat16", "Float32", "TopK", "TwoBit"),
+    "codecs.codec": ("E3M0", "BFloat16", "Float32", "TwoBit"),
     "core.diloco": ("DiLoCo",),
     "errors": ("ConfigError", "DiLoCoError", "Diverged", "Mismatch", "NotFinite", "PeerLost"),
     "core.muon": ("muon",),

@@ -31,7 +31,7 @@ FIRST_STEPS = 10
 SHORTEST = 500
 """Steps. A shorter run is planned as if it had this many, which limits sync_every to 10."""
 CODEC_LADDER = ("e3m0", "twobit")
-"""The one with the least loss first. `topk` sends less but needs another outer optimizer."""
+"""The one with the least loss first."""
 Say = Callable[[str, Mapping[str, Any]], None]
 log = logging.getLogger("diloco")
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from diloco import __version__, codecs
-from diloco.codecs.formats import FORMATS, GATHER, Sparse
+from diloco.codecs.formats import FORMATS, gathers
 
 VALUES = 1 << 19
 """Values to encode or decode: few enough for the CPU cache, because the communication thread has just received them."""
@@ -46,7 +46,7 @@ class Speed:
     def codec_ns(self, codec: str, replicas: int) -> float:
         """Time of the communication thread in a round. Above GATHER replicas it encodes and decodes shares."""
         encode, decode, row = self.encode[codec], self.decode[codec], FORMATS[codec]
-        if replicas <= GATHER or isinstance(row, Sparse):
+        if gathers(replicas):
             return encode + replicas * decode + self.outer
         mean = row.mean or codec
         return encode + self.encode[mean] / replicas + decode + self.decode[mean] + self.outer

@@ -43,7 +43,7 @@ from diloco.bucket.store.envelope import (
     rounded,
     text,
 )
-from diloco.codecs.codec import Codec, chunks, is_sparse, pack_checked, unpack
+from diloco.codecs.codec import Codec, chunks, pack_checked, unpack
 from diloco.exchange.mean import codec_of_mean
 
 SHARES, LEAST = 16, 16 << 10
@@ -99,11 +99,9 @@ class Layout:
 
 
 def layout_of(codec: Codec, n: int) -> Layout:
-    """Sparse deltas are never cut: their mean is not sparse, and encoding it again would lose values that only one
-    member sent."""
     nbytes = codec.nbytes(n) if n else 0
     count = max(min(SHARES, nbytes // LEAST), -(-nbytes // (PART // 2)))
-    if is_sparse(codec) or count < 2:
+    if count < 2:
         return Layout(n, codec, (slice(0, n),))
     size = -(-n // (count * UNIT)) * UNIT
     return Layout(n, codec, tuple(slice(at, min(at + size, n)) for at in range(0, n, size)))

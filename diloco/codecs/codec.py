@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from diloco.codecs import kernels, levels, topk
-from diloco.codecs.formats import BLOCK, FORMATS, Sparse, blocks, format_named
+from diloco.codecs import kernels, levels
+from diloco.codecs.formats import BLOCK, FORMATS, blocks, format_named
 from diloco.errors import ConfigError
 
 CHUNK = kernels.CHUNK
@@ -112,11 +112,6 @@ def is_coarse(codec: Codec) -> bool:
     return getattr(codec, "coarse", False)
 
 
-def is_sparse(codec: Codec) -> bool:
-    """Whether a codec says that it sends few of the values, the others as zeros."""
-    return getattr(codec, "sparse", False)
-
-
 class _Shipped:
     """A codec with a row in `FORMATS`, where the planner counts its bytes too."""
 
@@ -133,10 +128,6 @@ class _Shipped:
     @property
     def coarse(self) -> bool:
         return FORMATS[self.name].coarse
-
-    @property
-    def sparse(self) -> bool:
-        return isinstance(FORMATS[self.name], Sparse)
 
     @property
     def mean_codec(self) -> "Codec | None":
@@ -233,21 +224,6 @@ class TwoBit(_Shipped, name="twobit"):
 
     def decode(self, payload: Tensor, n: int) -> Tensor:
         return torch.from_numpy(levels.decode(payload.numpy(), n))
-
-
-@dataclass(frozen=True)
-class TopK(_Shipped, name="topk"):
-    """The 64 largest of 4,096 values, with 2 bits each, and their places: 0.227 bits a value (topk.py).
-
-    The relative error is 0.938 on Gaussian values, 0.888 on Laplace values, and 0.880 to 0.922 on deltas of a model of
-    0.34M parameters.
-    """
-
-    def encode(self, x: Tensor) -> Tensor:
-        return torch.from_numpy(topk.encode(x.numpy()))
-
-    def decode(self, payload: Tensor, n: int) -> Tensor:
-        return torch.from_numpy(topk.decode(payload.numpy(), n))
 
 
 def _blocks(x: Tensor) -> Tensor:

@@ -7,9 +7,6 @@ from diloco.errors import ConfigError
 BLOCK = 256
 """Values that share one scale. E3M0: 4.03 bits a value."""
 
-PLACES, KEPT = 4096, 64
-"""A sparse format sends KEPT of each PLACES values, each as a place of 12 bits and a code of 2."""
-
 GATHER = 3
 """Up to this many replicas, each gathers all deltas: one quantization, one round trip; the fewest bytes at 2, and 1.5
 times the fewest at 3. With more, each replica averages one share, and the shares are gathered."""
@@ -19,14 +16,8 @@ def blocks(n: int) -> int:
     return -(-n // BLOCK)
 
 
-def kept(n: int) -> int:
-    """How many values of a chunk of n are sent; n is at most PLACES. The share is the same for a short chunk."""
-    return -(-n * KEPT // PLACES)
-
-
-def sparse_nbytes(n: int) -> int:
-    """Bytes of a chunk of n values: two magnitudes, places, codes."""
-    return 4 + -(-3 * kept(n) // 2) + -(-kept(n) // 4)
+def gathers(replicas: int) -> bool:
+    return replicas <= GATHER
 
 
 @dataclass(frozen=True)
@@ -51,15 +42,6 @@ class Format:
         return self.nbytes(n)
 
 
-@dataclass(frozen=True)
-class Sparse(Format):
-    """`bits` and a place for each of the values that are sent."""
-
-    def nbytes(self, n: int) -> int:
-        whole, rest = divmod(n, PLACES)
-        return whole * sparse_nbytes(PLACES) + (sparse_nbytes(rest) if rest else 0)
-
-
 FORMATS: dict[str, Format] = {
     row.name: row
     for row in (
@@ -67,7 +49,6 @@ FORMATS: dict[str, Format] = {
         Format("bfloat16", bits=16),
         Format("float32", bits=32),
         Format("twobit", bits=2, scale=2, coarse=True, mean="e3m0"),  # bfloat16
-        Sparse("topk", bits=2, coarse=True),
     )
 }
 

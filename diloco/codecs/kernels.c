@@ -19,7 +19,7 @@
 
 enum { BLOCK = 256, CHUNK = 1 << 17, PIECE = 512, LINE = 16, AHEAD = 6 * BLOCK };
 enum { INFINITE = 255 }; /* a scale that no encoder makes: 0 times inf has a sign that a table of magnitudes has not */
-enum { FLOAT32, BFLOAT16, E3M0, TWOBIT, TOPK, CODECS };
+enum { FLOAT32, BFLOAT16, E3M0, TWOBIT, CODECS };
 enum { MEAN, SGD, NESTEROV };
 
 /* The payloads of a round, and what becomes of their mean. Mirrored in kernels.py. */
@@ -126,9 +126,9 @@ static const float SMALLEST = 0x1p-100f;
 enum { LARGEST = 0x76800000, NOT_FINITE = 0x7F800000 }; /* the bits of 2^110 and of infinity */
 
 /* The sum: the second half is added to the first, and so on. Overwrites x. */
-INLINE float folded(float *x, int n)
+INLINE float folded(float *x)
 {
-    for (int half = n / 2; half; half /= 2)
+    for (int half = BLOCK / 2; half; half /= 2)
         for (int i = 0; i < half; i++)
             x[i] = x[i] + x[i + half];
     return x[0];
@@ -149,13 +149,13 @@ INLINE float from_bfloat16(uint16_t upper)
     return x;
 }
 
-/* The magnitudes of x, at most 2^110, with zeros up to `width`; returns the bits of the largest before that. */
-INLINE uint32_t magnitudes(const float *x, int count, int width, float *out, uint32_t *words)
+/* The magnitudes of a block, at most 2^110, with zeros at its end; returns the bits of the largest before that. */
+INLINE uint32_t magnitudes(const float *x, int count, float *out, uint32_t *words)
 {
     uint32_t most = 0;
     memcpy(words, x, sizeof(float) * (size_t)count);
-    memset(words + count, 0, sizeof(float) * (size_t)(width - count));
-    for (int i = 0; i < width; i++) {
+    memset(words + count, 0, sizeof(float) * (size_t)(BLOCK - count));
+    for (int i = 0; i < BLOCK; i++) {
         uint32_t bits = words[i] & 0x7FFFFFFF;
         most = bits > most ? bits : most;
         bits = bits < LARGEST ? bits : LARGEST;
@@ -164,28 +164,21 @@ INLINE uint32_t magnitudes(const float *x, int count, int width, float *out, uin
     return most;
 }
 
-/* 4 codes in a byte */
-INLINE void pack_codes(const uint8_t *code, int count, uint8_t *out)
-{
-    for (int i = 0; i < count; i += 4)
-        out[i / 4] = (uint8_t)(code[i] | code[i + 1] << 2 | code[i + 2] << 4 | code[i + 3] << 6);
-}
-
 /* Returns the head: scale and table. */
 INLINE uint16_t levels_block(const float *x, int count, uint8_t *codes, uint32_t *largest)
 {
     float value[BLOCK], unit[BLOCK], level[BLOCK], product[BLOCK];
     uint32_t words[BLOCK];
     uint8_t code[BLOCK];
-    uint32_t most = magnitudes(x, count, BLOCK, value, words);
+    uint32_t most = magnitudes(x, count, value, words);
     *largest = most > *largest ? most : *largest;
     memcpy(product, value, sizeof product);
-    float mean = folded(product, BLOCK) / (float)count, size = mean > SMALLEST ? mean : SMALLEST, scale = 1;
+    float mean = folded(product) / (float)count, size = mean > SMALLEST ? mean : SMALLEST, scale = 1;
     for (int i = 0; i < BLOCK; i++) {
         unit[i] = value[i] / size;
         product[i] = unit[i] * unit[i];
     }
-    int tails = folded(product, BLOCK) / (float)count > 1.75f;
+    int tails = folded(product) / (float)count > 1.75f;
     const float *table = MAGNITUDES[tails];
     float border = (table[1] + table[0]) / 2;
     for (int step = 0; step < 2; step++) {
@@ -198,7 +191,7 @@ INLINE uint16_t levels_block(const float *x, int count, uint8_t *codes, uint32_t
             product[i] = unit[i] * level[i];
             square[i] = level[i] * level[i];
         }
-        scale = folded(product, BLOCK) / folded(square, BLOCK);
+        scale = folded(product) / folded(square);
     }
     uint16_t head = to_bfloat16(mean < SMALLEST ? 0 : scale * size);
     scale = from_bfloat16(head);
@@ -206,7 +199,8 @@ INLINE uint16_t levels_block(const float *x, int count, uint8_t *codes, uint32_t
     for (int i = 0; i < BLOCK; i++)
         code[i] = (uint8_t)((uint32_t)(value[i] >= border) | words[i] >> 31 << 1);
     memset(code + count, 0, (size_t)(BLOCK - count));
-    pack_codes(code, BLOCK, codes);
+    for (int i = 0; i < BLOCK; i += 4)
+        codes[i / 4] = (uint8_t)(code[i] | code[i + 1] << 2 | code[i + 2] << 4 | code[i + 3] << 6);
     return (uint16_t)(head | tails << 15);
 }
 
@@ -254,124 +248,6 @@ INLINE void levels_decode(const uint8_t *payload, int64_t count, int64_t from, i
     }
 }
 
-/* ---- the largest values of each chunk of PLACES (topk.py describes it) ---- */
-
-enum { PLACES = 4096, KEPT = 64 };
-
-INLINE int kept(int64_t n) { return (int)((n * KEPT + PLACES - 1) / PLACES); }
-INLINE int64_t sparse_bytes(int64_t n) { return n ? 4 + (3 * kept(n) + 1) / 2 + (kept(n) + 3) / 4 : 0; }
-INLINE int64_t topk_bytes(int64_t n) { return n / PLACES * sparse_bytes(PLACES) + sparse_bytes(n % PLACES); }
-
-/* Finds where the k largest end: all above `prefix` in the bits from `shift` on, and the first `need` equal to it. */
-INLINE void find_largest(const uint32_t *key, int n, int k, int *shift, uint32_t *prefix, int *need)
-{
-    static const int shifts[4] = {31, 19, 9, 0};
-    *prefix = 0, *need = k;
-    for (int step = 1; step < 4; step++) {
-        uint16_t counts[1 << 12] = {0};
-        int bits = shifts[step - 1] - shifts[step], at = (1 << bits) - 1;
-        *shift = shifts[step];
-        for (int i = 0; i < n; i++)
-            if (key[i] >> shifts[step - 1] == *prefix)
-                counts[key[i] >> *shift & ((1u << bits) - 1)]++;
-        while (counts[at] < *need)
-            *need -= counts[at--];
-        *prefix = *prefix << bits | (uint32_t)at;
-        if (counts[at] == *need)
-            return;
-    }
-}
-
-/* The means of the smaller and of the larger ones. */
-INLINE void two_means(const float *value, int k, float *mean)
-{
-    float sum[KEPT];
-    memcpy(sum, value, sizeof sum);
-    float border = folded(sum, KEPT) / (float)k;
-    for (int step = 0; step < 3; step++) {
-        for (int side = 0; side < 2; side++) {
-            int size = 0;
-            for (int i = 0; i < KEPT; i++) {
-                int mine = i < k && (value[i] >= border) == side;
-                sum[i] = mine ? value[i] : 0;
-                size += mine;
-            }
-            mean[side] = folded(sum, KEPT) / (float)(size ? size : 1);
-        }
-        border = (mean[0] + mean[1]) / 2;
-    }
-    for (int side = 0; side < 2; side++)
-        mean[side] = mean[side] < SMALLEST ? 0 : mean[side];
-}
-
-INLINE void topk_row(const float *x, int n, uint8_t *out, uint32_t *largest)
-{
-    uint32_t key[PLACES], words[KEPT], prefix;
-    uint16_t place[KEPT + 1] = {0}, heads[2];
-    uint8_t code[KEPT] = {0}, codes[KEPT / 4];
-    float chosen[KEPT] = {0}, value[KEPT], mean[2];
-    int k = kept(n), found = 0, shift, need;
-    memcpy(key, x, sizeof(float) * (size_t)n);
-    for (int i = 0; i < n; i++) {
-        key[i] &= 0x7FFFFFFF;
-        *largest = key[i] > *largest ? key[i] : *largest;
-    }
-    find_largest(key, n, k, &shift, &prefix, &need);
-    for (int i = 0; i < n && found < k; i++) {
-        uint32_t part = key[i] >> shift;
-        if (part < prefix || (part == prefix && need-- <= 0))
-            continue;
-        chosen[found] = x[i];
-        place[found++] = (uint16_t)i;
-    }
-    magnitudes(chosen, k, KEPT, value, words);
-    two_means(value, k, mean);
-    for (int side = 0; side < 2; side++)
-        heads[side] = to_bfloat16(mean[side]);
-    float border = (from_bfloat16(heads[0]) + from_bfloat16(heads[1])) / 2;
-    for (int i = 0; i < k; i++)
-        code[i] = (uint8_t)((value[i] >= border) | words[i] >> 31 << 1);
-    memcpy(out, heads, sizeof heads);
-    out += sizeof heads;
-    for (int i = 0; i < k; i += 2) {
-        uint32_t pair = (uint32_t)place[i] | (uint32_t)place[i + 1] << 12;
-        memcpy(out, &pair, i + 1 < k ? 3 : 2);
-        out += i + 1 < k ? 3 : 2;
-    }
-    pack_codes(code, KEPT, codes);
-    memcpy(out, codes, (size_t)(k + 3) / 4);
-}
-
-/* Returns whether all values are finite. */
-INLINE int topk_encode(const float *x, int64_t n, uint8_t *out)
-{
-    uint32_t largest = 0;
-    for (int64_t at = 0; at < n; at += PLACES) {
-        topk_row(x + at, (int)least(PLACES, n - at), out, &largest);
-        out += sparse_bytes(PLACES);
-    }
-    return largest < NOT_FINITE;
-}
-
-INLINE void topk_decode(const uint8_t *payload, int64_t count, int64_t from, int64_t n, float *out)
-{
-    int64_t begin = from / PLACES * PLACES;
-    const uint8_t *row = payload + begin / PLACES * sparse_bytes(PLACES), *places = row + 4;
-    int k = kept(least(PLACES, count - begin));
-    const uint8_t *codes = places + (3 * k + 1) / 2;
-    uint16_t heads[2];
-    memcpy(heads, row, sizeof heads);
-    float low = from_bfloat16(heads[0]), high = from_bfloat16(heads[1]), value[4] = {low, high, -low, -high};
-    memset(out, 0, sizeof(float) * (size_t)n);
-    for (int i = 0; i < k; i++) { /* of a place that is given twice the last value counts */
-        uint16_t two;
-        memcpy(&two, places + i * 3 / 2, sizeof two);
-        int64_t at = begin - from + (i % 2 ? two >> 4 : two & 0xFFF);
-        if (at >= 0 && at < n)
-            out[at] = value[codes[i / 4] >> (2 * (i % 4)) & 3];
-    }
-}
-
 /* ---- the other codecs, decoding only: encoding them is as fast as memory in torch ---- */
 
 INLINE void float32_decode(const uint8_t *payload, int64_t from, int64_t n, float *out)
@@ -395,7 +271,6 @@ INLINE int64_t chunk_bytes(int codec, int64_t n)
     case FLOAT32: return 4 * n;
     case BFLOAT16: return 2 * n;
     case TWOBIT: return (n + 3) / 4 + 2 * blocks(n);
-    case TOPK: return topk_bytes(n);
     default: return (n + 1) / 2 + blocks(n);
     }
 }
@@ -408,7 +283,6 @@ INLINE void decode(int codec, const uint8_t *chunk, int64_t count, int64_t from,
     case FLOAT32: float32_decode(chunk, from, n, out); break;
     case BFLOAT16: bfloat16_decode(chunk, from, n, out); break;
     case TWOBIT: levels_decode(chunk, count, from, n, out); break;
-    case TOPK: topk_decode(chunk, count, from, n, out); break;
     default: e3m0_decode(chunk, count, from, n, out);
     }
 }
@@ -644,7 +518,6 @@ INLINE void finish(Round *r, int wide, int64_t n)
     case FLOAT32: all_pieces(r, wide, FLOAT32, n); break;
     case BFLOAT16: all_pieces(r, wide, BFLOAT16, n); break;
     case TWOBIT: all_pieces(r, wide, TWOBIT, n); break;
-    case TOPK: all_pieces(r, wide, TOPK, n); break;
     default: all_pieces(r, wide, E3M0, n);
     }
 }
@@ -652,11 +525,7 @@ INLINE void finish(Round *r, int wide, int64_t n)
 /* Returns whether all values are finite. */
 INLINE int encode(int codec, const float *x, int64_t n, uint8_t *out)
 {
-    switch (codec) {
-    case TWOBIT: return levels_encode(x, n, out);
-    case TOPK: return topk_encode(x, n, out);
-    default: return e3m0_encode(x, n, out);
-    }
+    return codec == TWOBIT ? levels_encode(x, n, out) : e3m0_encode(x, n, out);
 }
 
 /* ---- what the hook of a training step does: take the delta, write the result ---- */

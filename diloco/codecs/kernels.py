@@ -27,8 +27,8 @@ CHUNK = 1 << 17
 LEVELS = ("reference", "plain", "wide")
 VARIABLE = "DILOCO_KERNELS"
 """Environment variable: a level below the best one, or the path of a library that was compiled in another way."""
-_CODECS = {"float32": 0, "bfloat16": 1, "e3m0": 2, "twobit": 3, "topk": 4}
-_ENCODED = ("e3m0", "twobit", "topk")
+_CODECS = {"float32": 0, "bfloat16": 1, "e3m0": 2, "twobit": 3}
+_ENCODED = ("e3m0", "twobit")
 _MEAN, _SGD, _NESTEROV = range(3)
 
 

@@ -36,56 +36,56 @@ def encode(x: Array) -> Array:
     values = np.minimum(words & 0x7FFFFFFF, LARGEST.view(np.uint32)).view(np.float32)
     sizes = np.full((count, 1), BLOCK, np.float32)
     sizes[-1:] = n - (count - 1) * BLOCK
-    mean = folded(values) / sizes
+    mean = _folded(values) / sizes
     units = values / np.maximum(mean, SMALLEST)
-    table = (folded(units * units) / sizes > TAILS).astype(np.uint8)
+    table = (_folded(units * units) / sizes > TAILS).astype(np.uint8)
     levels, border = MAGNITUDES[table[:, 0]], BORDERS[table[:, 0]]
     scale = np.ones((count, 1), np.float32)
     for _ in range(STEPS):
         level = np.take_along_axis(levels, (units >= border * scale).astype(np.intp), 1)
         level.reshape(-1)[n:] = 0
-        scale = folded(units * level) / folded(level * level)
-    upper = to_bfloat16(np.where(mean < SMALLEST, np.float32(0), scale * np.maximum(mean, SMALLEST)))
-    code = (values >= border * from_bfloat16(upper)).astype(np.uint8)
+        scale = _folded(units * level) / _folded(level * level)
+    upper = _to_bfloat16(np.where(mean < SMALLEST, np.float32(0), scale * np.maximum(mean, SMALLEST)))
+    code = (values >= border * _from_bfloat16(upper)).astype(np.uint8)
     code |= (words >> 31 << 1).astype(np.uint8)
     heads = (upper | table.astype(np.uint16) << 15).view(np.uint8).reshape(-1)
-    return np.concatenate([heads, pack_codes(code.reshape(-1)[:n])])
+    return np.concatenate([heads, _pack_codes(code.reshape(-1)[:n])])
 
 
 def decode(payload: Array, n: int) -> Array:
     count = blocks(n)
     heads = payload[: 2 * count].copy().view(np.uint16)[:, None]
-    scale, table = from_bfloat16(heads & 0x7FFF), (heads >> 15).astype(np.intp)
+    scale, table = _from_bfloat16(heads & 0x7FFF), (heads >> 15).astype(np.intp)
     code = np.zeros(count * BLOCK, np.intp)
-    code[:n] = unpack_codes(payload[2 * count :], n)
+    code[:n] = _unpack_codes(payload[2 * count :], n)
     signed = np.concatenate([MAGNITUDES, -MAGNITUDES], axis=1).reshape(-1)
     with np.errstate(over="ignore", invalid="ignore"):  # malformed payloads may overflow; callers check the result
         return (signed[code.reshape(count, BLOCK) + (table << 2)] * scale).reshape(-1)[:n]
 
 
-def folded(rows: Array) -> Array:
+def _folded(rows: Array) -> Array:
     """The sum of each row: the second half is added to the first, and so on."""
     while (half := rows.shape[1] // 2) > 0:
         rows = rows[:, :half] + rows[:, half:]
     return rows
 
 
-def to_bfloat16(x: Array) -> Array:
+def _to_bfloat16(x: Array) -> Array:
     """The nearest, of two the even one."""
     words = x.view(np.uint32)
     return ((words + 0x7FFF + (words >> 16 & 1)) >> 16).astype(np.uint16)
 
 
-def from_bfloat16(upper: Array) -> Array:
+def _from_bfloat16(upper: Array) -> Array:
     return (upper.astype(np.uint32) << 16).view(np.float32)
 
 
-def pack_codes(code: Array) -> Array:
+def _pack_codes(code: Array) -> Array:
     """4 codes of 2 bits in a byte, the first in the lowest bits; what is missing at the end is zero."""
     four = np.zeros((-(-len(code) // 4), 4), np.uint8)
     four.reshape(-1)[: len(code)] = code
     return np.bitwise_or.reduce(four << np.arange(0, 8, 2, dtype=np.uint8), axis=1)
 
 
-def unpack_codes(packed: Array, n: int) -> Array:
+def _unpack_codes(packed: Array, n: int) -> Array:
     return (packed[:, None] >> np.arange(0, 8, 2, dtype=np.uint8) & 3).reshape(-1)[:n]

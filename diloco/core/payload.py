@@ -18,7 +18,7 @@ TRAILER = 32
 
 def _places(codec: Codec, n: int, replicas: int) -> list[slice]:
     """The bytes of each payload."""
-    sizes = [codec.nbytes(cut.stop - cut.start) if cut.stop > cut.start else 0 for cut in cuts(codec, n, replicas)]
+    sizes = [codec.nbytes(cut.stop - cut.start) if cut.stop > cut.start else 0 for cut in cuts(n, replicas)]
     return [slice(end - size, end) for size, end in zip(sizes, accumulate(sizes), strict=True)]
 
 
@@ -32,7 +32,7 @@ def encode(codec: Codec, delta: Tensor, replicas: int, out: Tensor, state: Seque
     data, n = out.view(torch.uint8), len(delta)
     finite = [
         on_device.encode(codec, delta[cut], data[place])
-        for cut, place in zip(cuts(codec, n, replicas), _places(codec, n, replicas), strict=True)
+        for cut, place in zip(cuts(n, replicas), _places(codec, n, replicas), strict=True)
         if cut.stop > cut.start
     ]
     sums = [on_device.words(values) for values in (delta, *state)]

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from diloco.codecs.codec import Codec, pack, pack_into, weighted
+from diloco.codecs.formats import gathers
 from diloco.errors import ConfigError, DiLoCoError, Diverged, Mismatch, PeerLost
 from diloco.exchange.contract import SameData, compare, sources
 from diloco.exchange.header import NBYTES, EarlyEnd, Header, Kind, check_round, draining
@@ -29,7 +30,6 @@ from diloco.exchange.mean import (
     decode,
     decode_cuts,
     exact,
-    gathers,
     mean_lr,
     parts,
     pieces,
@@ -92,7 +92,7 @@ class Collective:
         timeout: seconds that an exchange may take, including the wait for slower replicas, before a peer counts as
             lost.
         mean_codec: the codec of the averaged shares (4 or more replicas); by default that of the deltas, or E3M0
-            if the deltas have fewer bits. Sparse deltas are not averaged in shares.
+            if the deltas have fewer bits.
     """
 
     _made: ClassVar[Counter[tuple[int, ...]]] = Counter()
@@ -266,7 +266,7 @@ class Collective:
         codec, n = codec_of_round(job.codecs[fragment], last=delta.last), delta.n
         share = parts(n, self._ddp_ranks.size)[self._ddp_ranks.index]
         payloads, encode = self._encoder(codec, delta, share)
-        average = self._mean_by_gather if gathers(codec, self.replicas) else self._mean_by_parts
+        average = self._mean_by_gather if gathers(self.replicas) else self._mean_by_parts
         lr = mean_lr(weights, [h.lr for h in headers])
         # With DDP inside, each rank has the mean of its share, and the state is computed from all of them.
         following = job.advance(fragment, state, lr=lr, last=delta.last) if self._ddp_ranks.size == 1 else None
@@ -301,7 +301,7 @@ class Collective:
         if isinstance(packed := delta.values, Packed):
             return packed.payloads, lambda cut, span, data: packed.finite
         values = packed[share]
-        payloads, places = room_for_cuts(codec, len(values), self.replicas), cuts(codec, len(values), self.replicas)
+        payloads, places = room_for_cuts(codec, len(values), self.replicas), cuts(len(values), self.replicas)
         return payloads, lambda cut, span, data: pack_into(codec, values[places[cut]][span], payloads[cut][data])
 
     def _own(

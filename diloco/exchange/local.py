@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from diloco.codecs.codec import Codec
+from diloco.codecs.formats import gathers
 from diloco.errors import ConfigError, PeerLost
 from diloco.exchange.contract import SameData, compare, sources
 from diloco.exchange.header import EarlyEnd, Header, Kind, check_round
@@ -24,7 +25,6 @@ from diloco.exchange.mean import (
     codec_of_round,
     decode_cuts,
     encode_cuts,
-    gathers,
     mean_lr,
     mean_of_encoded,
 )
@@ -284,6 +284,6 @@ def _outcome(headers: list[Header], deltas: list[Delta], codec: Codec, mean_code
         for delta in deltas
     ]
     parts = mean_of_encoded(codec, mean_codec, encoded, weights, n)
-    to_each = codec.nbytes(n) if gathers(codec, replicas) else (codec.nbytes(n) + mean_codec.nbytes(n)) / replicas
+    to_each = codec.nbytes(n) if gathers(replicas) else (codec.nbytes(n) + mean_codec.nbytes(n)) / replicas
     lr = mean_lr(weights, [delta.lr for delta in deltas])
     return _Mean(parts=parts, members=members, lr=lr, nbytes=round((replicas - 1) * to_each), encoded=encoded)

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from diloco.codecs.codec import CHUNK, BFloat16, Codec, Float32, is_coarse, is_sparse, pack, unpack, weighted
-from diloco.codecs.formats import GATHER
+from diloco.codecs.codec import CHUNK, BFloat16, Codec, Float32, is_coarse, pack, unpack, weighted
+from diloco.codecs.formats import gathers
 
 PIECES, PIECE = 16, 4 * CHUNK
 """A payload travels in at most this many pieces, of at least this many values: 256 kB in E3M0. The first one leaves
@@ -64,12 +64,6 @@ def mean_lr(weights: Sequence[float], lrs: Sequence[float]) -> float:
     return sum(share * lr for share, lr in zip(shares(weights), lrs, strict=True))
 
 
-def gathers(codec: Codec, replicas: int) -> bool:
-    """Whether each replica gets all deltas. Sparse ones always: their mean is not sparse, and encoded again it would
-    lose what only one replica has sent. Up to 35 replicas that is fewer bytes with `TopK` than E3M0 takes."""
-    return replicas <= GATHER or is_sparse(codec)
-
-
 def codec_of_mean(codec: Codec, given: Codec | None) -> Codec:
     """The codec of averaged shares. What it loses is in no replica's weights, so a coarse codec names a finer one."""
     return given or getattr(codec, "mean_codec", None) or codec
@@ -86,24 +80,24 @@ def parts(n: int, replicas: int) -> list[slice]:
     return [slice(min(i * size, n), min((i + 1) * size, n)) for i in range(replicas)]
 
 
-def cuts(codec: Codec, n: int, replicas: int) -> list[slice]:
+def cuts(n: int, replicas: int) -> list[slice]:
     """How a delta is cut before it is encoded: one part for each replica, or no cut."""
-    return [slice(0, n)] if gathers(codec, replicas) else parts(n, replicas)
+    return [slice(0, n)] if gathers(replicas) else parts(n, replicas)
 
 
 def room_for_cuts(codec: Codec, n: int, replicas: int) -> list[Tensor]:
     """Memory for the payloads of these parts of n values."""
-    counts = [cut.stop - cut.start for cut in cuts(codec, n, replicas)]
+    counts = [cut.stop - cut.start for cut in cuts(n, replicas)]
     return [torch.empty(codec.nbytes(count) if count else 0, dtype=torch.uint8, device="cpu") for count in counts]
 
 
 def encode_cuts(codec: Codec, values: Tensor, replicas: int) -> list[Tensor]:
-    return [pack(codec, values[cut]) for cut in cuts(codec, len(values), replicas)]
+    return [pack(codec, values[cut]) for cut in cuts(len(values), replicas)]
 
 
 def decode_cuts(codec: Codec, payloads: Sequence[Tensor], n: int, replicas: int) -> Tensor:
     out = torch.empty(n, dtype=torch.float32, device="cpu")
-    for cut, payload in zip(cuts(codec, n, replicas), payloads, strict=True):
+    for cut, payload in zip(cuts(n, replicas), payloads, strict=True):
         out[cut] = unpack(codec, payload, cut.stop - cut.start)
     return out
 
@@ -125,7 +119,7 @@ def mean_of_encoded(
 ) -> list[Encoded]:
     """What the replicas of a collective agree on, bit for bit, from the payloads of each."""
     replicas, factors = len(encoded), shares(weights)
-    if gathers(codec, replicas):
+    if gathers(replicas):
         return [Encoded(0, n, codec, [payloads[0] for payloads in encoded], factors)]
     averages = []
     for i, cut in enumerate(parts(n, replicas)):

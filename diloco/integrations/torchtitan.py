@@ -37,7 +37,7 @@ class Settings:
     fragments: str = "strided:3"
     """Fragments of the model: strided:N, sequential:N, balanced:N or named:PATTERNS."""
     codec: str = "e3m0"
-    """Numbers on the wire: e3m0, bfloat16, float32, twobit or topk."""
+    """Numbers on the wire: e3m0, bfloat16, float32 or twobit."""
     outer: str = ""
     """Outer optimizer, such as nesterov:0.6,0.9 or sgd:1; empty: Nesterov with momentum that grows with the rounds."""
     streams: int = 1

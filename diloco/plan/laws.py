@@ -22,7 +22,6 @@ LOSS_30_100 = {
 """Loss with sync_every 30 and 100 at 35M, 100M, 200M, 300M, 500M and 1B, by replicas (streaming paper, Tables 5, 6)."""
 LARGEST_SYNC_EVERY = 300
 """The largest value in the scaling-law experiments."""
-TOPK_LOSS = "with 3.9 % more loss than e3m0, measured over 100 rounds (docs/settings.md)"
 TOKENS_PER_PARAMETER = 20
 
 

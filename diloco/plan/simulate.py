@@ -124,7 +124,7 @@ class _State:
 
 def _start(method: Method, group: Group, rates: Array) -> _State:
     costs: dict[float, tuple[Array, float]] = {}
-    latency = group.round_trip * round_trips(group.replicas, method.reduce, method.nbytes)
+    latency = group.round_trip * round_trips(group.replicas, method.reduce)
 
     def cost(values: float) -> tuple[Array, float]:
         """Seconds for which a message occupies the link, and seconds until it arrives after that."""

@@ -6,7 +6,6 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
-from diloco.codecs.formats import FORMATS, Sparse
 from diloco.plan import laws
 from diloco.plan.choose import Choice, Settings
 from diloco.plan.costs import Conditions, Row
@@ -152,8 +151,6 @@ def notes(conditions: Conditions, choice: Choice) -> list[str]:
                 f'With state="device", the bus carries {payload:.2g} B a value and round instead of '
                 f"{bus_bytes(settings.codec):.2g} B, for {size(state)} of each accelerator's memory."
             )
-    if isinstance(FORMATS[settings.codec], Sparse):
-        notes.append(f"The loss estimate is for e3m0; {settings.codec} comes {laws.TOPK_LOSS}.")
     return notes
 
 

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from diloco.codecs.formats import BLOCK, FORMATS, GATHER, Format, Sparse
+from diloco.codecs.formats import BLOCK, FORMATS, Format, gathers
 
 Array = NDArray[np.float64]
 Bytes = Callable[[Any], float]
@@ -33,10 +33,6 @@ SHARE_LEAST = 16 << 10
 """Bytes: a delta sent through a bucket is cut into pieces if it has at least two of this size (bucket/deltas.py)."""
 
 
-def gathers(nbytes: Bytes, replicas: int) -> bool:
-    return replicas <= GATHER or isinstance(nbytes, Sparse)
-
-
 def round_bytes(n: float, nbytes: Bytes, replicas: int, reduce: Reduce = "collective") -> tuple[float, float]:
     """Bytes that a replica sends and receives in a round of n values.
 
@@ -46,13 +42,13 @@ def round_bytes(n: float, nbytes: Bytes, replicas: int, reduce: Reduce = "collec
     others = replicas - 1
     if others == 0 or n == 0:
         return 0, 0
-    if reduce == "bucket" and (gathers(nbytes, replicas) or nbytes(n) < 2 * SHARE_LEAST):
+    if reduce == "bucket" and (gathers(replicas) or nbytes(n) < 2 * SHARE_LEAST):
         return nbytes(n), others * nbytes(n)
     if reduce == "bucket":
         return nbytes(n) + _mean(nbytes)(n) / replicas, others / replicas * (nbytes(n) + _mean(nbytes)(n))
     if reduce == "ring":
         both = 2 * others / replicas * nbytes(n)
-    elif gathers(nbytes, replicas):
+    elif gathers(replicas):
         both = others * nbytes(n)
     else:
         part = math.ceil(n / replicas)
@@ -91,10 +87,10 @@ def bus_bytes_on_device(codec: str, replicas: int) -> float:
     >>> bus_bytes_on_device("bfloat16", 2), bus_bytes_on_device("bfloat16", 3), bus_bytes_on_device("bfloat16", 8)
     (4.0, 6.0, 4.0)
     """
-    return delta_bytes(codec) * (replicas if gathers(CODECS[codec], replicas) else 2)
+    return delta_bytes(codec) * (replicas if gathers(replicas) else 2)
 
 
-def round_trips(replicas: int, reduce: Reduce = "collective", nbytes: Bytes = FORMATS["e3m0"]) -> float:
+def round_trips(replicas: int, reduce: Reduce = "collective") -> float:
     """Round trips per round. Each exchange takes one: receives are announced, then every peer is sent its data. Headers
     are exchanged first, then deltas, and with four or more replicas averages.
 
@@ -104,10 +100,10 @@ def round_trips(replicas: int, reduce: Reduce = "collective", nbytes: Bytes = FO
     if replicas == 1:
         return 0.0
     if reduce == "bucket":
-        return BUCKET_TRIPS if gathers(nbytes, replicas) else SHARED_TRIPS
+        return BUCKET_TRIPS if gathers(replicas) else SHARED_TRIPS
     if reduce == "ring":
         return replicas - 1.0  # half a trip per hop, twice around the ring
-    return 2.0 if gathers(nbytes, replicas) else 3.0
+    return 2.0 if gathers(replicas) else 3.0
 
 
 def transfer_seconds(up: float, down: float, rate: Array, reduce: Reduce = "collective") -> Array:

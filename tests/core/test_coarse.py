@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from diloco import E3M0, SGD, Balanced, Collective, DiLoCo, Float32, TopK, TwoBit
+from diloco import E3M0, SGD, Balanced, Collective, DiLoCo, Float32, TwoBit
 from diloco.bucket import Bucket
 from diloco.codecs.codec import pack, unpack
 from diloco.exchange import local
@@ -135,7 +135,7 @@ def play(replica, reducer, count=14, saved=None, **settings):
 
 def lost(values, replicas, codec):
     """What was decoded of a delta, less the delta: what stays in the weights."""
-    cuts = parts(len(values), replicas) if replicas > 3 and codec != TopK() else [slice(0, len(values))]
+    cuts = parts(len(values), replicas) if replicas > 3 else [slice(0, len(values))]
     decoded = [unpack(codec, pack(codec, values[cut]), cut.stop - cut.start) for cut in cuts]
     return torch.cat(decoded) - values
 
@@ -145,7 +145,7 @@ def _collective(rank, settings):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("replicas", "codec"), [(2, TwoBit()), (4, TwoBit()), (4, TopK()), (2, Coarse(E3M0()))])
+@pytest.mark.parametrize(("replicas", "codec"), [(2, TwoBit()), (4, TwoBit()), (2, Coarse(E3M0()))])
 def test_the_loss_is_exact_and_local_and_collective_have_the_same(replicas, codec):
     settings = {"codec": codec, "outer": SGD(0.7)}
     in_process = local.run(replicas, lambda reducer: play(reducer.replica, reducer, **settings))
@@ -170,10 +170,9 @@ def test_the_bucket_keeps_the_loss_too(tmp_path):
     assert play(0, Bucket(str(tmp_path), "a"))["sent"]
 
 
-@pytest.mark.parametrize("codec", [TopK(), TwoBit()])
-def test_the_last_round_brings_all_that_was_never_sent(codec):
+def test_the_last_round_brings_all_that_was_never_sent():
     """It is sent in bfloat16, and the anchors end as the mean of the replicas."""
-    results = local.run(2, lambda reducer: play(reducer.replica, reducer, count=13, codec=codec))
+    results = local.run(2, lambda reducer: play(reducer.replica, reducer, count=13))
     mean = (results[0]["before"] + results[1]["before"]) / 2
     for result in results:
         # A bfloat16 is off by at most 1/256 of a delta, and AdamW with lr 1e-2 moves by 0.14 in 14 steps.
@@ -185,7 +184,7 @@ def test_the_last_round_has_every_fragment_also_those_without_a_step_since_the_l
     def loop(reducer):
         model = Tiny(seed=reducer.replica)
         optimizer = adamw(model)
-        diloco = DiLoCo(model, optimizer, reducer=reducer, **SETTINGS | {"codec": TopK()})
+        diloco = DiLoCo(model, optimizer, reducer=reducer, **SETTINGS)
         diloco.join()
         for _ in steps(model, optimizer, reducer.replica, 1, count):
             pass
@@ -223,7 +222,7 @@ def pull(weights, replica, step):
 
 
 def reference(starts, rounds, sync_every):
-    """Two replicas in plain steps: each sends the 64 largest of each 4,096 values of its delta and keeps the rest."""
+    """Two replicas in plain steps: each sends its delta in 2 bits a value and keeps what that loses."""
     anchor, weights = starts.clone(), [starts.clone(), starts.clone()]
     for index in range(rounds):
         sent = []
@@ -231,24 +230,20 @@ def reference(starts, rounds, sync_every):
             for step in range(sync_every):
                 local_weights -= pull(local_weights, replica, index * sync_every + step)
             delta = anchor - local_weights
-            decoded = unpack(TopK(), pack(TopK(), delta), len(delta))
-            largest = torch.cat([at * 4096 + chunk.abs().topk(-(-len(chunk) * 64 // 4096)).indices
-                                 for at, chunk in enumerate(delta.split(4096))])  # fmt: skip
-            assert set(decoded.nonzero().flatten().tolist()) == set(largest.tolist())
-            sent.append((delta, decoded))
+            sent.append((delta, unpack(TwoBit(), pack(TwoBit(), delta), len(delta))))
         anchor = anchor - (sent[0][1] + sent[1][1]) / 2
         weights = [anchor - (delta - decoded) for delta, decoded in sent]
     return anchor
 
 
-def test_top_k_is_the_rule_in_plain_steps():
+def test_coarse_training_is_the_rule_in_plain_steps():
     n, rounds, sync_every = 10_000, 6, 3
     start_at = torch.randn(n, generator=torch.Generator().manual_seed(1))
 
     def loop(reducer):
         model = torch.nn.Linear(n, 1, bias=False)
         torch.nn.utils.vector_to_parameters(start_at.clone(), model.parameters())
-        diloco = DiLoCo(model, reducer=reducer, sync_every=sync_every, overlap=0, codec=TopK(), outer=SGD(1.0),
+        diloco = DiLoCo(model, reducer=reducer, sync_every=sync_every, overlap=0, codec=TwoBit(), outer=SGD(1.0),
                         fragments=Balanced(1))  # fmt: skip
         diloco.join()
         for step in range(rounds * sync_every):
@@ -260,6 +255,5 @@ def test_top_k_is_the_rule_in_plain_steps():
         return agreed
 
     expected = reference(start_at, rounds, sync_every)
-    assert (expected != start_at).float().mean() < rounds * 2 * 64 / 4096 * 1.01
     for agreed in local.run(2, loop):
         torch.testing.assert_close(agreed, expected)

@@ -103,7 +103,7 @@ def test_one_value_that_is_not_finite_is_found_in_any_pass(codec, at):
 @codecs
 def test_one_value_that_is_not_finite_is_found_in_any_share(codec):
     n, replicas = 5 * CHUNK + 3, 8
-    shares = cuts(codec, n, replicas)
+    shares = cuts(n, replicas)
     assert len(shares) == replicas
     memory = torch.empty(room(codec, n, replicas))
     for share in shares:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from diloco.codecs import kernels
-from diloco.codecs.codec import CHUNK, E3M0, BFloat16, Float32, TopK, TwoBit, pack, weighted
+from diloco.codecs.codec import CHUNK, E3M0, BFloat16, Float32, TwoBit, pack, weighted
 from diloco.core.memory import Buffers, Memory
 from diloco.core.next_state import NextState
 from diloco.core.outer import SGD, Nesterov
@@ -20,7 +20,7 @@ from diloco.exchange.thread import CommThread
 from tests.support.models import train
 from tests.support.processes import run
 
-ENCODED = {"e3m0": E3M0(), "twobit": TwoBit(), "topk": TopK()}
+ENCODED = {"e3m0": E3M0(), "twobit": TwoBit()}
 CODECS = {"float32": Float32(), "bfloat16": BFloat16(), **ENCODED}
 LENGTHS = (1, 2, 129, 255, 256, 257, 2047, 2048, 2305, 4097, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 771)
 NATIVE = kernels.levels()[1:]

@@ -23,8 +23,9 @@ from tests.support.processes import message_of, run
 from tests.support.ranks import groups
 
 STEP, TRIP = 0.5, 0.001
-SPEED = Speed(dict.fromkeys(("e3m0", "twobit", "float32", "topk"), 1.0),
-              dict.fromkeys(("e3m0", "twobit", "float32", "topk"), 1.0), 1.0, 0.0)  # fmt: skip
+SPEED = Speed(
+    dict.fromkeys(("e3m0", "twobit", "float32"), 1.0), dict.fromkeys(("e3m0", "twobit", "float32"), 1.0), 1.0, 0.0
+)
 
 
 class Linked(Collective):

@@ -118,11 +118,11 @@ def test_the_tables_fit_the_terminal_and_cut_no_number(capsys, monkeypatch, widt
 
 
 @pytest.mark.slow
-def test_top_k_is_suggested_for_a_link_that_is_too_slow(capsys):
+def test_2_bits_are_suggested_for_a_link_that_is_too_slow(capsys):
     for link, suggested in (("1mbit", True), ("1gbit", False)):
         main(PlanConfig(**FLAGS | {"link": link}, json=True))
         reason = json.loads(capsys.readouterr().out)["recommended"]["reasons"]["codec"]
-        assert ("--codec topk" in reason and "more loss" in reason) == suggested
+        assert ("--codec twobit (2.06 bits) would reach" in reason) == suggested
 
 
 def test_the_recommended_flags_are_those_of_train(capsys):

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from diloco.bucket.deltas import layout_of
 from diloco.codecs.codec import codec_named
+from diloco.codecs.formats import gathers
 from diloco.core.fragment import Balanced, Sequential, Strided
 from diloco.exchange import mean
 from diloco.plan import methods
@@ -140,10 +141,10 @@ def test_traffic_is_that_of_the_reducer(n, replicas, codec):
     up, down = round_bytes(n, CODECS[codec], replicas)
     assert up == down
     size, second = -(-n // replicas), mean.codec_of_mean(real, None)
-    part = real.nbytes(n) if mean.gathers(real, replicas) else real.nbytes(size) + second.nbytes(size)
+    part = real.nbytes(n) if gathers(replicas) else real.nbytes(size) + second.nbytes(size)
     assert up == (replicas - 1) * part
     layout, bucket = layout_of(real, n), round_bytes(n, CODECS[codec], replicas, "bucket")
-    if mean.gathers(real, replicas) or not layout.cut:
+    if gathers(replicas) or not layout.cut:
         assert bucket == (real.nbytes(n), (replicas - 1) * real.nbytes(n))
     else:
         delta, shares = layout.nbytes, sum(second.nbytes(layout.count(k)) for k in range(len(layout.cuts)))

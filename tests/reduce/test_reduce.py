@@ -8,17 +8,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco import E3M0, BFloat16, Collective, Diverged, Float32, Mismatch, TopK, TwoBit
+from diloco import E3M0, BFloat16, Collective, Diverged, Float32, Mismatch, TwoBit
 from diloco.codecs.codec import CHUNK, pack, unpack, weighted
 from diloco.exchange import local
 from diloco.exchange.header import NBYTES, Header, Kind, check_round, draining
-from diloco.exchange.mean import PIECE, PIECES, codec_of_mean, gathers, parts, pieces, shares
+from diloco.exchange.mean import PIECE, PIECES, codec_of_mean, parts, pieces, shares
 from diloco.exchange.reducer import Delta, Dropped, NonFinite, State
 from tests.support.fake_reducer import job, reference_mean
 from tests.support.processes import message_of, run
 from tests.support.ranks import groups
 
-CODECS = [Float32(), BFloat16(), E3M0(), TwoBit(), TopK()]
+CODECS = [Float32(), BFloat16(), E3M0(), TwoBit()]
 SIZES = [1, 2, 3, 5, 0, 255, 256, 257, 1023, 140_001]
 
 
@@ -62,7 +62,7 @@ def _check(results, codec, replicas, weights, mean_codec=None):
         expected = reference_mean(codec, second, deltas(n, replicas), weights)
         assert torch.equal(values, expected)
         # An independent reckoning, up to rounding: the sum in double precision.
-        gathered = replicas <= 3 or codec == TopK()
+        gathered = replicas <= 3
         cuts = parts(n, 1 if gathered else replicas)
         decoded = torch.stack(
             [torch.cat([_as_sent(codec, d[cut]) for cut in cuts]) for d in deltas(n, replicas)]
@@ -133,9 +133,7 @@ def test_in_one_process_a_round_that_not_all_have_sent_is_dropped_and_the_next_i
     assert local.run(2, loop) == [(None, [-0.5] * 3), (Dropped(), [-0.5] * 3)]
 
 
-def test_any_number_of_replicas_gathers_sparse_deltas_and_coarse_means_are_sent_finer():
-    assert [gathers(E3M0(), m) for m in (2, 3, 4)] == [gathers(TwoBit(), m) for m in (2, 3, 4)] == [True, True, False]
-    assert gathers(TopK(), 100)
+def test_coarse_means_are_sent_finer():
     assert [codec_of_mean(c, None) for c in (E3M0(), TwoBit())] == [E3M0()] * 2
     assert codec_of_mean(TwoBit(), Float32()) == Float32()
 

@@ -94,7 +94,7 @@ def test_help_shows_the_usual_flags_and_help_all_every_one(capsys):
         (["train", "--steps", "--json"], "--steps needs a value"),
         (["train", "--method", "streming"], "streaming, diloco, dp or local; did you mean streaming?"),
         (["train", "--json=yes"], "--json yes: use true or false"),
-        (["train", "--codec", "int3"], "use e3m0, bfloat16, float32, twobit or topk"),
+        (["train", "--codec", "topk"], "use e3m0, bfloat16, float32 or twobit"),
         (["train", "--track", "wandb", "logbook"], "--track logbook: use tensorboard, wandb or trackio"),
         (["train", "more"], "unexpected argument 'more': flags begin with --; configs: a path that ends in .toml, or"),
         (["train", "--steps", "5", "demo.toml"], "unexpected argument 'demo.toml': the config comes before the flags"),

@@ -42,7 +42,7 @@ int main(int count, char **words)
     const float factors[MEMBERS] = {0.2f, 0.3f, 0.5f};
     fill(anchor, N);
     fill(velocity, N);
-    for (int codec = FLOAT32; codec <= TOPK; codec++) {
+    for (int codec = FLOAT32; codec < CODECS; codec++) {
         for (int m = 0; m < MEMBERS; m++) {
             fill(x[m], N);
             if (codec >= E3M0)
