@@ -173,7 +173,9 @@ def about(run: RecordedRun, *, running: bool = False) -> str:
 
 def _participants(run: RecordedRun) -> str:
     if not run.config.get("bucket"):
-        return f"{len(run.replicas)} replica" + "s" * (len(run.replicas) != 1)
+        written = run.summary and run.summary.replicas  # those on other machines have run directories of their own
+        count = written or len(run.replicas)
+        return f"{count} replica" + "s" * (count != 1)
     members = max((round.members for round in run.rounds), default=0)
     return f"one member of up to {members} in a bucket" if members > 1 else "one member of a bucket"
 

@@ -42,6 +42,15 @@ def test_the_table_names_every_figure_and_the_report(copied: Path) -> None:
     assert str(copied / "report.html") in text and "\x1b" not in text
 
 
+def test_replicas_on_other_machines_are_counted_although_they_write_elsewhere(copied: Path) -> None:
+    path = copied / "summary.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"replicas": 2}))
+    shutil.rmtree(copied / "replica-1")
+    assert "2 replicas" in printed(terminal.table(read(copied)))
+    path.unlink()
+    assert "1 replica," in printed(terminal.table(read(copied)))
+
+
 def test_no_line_of_the_table_wraps_at_80_columns_and_it_names_the_most_exposed_replica(copied: Path) -> None:
     wait_at_end(copied / "replica-1", seconds=10)
     lines = [line.rstrip() for line in printed(terminal.table(read(copied)), width=80).splitlines()]
