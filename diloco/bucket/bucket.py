@@ -1,8 +1,8 @@
 """The reducer through a folder or an object store: members come and go, and no server has to run.
 
 One background thread per fragment and one for the members do everything that touches the store. The training thread
-talks to them under one lock, which is never held during store operations or heavy computation. It waits only to join
-and to finish.
+talks to them under one lock, which is never held during store operations or heavy computation. It waits only to join,
+to finish, and for a lease.
 """
 
 import contextlib

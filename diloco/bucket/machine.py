@@ -316,7 +316,10 @@ class Machine:
         self._clear(counted=delta is not None)
         self.session.compare(followed.digests())
         self._hold(followed.state)
-        outcome = Round(followed.state, record.members, counted=delta is not None, own=values, cost=cost)
+        earlier = delta is None and self.session.name in record.members
+        outcome = Round(
+            followed.state, record.members, counted=delta is not None, earlier=earlier, own=values, cost=cost
+        )
         if self.held != self.frontier:
             return [effects.HandOver(outcome)]  # catching up: `previous` no longer belongs to this state
         return [

@@ -155,7 +155,7 @@ class DiLoCo:
         arrived = time.perf_counter()
         match outcome:
             case Round():
-                fragment.apply(outcome, self.keep_local)
+                fragment.apply(outcome, self.keep_local, self._replica.work)
                 self._record(fragment, outcome, sent, waited=arrived - began, applying=time.perf_counter() - arrived)
             case Dropped():
                 fragment.in_flight = None

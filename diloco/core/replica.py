@@ -166,6 +166,8 @@ class Replica:
         for fragment in self.all:
             fragment.load_state_dict(saved["fragments"][str(fragment.number)])
         self.step_count, self.work, self.counts_tokens = saved["step"], Work(*saved["work"]), saved["tokens"]
+        for fragment in self.all:
+            fragment.resumed = self.work
         self.stats = Stats(**saved["stats"])
         # Compare now if the model is loaded already: optimizer.train() of a schedule-free one moves it before join().
         self._expected_weights = None if saved["weights"] == checksum_all(self.parameters) else saved["weights"]

@@ -81,6 +81,7 @@ class FragmentSync:
         self.in_flight: InFlight | None = None
         self.sent_step = 0
         self.counted = Work()  # what is in the anchor
+        self.resumed = Work()  # what an earlier life had done when it saved the state that this one began with
         self.lost = (0, 0)  # the last steps whose work was given up: after the first number, up to the second
 
     @property
@@ -134,9 +135,12 @@ class FragmentSync:
 
         return delta
 
-    def apply(self, round: Round, keep_local: float) -> None:
+    def apply(self, round: Round, keep_local: float, done: Work) -> None:
         """Adopt the state after the round and merge it. If this replica's delta did not count, rebase: follow the
-        anchor and keep all local work."""
+        anchor and keep all local work.
+
+        Except if one counted that an earlier life sent after it had saved the state that this one began with: all the
+        work in that state was in it. It cannot be told from the steps made since, which are lost with it."""
         sent, old, uploads = self.in_flight, self.state, self.place.adopt(round.state)
         assert self.state.index == old.index + 1 and (sent is not None or not round.counted)
         if sent is not None and round.counted:
@@ -146,6 +150,9 @@ class FragmentSync:
                 self.view.merge(self._with_loss(sent, round.own()), keep_local)
             self.counted = sent.done
             self._free(old, sent)
+        elif round.earlier and self.resumed.steps > self.counted.steps:
+            self.counted = self.resumed
+            self._give_up(done)
         else:
             self.view.rebase(self.state.anchor, old.anchor)
         self.in_flight = None

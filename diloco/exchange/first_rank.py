@@ -146,8 +146,8 @@ class FirstRank:
         match outcome:
             case Round():
                 return {**kind, "index": outcome.state.index, "members": dict(outcome.members),
-                        "counted": outcome.counted, "own": outcome.own is not None, "cost": asdict(outcome.cost),
-                        "digest": self._digests.get(fragment)}  # fmt: skip
+                        "counted": outcome.counted, "earlier": outcome.earlier, "own": outcome.own is not None,
+                        "cost": asdict(outcome.cost), "digest": self._digests.get(fragment)}  # fmt: skip
             case Jump():
                 return {**kind, "index": outcome.state.index}
             case _:
@@ -169,8 +169,8 @@ class FirstRank:
             warn(f"this rank and rank {self._ranks[0]}, which has the reducer, trained different weights, and this "
                  "one's work is lost: FirstRank is for ranks that train one model together, with "
                  "DistributedDataParallel(model)", stacklevel=2)  # fmt: skip
-        cost = Cost(**outline["cost"])
-        return Round(state, members=outline["members"], counted=outline["counted"], own=own, cost=cost)
+        flags = {name: outline[name] for name in ("counted", "earlier")}
+        return Round(state, members=outline["members"], own=own, cost=Cost(**outline["cost"]), **flags)
 
     def _broadcast(self, fragment: int, index: int, state: State | None) -> State:
         """The first rank's state, on all ranks."""

@@ -134,6 +134,7 @@ class Round:
     state: State  # after the round
     members: Mapping[str, float]  # name → part in the mean: work done (collective) or share (bucket)
     counted: bool = True  # this replica's delta is in the mean
+    earlier: bool = False  # instead of it, the mean has one that was sent by an earlier life of this replica
     own: Callable[[], Tensor] | None = None  # this replica's delta as the others decoded it; None: not asked or unknown
     cost: Cost = Cost()
 

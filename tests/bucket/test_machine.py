@@ -563,6 +563,24 @@ def test_after_a_round_without_its_delta_a_member_makes_all_steps_before_the_nex
     assert [bool(machine.handle(Stepped(steps, False), 0.0)) for steps in (5, 6, 7)] == [False, False, True]
 
 
+def test_a_record_that_names_a_delta_of_an_earlier_life_is_told_from_one_without_this_member():
+    for member, digest, counted, earlier in (
+        ("b", "ef" * 32, False, False),
+        ("a", "ef" * 32, False, True),
+        ("a", HEX, True, False),
+    ):
+        machine = new()
+        inspect = delivered(machine)
+        delta = contribution(machine, member, digest)
+        record = Record(0, 1, Link(), machine.fingerprint, "b", (entry(delta),), "cd" * 32)
+        effects = machine.handle(Done(inspect, Inspected(Attempts(record, 1, False), {})), 0.0)
+        if isinstance(effects[0], ReadDeltas):
+            effects = machine.handle(Done(effects[0], names(delta)), 0.0)
+        machine.handle(Done(does(effects, Average), Averaged((), state(1), 0)), 0.0)
+        outcome = machine.handle(Polled(1), 0.0)[0].outcome
+        assert (outcome.counted, outcome.earlier) == (counted, earlier)
+
+
 def test_a_state_is_offered_as_a_snapshot_once_no_newer_one_is_ready():
     machine = new()
     following = does(closed_by_b(machine, delivered(machine)), Inspect)

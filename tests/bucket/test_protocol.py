@@ -17,7 +17,7 @@ from diloco.bucket import snapshots as snapshot
 from diloco.bucket.rounds import folder, record_name, share_name
 from diloco.bucket.store import All, Create, List
 from diloco.exchange.reducer import Jump, Round
-from tests.support.players import FRAGMENTS, GARBAGE, SYNC_EVERY, Player, Violation, World, meet
+from tests.support.players import FRAGMENTS, GARBAGE, SETTINGS, SYNC_EVERY, Player, Violation, World, meet, train
 
 NAMES = ("a", "b", "c")
 
@@ -44,6 +44,7 @@ class Members(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.world = World(values=self.VALUES)
+        self.world.honest = True
         self.alive: dict[str, Player] = {}
         self.checkpoints = {}
 
@@ -91,6 +92,19 @@ class Members(RuleBasedStateMachine):
                 player.turn()
                 player.step()
             self.world.now += 0.5
+
+    @precondition(lambda self: self.alive)
+    @rule(data=st.data(), steps=st.integers(0, 2), times=st.integers(2, 6))
+    def relapse(self, data, steps, times):
+        """A member dies some rounds after its last checkpoint, and returns with it."""
+        player = self.any(data)
+        if not player.joined:
+            return
+        for _ in range(steps):
+            player.step()
+        self.checkpoints[player.name] = player.save()
+        self.all_go_on(times)
+        self.begin(player.name, 0, True)
 
     @precondition(lambda self: self.alive)
     @rule(data=st.data(), in_flight=st.booleans())
@@ -234,6 +248,25 @@ def test_were_the_digest_not_in_the_name_others_would_be_stuck(monkeypatch):
     monkeypatch.setattr(round_, "_NAME", re.compile(round_._NAME.pattern.replace("{64}", "+")))
     with pytest.raises(Violation, match="stuck"):
         second_life(World())
+
+
+@pytest.mark.parametrize("names", ["a", "ab"])
+@pytest.mark.parametrize("saved", range(15, 20))
+def test_steps_count_once_if_a_member_returns_with_a_checkpoint_from_before_its_last_rounds(saved, names, monkeypatch):
+    monkeypatch.setattr(rules, "BEHIND", 8)
+    world, settings = World(), SETTINGS | {"sync_every": 5}
+    world.honest = True
+    players = [Player(world, name, settings=settings) for name in names]
+    meet(*players)
+    train(world, players, saved)
+    checkpoint = players[0].save()
+    train(world, players, 8)
+    players[0] = Player(world, "a", checkpoint, settings=settings)
+    players[0].turn()
+    assert all(fragment.lost == (0, 0) for fragment in players[0].diloco._fragments)
+    train(world, players, 20)
+    assert not any(isinstance(outcome, Jump) for _, outcome in players[0].reduce.outcomes)
+    assert all(world.steps["a"] - work["a"] <= 10 for work in world.work.values())  # and few are lost
 
 
 def squatter(world):

@@ -14,7 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 from diloco import E3M0, Balanced, ConfigError, DiLoCo, DiLoCoError, FirstRank, Float32, Mismatch, PeerLost, TwoBit
 from diloco.bucket import Bucket
 from diloco.exchange.collective import Collective
-from diloco.exchange.reducer import Round
+from diloco.exchange.reducer import Round, State
+from tests.support.fake_reducer import Script, job, mean
 from tests.support.members import PATIENT, until
 from tests.support.models import Tiny, adamw, flat, loss_of
 from tests.support.processes import Died, run
@@ -181,6 +182,18 @@ def _packs(rank):
 
 def test_ranks_share_states_on_the_host_even_if_the_reducer_takes_payloads_of_a_device():
     assert run(1, _packs) == [(2, None)]
+
+
+def _outcome(rank):
+    script = Script({(0, 1): [(0, mean(-1.0, counted=False, earlier=True))]})
+    reducer = FirstRank(script, dist.group.WORLD)
+    reducer.join(job([State(0, torch.zeros(1), torch.zeros(0))], [Float32()]))
+    outcome = reducer.poll(0, 1)
+    return outcome.counted, outcome.earlier, outcome.state.anchor.item()
+
+
+def test_all_ranks_are_told_what_has_counted():
+    assert run(2, _outcome, seconds=600) == [(False, True, 1.0)] * 2
 
 
 def _apart(rank, url):

@@ -28,6 +28,26 @@ def test_a_round_that_did_not_count_this_replica_is_carried_and_no_local_work_is
     assert diloco.stats.last[0].counted is False
 
 
+@pytest.mark.parametrize("steps", [0, 1])
+def test_work_that_an_earlier_life_has_sent_is_not_sent_again(steps):
+    """The state is saved after 6 steps, of which 4 have counted; the other 2 count in round 2, with 4 later ones."""
+    before, step = start(Script({(0, 1): [(4, mean(-4.0, counted=True))]}), overlap=0)
+    assert [step() for _ in range(6)][-1] == 6
+    earlier = mean(-8.0, counted=False, earlier=True)
+    script = Script({(0, 2): [(steps, earlier)], (0, 3): [(3, earlier)]})
+    diloco, step = start(script, overlap=0)
+    with torch.no_grad():
+        diloco.model.weight.fill_(6.0)
+    diloco.load_state_dict(before.state_dict())
+    diloco.join()
+    # Round 2: anchor 4 → 12, and local 6 or 7 → 12. Only the steps made since the state was saved are lost.
+    assert [step() for _ in range(2)] == ([12, 13] if steps else [13, 14])
+    (fragment,) = diloco._fragments
+    assert fragment.lost == ((6, 7) if steps else (0, 0))
+    assert [(i, d.values.item(), d.weight) for _, i, d in script.sent] == [(3, -(2.0 - steps), 2.0 - steps)]
+    assert step() == 12 + 8 + 3 - steps  # it has nothing of that life any more: round 3 is carried
+
+
 def test_a_round_that_this_replica_did_not_send_is_applied_at_once():
     script = Script({(0, 1): [(1, mean(-10.0, counted=False))], (0, 2): [(1, mean(-1.0, counted=False))]})
     diloco, step = start(script)

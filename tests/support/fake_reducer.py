@@ -23,6 +23,7 @@ class Mean:
     counted: bool = True
     lr: float = 0.0
     own: object = None
+    earlier: bool = False
 
 
 class Script:
@@ -90,7 +91,7 @@ class Script:
             state = advanced(self.job, fragment, state, mean.parts, lr=mean.lr, last=last)
         else:
             state = unchanged(state)
-        return Round(state, mean.members, mean.counted, mean.own)
+        return Round(state, mean.members, mean.counted, mean.earlier, mean.own)
 
     def drain(self, seconds=None):
         self.dropped |= {key for key in self.under_way if not self.outcomes.get(key)}
@@ -117,8 +118,8 @@ def reference_mean(codec, mean_codec, deltas, weights):
     return decode(mean_of_encoded(codec, mean_codec, encoded, weights, len(deltas[0])))
 
 
-def mean(value, counted, weight=1.0):
-    return Mean(exact(torch.tensor([value])), {"a": weight}, counted)
+def mean(value, counted, weight=1.0, earlier=False):
+    return Mean(exact(torch.tensor([value])), {"a": weight}, counted, earlier=earlier)
 
 
 def start(script, **settings):

@@ -6,6 +6,7 @@ store operation happens; a player may die before, during or after it.
 """
 
 import copy
+from collections import Counter
 from typing import Any
 
 import torch
@@ -38,9 +39,12 @@ class World:
         self.now = 0.0
         self.records: dict[tuple[int, int], str] = {}  # (fragment, index): digest of the record, once there is one
         self.states: dict[tuple[int, int], int] = {}  # (fragment, index): fingerprint
+        self.steps: Counter[str] = Counter()  # of all lives of each member
+        self.work: dict[int, Counter[str]] = {}  # of them that rounds of each fragment have counted
         self._read: dict[str, tuple[bytes, Link, Any]] = {}  # a valid record, and what it was read from
         self.run, self.key = "", None
         self.stale: dict[str, int] | None = None  # what listings answer instead of what is there
+        self.honest = False  # nobody's deltas are made up, so that their steps can be counted
         self.tolerant = False  # of records that are deleted: to see what comes of it
 
     def attempt(self, operation):
@@ -77,10 +81,11 @@ class World:
         return {name: len(data) for name, data in self.objects.items()}
 
     def check(self):
-        """Guarantee 1: one record per round, forever. 6: a delta is in at most one record, once."""
+        """Guarantee 1: one record per round, forever. 6: a delta is in at most one record, once, and so is a step."""
         counted = set()
         for fragment in range(self.fragments):
             previous, index = Link(), 1
+            work = self.work[fragment] = Counter()
             while True:
                 record = self.record(fragment, index, previous)
                 digest = self.records.get((fragment, index))
@@ -94,6 +99,9 @@ class World:
                 if counted & set(digests):
                     raise Violation("a delta counts twice")
                 counted |= set(digests)
+                work.update({e.member: e.tokens for e in record.entries})
+                if self.honest and any(work[name] > steps for name, steps in self.steps.items()):
+                    raise Violation(f"steps count twice: {dict(work)} of {dict(self.steps)}")
                 previous, index = record.link, index + 1
 
     def record(self, fragment, index, previous, attempt=0, voided=None):
@@ -290,6 +298,7 @@ class Player:
             self.finish_tick(job)
 
     def step(self):
+        self.world.steps[self.name] += 1
         with torch.no_grad():
             self.model.weight += self.rate
         self.diloco.step()
