@@ -343,23 +343,20 @@ def test_a_member_that_comes_back_elsewhere_is_asked_there(owner, reader):
 
 
 def test_connections_to_a_former_address_are_closed(owner, reader):
+    assert fetched(reader, owner.address) == PAYLOAD
+    former = reader._owners["owner"]
+    (connection,) = former._idle
+    late = threading.Thread(target=fetched, args=(reader, owner.address))
     with contextlib.closing(Carrier()) as other:
-        other.offer(0, 1, {DIGEST: PAYLOAD})
-        assert fetched(reader, owner.address) == PAYLOAD
-        former, answered = reader._owners["owner"], threading.Event()
-        (connection,) = former._idle
-        busy = owner._server._payload
-        owner._server._payload = lambda digest: busy(digest) if answered.wait(PATIENT) else None
-        late = threading.Thread(target=fetched, args=(reader, owner.address))
-        late.start()
-        until(lambda: not former._idle)
         elsewhere = other.listen(HERE)
         other.offer(0, 1, {DIGEST: PAYLOAD})
-        assert fetched(reader, elsewhere) == PAYLOAD
-        answered.set()
+        with owner._lock:  # until here it does not answer
+            late.start()
+            until(lambda: not former._idle)
+            assert fetched(reader, elsewhere) == PAYLOAD
         late.join()
-        assert connection.fileno() == -1
-        assert not former._idle
+    assert connection.fileno() == -1
+    assert not former._idle
 
 
 def test_ranks_without_enough_ports_are_refused(tmp_path):
