@@ -80,14 +80,14 @@ def trainer(config: TrainConfig, folder: Path) -> float:
     train(config, World(0, 1, 0), folder)
     lines = [json.loads(line) for line in (folder / "replica-0/metrics.jsonl").read_text().splitlines()]
     at = {line["step"]: line["seconds"] for line in lines if line["event"] == "step"}
-    assert config.steps is not None and config.batch is not None
+    assert config.steps is not None and isinstance(config.batch, int)
     return (config.steps - WARM_UP) * config.batch * config.context / (at[config.steps] - at[WARM_UP])
 
 
 def bare(config: TrainConfig, folder: Path) -> float:
     corpus = prepare((), "bytes")
     model = build(config.model, corpus.tokenizer.vocabulary, config.context, 0)
-    assert config.batch is not None and config.steps is not None and config.lr is not None
+    assert isinstance(config.batch, int) and config.steps is not None and config.lr is not None
     data = corpus.batches(0, 1, config.batch, config.context, 0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, betas=(0.9, 0.99))
     began = 0.0

@@ -212,6 +212,9 @@ def _run_member(config: TrainConfig) -> int:
     config = adopt_settings(config)
     folder, resume = member_folder(config)
     config = replace(config, name=folder.name, resume=resume)
+    if resume and config.share == "auto" and (folder / "config.toml").exists():  # the batch of its earlier lives
+        before = parse(TrainConfig, stored(folder / "config.toml"))
+        config = replace(config, share=before.share or "auto", accumulate=before.accumulate)
     busy = f"member {member_name(config)!r} already trains here, in {folder}: use another --member for this one"
     with folders.locked(folder, busy) if world.shard == 0 else contextlib.nullcontext():
         if world.size > 1:

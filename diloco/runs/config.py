@@ -57,7 +57,8 @@ class TrainConfig:
         why="20 tokens per parameter; one pass over the data for hf: models")
     tokens: int | None = _optimization(None, "Tokens of all replicas together, such as 25b. Set this or --steps.",
         why="20 per parameter; one pass over the data for hf: models", scope="member")
-    batch: int | None = _optimization(None, "Sequences per step, summed over all replicas.", why="by scaling law")
+    batch: int | Literal["auto"] | None = _optimization(None, "Sequences per step, summed over all replicas. auto, "
+        "with --bucket: this member takes as many as it trains in the time of the others' steps.", why="by scaling law")
     accumulate: int = _optimization(1, "Micro-batches per step of a replica; more micro-batches need less memory.",
         scope="member")
     inner: Literal["adamw", "muon"] | None = _optimization(None,
@@ -110,6 +111,9 @@ class TrainConfig:
     member: str | None = _bucket(None, "name of this member; a member that returns uses the same name.",
         why="the machine's name", scope="member")
     join_only: bool = _bucket(False, "join a run, never create one.", scope="start", expert=True)
+    share: int | Literal["auto"] | None = _bucket(None,
+        "sequences per step of this member, whatever the others take. auto: the same as --batch auto.",
+        why="batch ÷ replicas", scope="member", expert=True)
     quorum: int = _bucket(1, "minimum number of members in a round.", scope="member", expert=True)
     straggler_timeout: float | None = _bucket(None,
         "seconds that a round waits for late members after its first delta.",
@@ -149,7 +153,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         """Check all that can be checked without torch. The core checks its own settings."""
-        for name in ("context", "shards", "accumulate", "save_every", "replicas", "steps", "tokens", "batch",
+        for name in ("context", "shards", "accumulate", "save_every", "replicas", "steps", "tokens", "batch", "share",
                      "eval_every", "eval_tokens"):  # fmt: skip
             _check_whole(name, getattr(self, name), least=1)
         _check_whole("warmup", self.warmup, least=0)
@@ -180,7 +184,13 @@ class TrainConfig:
             service = self.preemption or "aws"
             if service not in ("aws", "gcp", "azure") and not service.startswith(("http://", "https://")):
                 raise ConfigError(f"preemption={service}: use aws, gcp, azure or an http:// address")
+            if "auto" in (self.batch, self.share) and self.shards > 1:
+                raise ConfigError(f"batch=auto with shards={self.shards}: only members with one rank are timed; use a "
+                                  "number, or leave it out")  # fmt: skip
             return
+        if self.batch == "auto":
+            raise ConfigError("batch=auto without --bucket: only members of a bucket may have different batches; use a "
+                              "number, or leave it out")  # fmt: skip
         for field in fields(self):
             if meaning(field).needs == "bucket" and getattr(self, field.name) != field.default:
                 raise ConfigError(
@@ -188,8 +198,8 @@ class TrainConfig:
                 )
 
 
-def _check_whole(name: str, value: int | None, least: int) -> None:
-    if value is not None and value < least:
+def _check_whole(name: str, value: int | Literal["auto"] | None, least: int) -> None:
+    if isinstance(value, int) and value < least:
         raise ConfigError(f"{name}={value}: use a whole number of at least {least}")
 
 

@@ -1,6 +1,6 @@
 """The members of a run: a fixed number of replicas, or members that come and go through a bucket.
 
-They decide the learning rate, the data and the end of the run, which depend on who takes part.
+They decide the learning rate, the batch, the data and the end of the run, which depend on who takes part.
 """
 
 import hashlib
@@ -33,10 +33,13 @@ from diloco.runs.schema import Event, Step
 from diloco.runs.writer import Writer
 from diloco.train.data.batches import Batches, LeasedBatches
 from diloco.train.data.corpus import Corpus
+from diloco.train.pace import Batch, Pace, batch_for, seconds_of
 from diloco.train.settings import lr_at
 
 DIGEST = "tokenizer_digest"
 RANGES = "ranges"
+STEP_SECONDS = "step_seconds"
+"""In the note of a run whose creator was timed: how long a step takes, for members with --batch auto."""
 CARRIES = 32
 """Rounds of work that one delta may count for: a slow member carries the work that was not counted yet."""
 SAFE = {"model": re.compile("[a-z0-9.]+"), "tokenizer": re.compile("bytes|train:[0-9]+")}
@@ -47,6 +50,9 @@ LARGEST = {"context": 1 << 24, "batch": 1 << 24, "accumulate": 1 << 24, "replica
 
 class Members(Protocol):
     """Who takes part in the run, as the training loop sees it."""
+
+    batch: Batch
+    """Of this replica. Final after `begin`."""
 
     @property
     def reducer(self) -> Reducer | None:
@@ -99,6 +105,7 @@ class Fixed:
     def __init__(self, config: TrainConfig, world: World) -> None:
         assert config.steps is not None
         self._config, self._world, self._steps, self.over = config, world, config.steps, False
+        self.batch = planned_batch(config, world)
 
     def begin(self, diloco: DiLoCo | None, start: int, folder: Path) -> None:
         self.over = start >= self._steps
@@ -124,6 +131,13 @@ class Fixed:
     def stopped(self) -> None: ...
 
 
+def planned_batch(config: TrainConfig, world: World) -> Batch:
+    """One replica's equal part of the batch."""
+    assert isinstance(config.batch, int) and config.replicas is not None
+    sequences = config.batch // (config.replicas if config.bucket else world.replicas)
+    return Batch(max(sequences, 1), config.accumulate)
+
+
 def member_name(config: TrainConfig) -> str:
     machine = re.sub(r"[^a-z0-9_-]", "-", socket.gethostname().lower()).strip("-")[:63]
     return check_name(config.member or machine or "member")
@@ -132,9 +146,11 @@ def member_name(config: TrainConfig) -> str:
 def adopt_settings(config: TrainConfig) -> TrainConfig:
     """Replace the shared settings by those of the run in the bucket, if there is one."""
     config = replace(config, replicas=config.replicas or 2)
+    if config.batch == "auto":  # the run has a number for all, and this member its own
+        config = replace(config, batch=None, share=config.share or "auto")
     if config.model.startswith("hf:"):  # a user who names the model also trusts its tokenizer
         config = replace(config, tokenizer=config.tokenizer or config.model)
-    run = _run(config)
+    run = run_of(config)
     if run is None:
         return config
     settings = {field.name: field for field in fields(TrainConfig)}
@@ -177,16 +193,26 @@ class Elastic:
     """Members of a bucket, which come and go. `config.batch` is that of all members the run was planned for."""
 
     def __init__(
-        self, config: TrainConfig, per_step: int, world: World, tokenizer: str, corpus: Corpus | None = None
+        self,
+        config: TrainConfig,
+        world: World,
+        tokenizer: str,
+        corpus: Corpus | None = None,
+        pace: Pace | None = None,
     ) -> None:
-        """`corpus`: what all members train on, in windows that they lease. Without it each has its own order."""
+        """`corpus`: what all members train on, in windows that they lease. Without it each has its own order. `pace`:
+        how long this member's steps take, if that decides its batch."""
         assert config.bucket is not None and config.steps is not None
+        self.batch, self._pace = planned_batch(config, world), pace
+        per_step = self.batch.sequences * config.context
         self._config, self._world, self._tokenizer = config, world, tokenizer
         self.rounds = math.ceil(config.steps / config.sync_every)
         shared = {k: v for k, v in asdict(config).items() if k in (*names("run"), "data")} | {DIGEST: tokenizer}
         self._leases: Leases | None = None
         self._ranges = self._cut(corpus, per_step) if corpus else {}
         shared |= {RANGES: self._ranges}
+        if pace:
+            shared |= {STEP_SECONDS: seconds_of(pace, self.batch.sequences)}
         self.reducer = Bucket(
             config.bucket, member_name(config), key=read_secret(config.key_file), encrypt=read_secret(config.encrypt),
             join_only=config.join_only, announce=config.announce,
@@ -205,6 +231,8 @@ class Elastic:
             raise Mismatch("the run has a different tokenizer: use its tokenizer.json or, with train:SIZE, the same "
                            "--data")  # fmt: skip
         self._diloco, self._joined_at, self._warm = diloco, start, bool(start)
+        self.batch = self._own_batch(run)
+        self.reducer.publish(batch=self.batch.sequences)
         self._fragments = folder / "fragments"  # what they are doing, for the dashboard
         self._shown = 0  # the step whose figures were the newest then
         self._index, _ = self._agree()
@@ -219,6 +247,17 @@ class Elastic:
             print(f"{event}, as {self.reducer.name}", file=sys.stderr, flush=True)  # noqa: T201
             if self.over:
                 print(f"it ended after {self.rounds} rounds: this member takes the result", file=sys.stderr)  # noqa: T201
+
+    def _own_batch(self, run: Run) -> Batch:
+        if isinstance(self._config.share, int):
+            return Batch(self._config.share, self._config.accumulate)
+        seconds = step_seconds_of(run)
+        if self._config.share is None:
+            return self.batch
+        if self._pace is None or seconds is None:
+            return replace(self.batch, why="batch ÷ replicas, because the run was created without --batch auto")
+        batch = batch_for(self._pace, seconds, accumulate=self._config.accumulate)
+        return replace(batch, why=f"what this member trains in {seconds:.3g} s, a step of the run")
 
     def _cut(self, corpus: Corpus, per_step: int) -> dict[str, object]:
         """The ranges of this rank's windows, and the corpus that they are of."""
@@ -328,7 +367,7 @@ def member_folder(config: TrainConfig) -> tuple[Path, bool]:
     Unless `name` is set, it is named after the bucket and the member, with a number if an earlier run has that name.
     """
     assert config.bucket is not None
-    run = _run(config)
+    run = run_of(config)
     last = re.sub(r"[^\w.-]", "-", config.bucket.rstrip("/").rpartition("/")[2]).strip(".-") or "bucket"
     stem = config.name or f"{last}-{member_name(config)}"
     for folder in (config.out / (stem if n == 1 else f"{stem}-{n}") for n in itertools.count(1)):
@@ -343,9 +382,18 @@ def member_folder(config: TrainConfig) -> tuple[Path, bool]:
     raise AssertionError
 
 
-def _run(config: TrainConfig) -> Run | None:
+def run_of(config: TrainConfig) -> Run | None:
+    """The run in the bucket, if there is one."""
     assert config.bucket is not None
     url = config.bucket if config.shards == 1 else below(config.bucket, 0)
     if config.dry_run and not config.join_only and "://" not in url and not Path(url).exists():
         return None
     return find_run(url, read_secret(config.key_file), encrypt=read_secret(config.encrypt), create=not config.join_only)
+
+
+def step_seconds_of(run: Run) -> float | None:
+    """Seconds of a step, if the member that created the run was timed."""
+    seconds = run.note.get(STEP_SECONDS)
+    if isinstance(seconds, (int, float)) and 0 < seconds < 1e6:
+        return float(seconds)
+    return None

@@ -74,7 +74,7 @@ class Readings:
 
 def train(config: TrainConfig, world: World, folder: Path) -> Summary:
     """Train this process's part of the run and return its summary. The default process group must exist."""
-    run = prepare(config, world, folder)
+    run = prepare(config, world, folder, train_step)
     with run.writer.closed_on_error(), _left_on_error(run):
         step, stopped = fit(run)
         return finish(run, step, stopped)

@@ -48,6 +48,8 @@ def resolve(
 ) -> tuple[TrainConfig, list[Derived]]:
     """Fill in every setting, and explain the values that were derived. `corpus_tokens`: tokens of the train split."""
     values: list[Derived] = []
+    if config.batch == "auto":  # that of all members together is planned as usual
+        config = replace(config, batch=None)
 
     def derive(name: str, value: float | str, reason: str) -> None:
         if getattr(config, name) is None:
@@ -58,7 +60,7 @@ def resolve(
         values.append(Derived("tokenizer", config.model, "the model's own: it knows no other tokens"))
     batch, why = _batch(config, parameters, replicas)
     derive("batch", batch, why)
-    tokens_per_step = (config.batch or batch) * config.context
+    tokens_per_step = int(config.batch or batch) * config.context
     one_pass = pretrained and corpus_tokens > 0
     tokens = config.tokens or (corpus_tokens if one_pass else laws.TOKENS_PER_PARAMETER * parameters)
     if config.steps is None and config.tokens is None:
@@ -127,11 +129,12 @@ def check(config: TrainConfig, processes: int) -> None:
 
 
 def check_batch(config: TrainConfig, ranks: int) -> None:
-    """Raise unless the batch can be divided over all ranks of all replicas."""
+    """Raise unless the batch can be divided over all ranks of all replicas, or a member's share over its own."""
+    name, value, ranks = ("share", config.share, config.shards) if config.share else ("batch", config.batch, ranks)
     multiple = ranks * config.accumulate
-    if config.batch is not None and config.batch % multiple:
-        near = max(round(config.batch / multiple), 1) * multiple
-        raise ConfigError(f"batch={config.batch}: use a multiple of ranks · accumulate, {multiple}, such as {near}")
+    if isinstance(value, int) and value % multiple:
+        near = max(round(value / multiple), 1) * multiple
+        raise ConfigError(f"{name}={value}: use a multiple of ranks · accumulate, {multiple}, such as {near}")
 
 
 def _check_model(spec: str) -> None:
@@ -203,8 +206,9 @@ def outline(config: TrainConfig, replicas: int) -> str:
         values = [value for value in values if value.name not in ("tokens", "steps", "warmup", "weight_decay")]
         values.append(Derived("steps", "by the data", "one pass; the length is known once the data are read"))
     text = describe(values, parameters, resolved, sources.name, 0)
-    assert resolved.batch is not None
-    tokens = resolved.batch // replicas // config.accumulate * config.context
+    assert isinstance(resolved.batch, int)
+    share = config.share if isinstance(config.share, int) else resolved.batch // replicas
+    tokens = share // config.accumulate * config.context
     return (f"{text}\n  memory of a replica: {units.size(16 * parameters)} for weights, gradients and moments, plus "
             f"the activations of {tokens} tokens at a time, which are not estimated")  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import math
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -46,11 +47,14 @@ from diloco.train.data import corpus as corpora
 from diloco.train.data.batches import Batches
 from diloco.train.data.corpus import Corpus
 from diloco.train.data.tokenizer import default_tokenizer, tokenizer_digest
-from diloco.train.members import Elastic, Fixed, Members
+from diloco.train.members import CARRIES, Elastic, Fixed, Members, planned_batch, run_of, step_seconds_of
 from diloco.train.model import Windows, build
+from diloco.train.pace import Pace, measure
 from diloco.train.settings import Derived, check_batch, describe, resolve
 
 log = logging.getLogger("diloco")
+TIMED = 2
+"""Steps of which the faster one counts, after one that is not timed."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +62,7 @@ class Prepared:
     """One process of a run, ready to train."""
 
     config: TrainConfig
-    """Complete: nothing is left to derive. With a bucket, `batch` is that of this member."""
+    """Complete: nothing is left to derive. With a bucket, `batch` is that of all members it is planned for."""
     world: World
     device: torch.device
     corpus: Corpus
@@ -115,8 +119,13 @@ class Prepared:
         return self.diloco.paused() if self.diloco else contextlib.nullcontext()
 
 
-def prepare(config: TrainConfig, world: World, folder: Path) -> Prepared:
-    """Build this process's part of the run in `folder`, load the newest checkpoint on resume, and join the others."""
+TrainStep = Callable[[Prepared, float], Callable[[], object]]
+"""Does a step with a learning rate, and returns what waits for its end."""
+
+
+def prepare(config: TrainConfig, world: World, folder: Path, step: TrainStep) -> Prepared:
+    """Build this process's part of the run in `folder`, load the newest checkpoint on resume, and join the others.
+    `step` is what `--batch auto` times."""
     device = device_for(config, world)
     phase = Phase(folder / "phase" if world.rank == 0 else None)
     config = replace(config, tokenizer=config.tokenizer or default_tokenizer(config.model))
@@ -127,9 +136,9 @@ def prepare(config: TrainConfig, world: World, folder: Path) -> Prepared:
     parameters = sum(p.numel() for p in model.parameters())
     replicas = config.replicas or 2 if config.bucket else world.replicas
     config, derived = resolve(config, parameters, replicas, corpus.train_tokens)
-    config, members = _members(config, world, digest, corpus)
-    assert config.batch is not None
-    sequences = config.batch // world.size // config.accumulate
+    check_batch(config, world.size * (replicas if config.bucket else 1))
+    if "overlap" in config.auto:  # each member's choice: a bucket publishes the number
+        config = replace(config, overlap="auto")
     model, mesh = spread(model, config, world, device)
     leader, home = world.shard == 0, folder / f"replica-{world.replica}"
     sinks = open_sinks(config.track, f"{folder.name}-{world.replica}", asdict(config), home) if leader else []
@@ -145,18 +154,26 @@ def prepare(config: TrainConfig, world: World, folder: Path) -> Prepared:
         optimizers=optimizers(model, config),
         writer=Writer(home if leader else home / f"shard-{world.shard}", sinks, resume=config.resume),
         checkpoints=Checkpoints(home / "checkpoints", group=mesh.get_group("shard") if mesh else None, leader=leader),
-        members=members,
+        members=Fixed(config, world),
         phase=phase,
-        batches=Fixed(config, world).batches(corpus, sequences),
+        batches=_batches(Fixed(config, world), corpus, config, world),
         parameters=parameters,
-        tokens_per_step=config.batch // world.replicas * config.context,
+        tokens_per_step=planned_batch(config, world).sequences * config.context,
     )
-    phase.say("joining the others")
     with run.writer.closed_on_error():
-        run = _join(_load(run, folder), folder, sequences)
+        if config.bucket:
+            pace = _pace(run, step) if config.share == "auto" else None
+            run = replace(run, members=Elastic(config, world, digest, corpus, pace))
+        phase.say("joining the others")
+        run = _join(_load(run, folder), folder)
+    tried, config, batch = config.accumulate, run.config, run.members.batch
     _store(config, world, folder)
     if world.rank == 0:
         values = [*derived, *placed(run.diloco, device)]
+        if batch.why:
+            values.append(Derived("share", batch.sequences, batch.why))
+        if batch.accumulate > tried:
+            values.append(Derived("accumulate", batch.accumulate, "larger micro-batches do not fit into memory"))
         text = describe(values, parameters, config, corpus.name, run.start)
         (folder / "derived.txt").write_text(text + "\n")
         log.info(text)
@@ -188,18 +205,42 @@ def _agreed_tokenizer(corpus: Corpus) -> str:
     return digests[0]
 
 
-def _members(config: TrainConfig, world: World, tokenizer: str, corpus: Corpus) -> tuple[TrainConfig, Members]:
-    """The members of the run, and the config of this one: with a bucket, `batch` becomes one member's share."""
-    assert config.batch is not None and config.replicas is not None
-    check_batch(config, world.size * (config.replicas if config.bucket else 1))
-    members: Members = Fixed(config, world)
-    if config.bucket:
-        batch = config.batch // config.replicas
-        members = Elastic(config, batch * config.context, world, tokenizer, corpus)
-        config = replace(config, batch=batch)
-    if "overlap" in config.auto:  # each member's choice: a bucket publishes the number
-        config = replace(config, overlap="auto")
-    return config, members
+def _batches(members: Members, corpus: Corpus, config: TrainConfig, world: World) -> Batches:
+    batch = members.batch
+    return members.batches(corpus, batch.sequences // world.shards // batch.accumulate)
+
+
+def _pace(run: Prepared, step: TrainStep) -> Pace | None:
+    """Seconds of this member's steps: of all that are not longer than the run's, or than one with the planned batch if
+    there is no run yet. The steps change nothing: their learning rate is 0, and their optimizers are thrown away."""
+    config, planned, shared = run.config, planned_batch(run.config, run.world).sequences, run_of(run.config)
+    until = math.inf if shared is None else step_seconds_of(shared)
+    if until is None:
+        return None
+    windows = (run.corpus.train_tokens - 1) // config.context // config.accumulate * config.accumulate
+    most = planned if shared is None else min(CARRIES * planned, windows)
+    random = random_state(run.device)
+
+    def seconds(sequences: int) -> float | None:
+        batches = run.corpus.batches(0, 1, sequences // config.accumulate, config.context, config.seed)
+        trial = replace(run, batches=batches, optimizers=optimizers(run.model, config),
+                        tokens_per_step=sequences * config.context)  # fmt: skip
+        try:
+            times = []
+            for _ in range(1 + TIMED):
+                began = time.perf_counter()
+                step(trial, 0.0)()
+                times.append(time.perf_counter() - began)
+            return min(times[1:])
+        except torch.OutOfMemoryError:
+            run.model.zero_grad()
+            return None
+
+    run.phase.say("timing steps")
+    try:
+        return measure(seconds, first=config.accumulate, until=until, most=most)
+    finally:
+        set_random_state(run.device, random)
 
 
 def _load(run: Prepared, folder: Path) -> Prepared:
@@ -222,12 +263,15 @@ def _load(run: Prepared, folder: Path) -> Prepared:
     return run
 
 
-def _join(run: Prepared, folder: Path, sequences: int) -> Prepared:
-    """Join the others. The members then choose the data; training continues at the position that was loaded."""
+def _join(run: Prepared, folder: Path) -> Prepared:
+    """Join the others. The members then choose batch and data; training continues at the position that was loaded."""
     run.members.begin(run.diloco, run.start, folder)
-    batches = run.members.batches(run.corpus, sequences)
+    batch, config = run.members.batch, run.config
+    if config.share:
+        config = replace(config, share=batch.sequences, accumulate=batch.accumulate)
+    batches = _batches(run.members, run.corpus, config, run.world)
     batches.load_state_dict(run.batches.state_dict())
-    return replace(run, batches=batches)
+    return replace(run, config=config, batches=batches, tokens_per_step=batch.sequences * config.context)
 
 
 def _store(config: TrainConfig, world: World, folder: Path) -> None:
