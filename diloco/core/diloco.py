@@ -175,7 +175,7 @@ class DiLoCo:
         if self._replica.counts_tokens and not self._replica.work.amount and not any(round.members.values()):
             checks.warn_no_tokens()
         cost = {"step": self.step_count, "waited": waited, "applying": applying, "overlap": self.overlap}
-        self.stats.add(fragment.stats(round, sent, **cost))
+        self.stats.add(fragment.stats(round, sent, name=str(self.reducer.identity.name), **cost))
         if sent is not None and fragment in self._fragments and self._life is not _Life.FINISHING:
             self._overlap.observe(seconds=round.cost.seconds, apart=round.cost.seconds_apart, waited=waited)
 

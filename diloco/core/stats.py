@@ -27,6 +27,7 @@ class RoundStats:
         0.0  # the part of seconds_exposed that an accelerator's training stream took, as far as known
     )
     overlap: int = 0  # of this replica when the round was applied
+    share: float = 0.0  # of this replica's delta in the mean
 
     @property
     def seconds_hidden(self) -> float:

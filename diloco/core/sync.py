@@ -193,7 +193,7 @@ class FragmentSync:
         self.view.write(self.state.anchor)
 
     def stats(
-        self, round: Round, sent: InFlight | None, *, step: int, waited: float, applying: float, overlap: int
+        self, round: Round, sent: InFlight | None, *, name: str, step: int, waited: float, applying: float, overlap: int
     ) -> RoundStats:
         """Figures of a round that was applied: seconds for which training waited for it, and that applying took."""
         return RoundStats(
@@ -208,6 +208,7 @@ class FragmentSync:
             members=len(round.members),
             counted=round.counted,
             overlap=overlap,
+            share=round.members.get(name, 0.0) / (sum(round.members.values()) or 1.0),
             **vars(round.cost),
         )
 

@@ -1,6 +1,7 @@
 """A run in a bucket: its members, its progress, and the last rounds of every fragment."""
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from diloco.bucket.members import Member, MemberOptions, read_members
 from diloco.bucket.round_store import RoundStore
 from diloco.bucket.rounds import PIECES, Record, folder
 from diloco.bucket.run import NAME, SHARD, below, find_run
-from diloco.bucket.store import List, Size
+from diloco.bucket.store import List, Size, together
 from diloco.bucket.store.backend import open_store
 from diloco.bucket.store.envelope import Envelope, open_encrypted
 from diloco.bucket.store.store import Store
@@ -31,7 +32,8 @@ QUIET = 10.0
 """Seconds without a heartbeat after which a member is called quiet."""
 LOST = MemberOptions().ttl
 """Seconds after which the other members consider it dead, with the default heartbeat."""
-COLUMNS = {"member": 0, "state": 0, "round": 0, "step": 2, "loss": 1, "anchors": 3, "tokens/s": 4, "step time": 5}
+COLUMNS = {"member": 0, "state": 0, "round": 0, "step": 3, "loss": 2, "anchors": 4, "tokens/s": 5, "step time": 6,
+           "batch": 7, "counted": 1}  # fmt: skip
 """The columns of a member, and the order in which a narrow terminal drops them, see `Column.spare`."""
 
 
@@ -85,6 +87,8 @@ class Watch:
         self._envelope, self._store = Envelope(run.id, key), Store(open_encrypted(url, encrypt, create=False))
         self._heartbeats: dict[tuple[str, int], _Heartbeat] = {}
         self._rejected = 0
+        self._tokens: Counter[str] = Counter()  # or steps, that the records of the first fragment count
+        self._counted = 0  # the last of these records
         self._clock = clock
         # (time, rounds of all fragments, fewest rounds of a fragment): first and last
         self._pace: list[tuple[float, int, int]] = []
@@ -124,6 +128,7 @@ class Watch:
             (str(f), str(index), ", ".join(f"{name} {share:.0%}" for name, share in shares.items()), units.size(nbytes))
             for f, index, shares, nbytes in rounds
         )
+        self._count(closed[0] if closed else 0)
         rows = tuple(map(self._row, members))
         living = [member for member, row in zip(members, rows, strict=True) if row.kind in ("training", "joining")]
         return Sight(_printable(title), self._progress(closed), rows, listed, tuple(_phases(living)))
@@ -136,7 +141,21 @@ class Watch:
             _format(values, "step", "{:.0f}"), _format(values, "loss", "{:.3f}"),
             _format(values, "anchor_loss", "{:.3f}"),
             units.amount(values.get("tokens_per_second", 0.0)), units.duration(member.step_seconds),
+            _format(values, "batch", "{:.0f}"), self._contribution(member.name),
         ))  # fmt: skip
+
+    def _count(self, newest: int) -> None:
+        """Add up the work that the records name. Every record stays in the store, and is read once."""
+        rounds = RoundStore(0, layout_of(Float32(), 0), self._envelope, self._reject)
+        tasks = [rounds.record(index, None) for index in range(self._counted + 1, newest + 1)]
+        for attempts in self._store.run(together(tasks), nullcontext()):
+            for entry in attempts.record.entries if attempts.record else ():
+                self._tokens[entry.member] += round(entry.tokens)
+        self._counted = max(self._counted, newest)
+
+    def _contribution(self, name: str) -> str:
+        tokens = self._tokens[name]
+        return f"{units.amount(tokens)}, {tokens / self._tokens.total():.0%}" if tokens else "–"
 
     def _progress(self, closed: Sequence[int]) -> str:
         """The run's progress, by the last closed round of each fragment, and the time left, by the pace since the

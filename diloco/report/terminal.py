@@ -102,6 +102,10 @@ def rows(run: RecordedRun) -> list[Figure]:
         Figure("communication exposed", units.duration(f.seconds_exposed), _exposed(run)),
         Figure("time", units.duration(f.seconds), f"{f.steps} steps, {units.amount(f.tokens)} tokens"),
     ]
+    if run.config.get("bucket") and run.rounds:
+        share = sum(round.share for round in run.rounds) / len(run.rounds)
+        note = f"mean weight of this member's deltas in {len(run.rounds)} rounds"
+        figures.insert(-1, Figure("part in the rounds", units.percent(share), note))
     if carried := sum(not round.counted for round in run.rounds):
         note = "without this delta; a later one has its work"
         figures.insert(-1, Figure("rounds carried", f"{carried} of {len(run.rounds)}", note))

@@ -50,13 +50,13 @@ def batch_for(pace: Pace, step_seconds: float, *, accumulate: int = 1) -> Batch:
     Batch(sequences=10, accumulate=5, why='')
     """
     largest = max(pace)
-    enough = min((n for n in pace if pace[n] >= step_seconds), default=None)
-    less = max((n for n in pace if enough and n < enough), default=None)
-    if enough is None:
+    below = max((n for n in pace if pace[n] <= step_seconds), default=None)
+    if below is None:
+        wanted = min(pace)
+    elif below == largest:
         wanted = largest * step_seconds / pace[largest]
-    elif less is None:
-        wanted = enough
     else:
-        wanted = less + (enough - less) * (step_seconds - pace[less]) / (pace[enough] - pace[less])
+        above = min(n for n in pace if n > below)
+        wanted = below + (above - below) * (step_seconds - pace[below]) / (pace[above] - pace[below])
     parts = accumulate * math.ceil(round(wanted / largest, 3))
     return Batch(max(round(wanted / parts), 1) * parts, parts)

@@ -21,14 +21,22 @@ class Trainer:
     """A process that does what `diloco train WORDS` does after it has started itself once more."""
 
     def __init__(
-        self, place: Path, name: str, life: int, words: Sequence[str], step: float = 0.0, sequence: float = 0.0
+        self,
+        place: Path,
+        name: str,
+        life: int,
+        words: Sequence[str],
+        step: float = 0.0,
+        sequence: float = 0.0,
+        gate: Path | None = None,
     ) -> None:
-        """`step`, `sequence`: seconds that a step takes at least, and for each of its sequences."""
+        """`step`, `sequence`: seconds that a step takes at least, and for each of its sequences. `gate`: a file before
+        whose creation it only joins."""
         self.name, self.log = name, place / f"{name}-{life}.log"
         self.run = place / f"machine-{name}-{life}" / name
         words = ["train", "--bucket", str(place / "bucket"), "--member", name, "--name", name, "--out",
                  str(self.run.parent), *words]  # fmt: skip
-        self.process = _context.Process(target=_train, args=(words, self.log, step, sequence), daemon=True)
+        self.process = _context.Process(target=_train, args=(words, self.log, step, sequence, gate), daemon=True)
         self.process.start()
 
     def events(self, kind: str = "events") -> list[dict[str, Any]]:
@@ -59,7 +67,7 @@ class Trainer:
         self.process.join()
 
 
-def _train(words: Sequence[str], log: Path, step: float, sequence: float) -> None:
+def _train(words: Sequence[str], log: Path, step: float, sequence: float, gate: Path | None) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -79,6 +87,8 @@ def _train(words: Sequence[str], log: Path, step: float, sequence: float) -> Non
     train_step = diloco.train.run.train_step
 
     def slowed(run: Any, lr: float) -> Any:
+        while gate and run.diloco and not gate.exists():
+            time.sleep(0.01)
         began, sequences = time.perf_counter(), run.tokens_per_step / run.config.context
         reading = train_step(run, lr)
         time.sleep(max(step + sequence * sequences - (time.perf_counter() - began), 0.0))

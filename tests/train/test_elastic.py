@@ -88,7 +88,8 @@ def test_each_run_in_a_bucket_gets_a_folder_of_its_own_and_a_member_finds_it_aga
         place, resume = member_folder(config)
         place.mkdir(parents=True, exist_ok=True)
         if not resume:
-            elastic = Elastic(replace(config, steps=10, sync_every=5, name=place.name), 16, World(0, 1, 0), "")
+            config = replace(config, batch=4, replicas=2, steps=10, sync_every=5, name=place.name)
+            elastic = Elastic(config, World(0, 1, 0), "")
             model = nn.Linear(2, 2)
             elastic.begin(DiLoCo(model, fragments=Balanced(1), sync_every=5, reducer=elastic.reducer), 0, place)
             elastic.reducer.leave()
@@ -157,8 +158,9 @@ def test_the_dashboard_sees_what_fragments_do_whenever_there_are_new_figures(tmp
 def first_windows(tmp_path, folder, start=0, position=0):
     """The first windows of text in one life of member a, with the folder of an earlier life or without."""
     corpus = prepare([str(tmp_path / "corpus.txt")], "bytes", tmp_path / "cache")
-    config = TrainConfig(bucket=str(tmp_path / "bucket"), member="a", steps=10, sync_every=5, context=16)
-    elastic = Elastic(config, 16, World(0, 1, 0), "")
+    config = TrainConfig(bucket=str(tmp_path / "bucket"), member="a", batch=4, replicas=2, steps=10, sync_every=5,
+                         context=16)  # fmt: skip
+    elastic = Elastic(config, World(0, 1, 0), "")
     folder.mkdir(exist_ok=True)
     elastic.begin(DiLoCo(nn.Linear(2, 2), fragments=Balanced(1), sync_every=5, reducer=elastic.reducer), start, folder)
     data = elastic.batches(corpus, 4)
