@@ -249,11 +249,12 @@ class Elastic:
                 print(f"it ended after {self.rounds} rounds: this member takes the result", file=sys.stderr)  # noqa: T201
 
     def _own_batch(self, run: Run) -> Batch:
+        """The one that is set, an equal part, or what this member trains in a step of the run."""
         if isinstance(self._config.share, int):
             return Batch(self._config.share, self._config.accumulate)
-        seconds = step_seconds_of(run)
         if self._config.share is None:
             return self.batch
+        seconds = step_seconds_of(run)
         if self._pace is None or seconds is None:
             return replace(self.batch, why="batch ÷ replicas, because the run was created without --batch auto")
         batch = batch_for(self._pace, seconds, accumulate=self._config.accumulate)

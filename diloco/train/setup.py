@@ -137,6 +137,7 @@ def prepare(config: TrainConfig, world: World, folder: Path, step: TrainStep) ->
     replicas = config.replicas or 2 if config.bucket else world.replicas
     config, derived = resolve(config, parameters, replicas, corpus.train_tokens)
     check_batch(config, world.size * (replicas if config.bucket else 1))
+    agreed = config
     if "overlap" in config.auto:  # each member's choice: a bucket publishes the number
         config = replace(config, overlap="auto")
     model, mesh = spread(model, config, world, device)
@@ -156,23 +157,23 @@ def prepare(config: TrainConfig, world: World, folder: Path, step: TrainStep) ->
         checkpoints=Checkpoints(home / "checkpoints", group=mesh.get_group("shard") if mesh else None, leader=leader),
         members=Fixed(config, world),
         phase=phase,
-        batches=_batches(Fixed(config, world), corpus, config, world),
+        batches=_batches(Fixed(config, world), corpus, world),
         parameters=parameters,
         tokens_per_step=planned_batch(config, world).sequences * config.context,
     )
     with run.writer.closed_on_error():
         if config.bucket:
             pace = _pace(run, step) if config.share == "auto" else None
-            run = replace(run, members=Elastic(config, world, digest, corpus, pace))
+            run = replace(run, members=Elastic(agreed, world, digest, corpus, pace))
         phase.say("joining the others")
         run = _join(_load(run, folder), folder)
-    tried, config, batch = config.accumulate, run.config, run.members.batch
+    asked, config, batch = config.accumulate, run.config, run.members.batch
     _store(config, world, folder)
     if world.rank == 0:
         values = [*derived, *placed(run.diloco, device)]
         if batch.why:
             values.append(Derived("share", batch.sequences, batch.why))
-        if batch.accumulate > tried:
+        if batch.accumulate > asked:
             values.append(Derived("accumulate", batch.accumulate, "larger micro-batches do not fit into memory"))
         text = describe(values, parameters, config, corpus.name, run.start)
         (folder / "derived.txt").write_text(text + "\n")
@@ -205,9 +206,8 @@ def _agreed_tokenizer(corpus: Corpus) -> str:
     return digests[0]
 
 
-def _batches(members: Members, corpus: Corpus, config: TrainConfig, world: World) -> Batches:
-    batch = members.batch
-    return members.batches(corpus, batch.sequences // world.shards // batch.accumulate)
+def _batches(members: Members, corpus: Corpus, world: World) -> Batches:
+    return members.batches(corpus, members.batch.sequences // world.shards // members.batch.accumulate)
 
 
 def _pace(run: Prepared, step: TrainStep) -> Pace | None:
@@ -269,7 +269,7 @@ def _join(run: Prepared, folder: Path) -> Prepared:
     batch, config = run.members.batch, run.config
     if config.share:
         config = replace(config, share=batch.sequences, accumulate=batch.accumulate)
-    batches = _batches(run.members, run.corpus, config, run.world)
+    batches = _batches(run.members, run.corpus, run.world)
     batches.load_state_dict(run.batches.state_dict())
     return replace(run, config=config, batches=batches, tokens_per_step=batch.sequences * config.context)
 

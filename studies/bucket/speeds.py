@@ -21,7 +21,7 @@ from studies.bucket.trainer import Trainer
 
 RESULTS = Path(__file__).parent / "speeds.json"
 SPEEDS = {"slow": 1, "middle": 2, "fast": 4}
-SEQUENCE = 0.08
+SEQUENCE = 0.16
 """Seconds of a sequence on the slow one."""
 MODEL = ["--model", "nano", "--context", "64", "--sync-every", "20", "--fragments", "balanced:3", "--overlap", "2",
          "--replicas", "3", "--eval-every", "1000000", "--eval-tokens", "65536",
@@ -110,7 +110,7 @@ def pair(place: Path, steps: int, seed: int) -> dict[str, dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description="what members of unequal speed contribute with --batch auto")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=100)
     arguments = parser.parse_args()
     pairs = list[dict[str, dict[str, Any]]]()
     settings = {"speeds": SPEEDS, "sequence": SEQUENCE, "words": MODEL, **vars(arguments)}
