@@ -76,11 +76,11 @@ def test_a_round_that_was_not_sent_costs_the_training_thread_its_wait_and_its_ho
     step()
     (fragment,) = diloco._fragments
     outcome, seconds = Round(fragment.state, {}, counted=False), {"waited": 0.25, "applying": 0.5}
-    figures = fragment.stats(outcome, None, step=7, overlap=1, **seconds)
+    figures = fragment.stats(outcome, None, name="a", step=7, overlap=1, **seconds)
     assert (figures.sent_step, figures.seconds_exposed, figures.seconds_waited) == (None, 0.75, 0.25)
     sent = replace(fragment.take_delta(5, Work()), seconds=2.0)
-    figures = fragment.stats(outcome, sent, step=7, overlap=1, **seconds)
-    assert (figures.sent_step, figures.applied_step, figures.seconds_exposed) == (5, 7, 2.75)
+    figures = fragment.stats(Round(fragment.state, {"a": 3.0, "b": 1.0}), sent, name="a", step=7, overlap=1, **seconds)
+    assert (figures.sent_step, figures.applied_step, figures.seconds_exposed, figures.share) == (5, 7, 2.75, 0.75)
 
 
 def test_a_state_that_the_reducer_has_made_is_taken_as_it_is():
