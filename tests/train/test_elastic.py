@@ -143,7 +143,7 @@ def test_a_member_leaves_returns_with_its_checkpoint_and_a_killed_one_stops_nobo
 def test_the_dashboard_sees_what_fragments_do_whenever_there_are_new_figures(tmp_path):
     """The figures of a step come a little later than the step."""
     config = TrainConfig(bucket=str(tmp_path / "bucket"), member="a", steps=10, sync_every=5)
-    elastic = Elastic(config, 16, World(0, 1, 0), "")
+    elastic = Elastic(replace(config, batch=4, replicas=2), World(0, 1, 0), "")
     elastic.begin(DiLoCo(nn.Linear(2, 2), fragments=Balanced(1), sync_every=5, reducer=elastic.reducer), 0, tmp_path)
     writer = SimpleNamespace(write=lambda event: None, seconds=lambda: 0.0)
     last = SimpleNamespace(step=4, loss=1.0, tokens_per_second=1.0)
