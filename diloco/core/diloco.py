@@ -227,6 +227,8 @@ class DiLoCo:
             sync_every=self.schedule.sync_every,
             shard=replica.shard,
         )
+        for fragment in fragments:  # the reducer may write to the anchors
+            fragment.view.mark()()
         states = self.reducer.join(job)
         self._life = _Life.JOINED
         for fragment, state in zip(fragments, states, strict=True):

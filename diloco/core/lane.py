@@ -48,6 +48,18 @@ class Lane:
     def training(self) -> torch.Stream:
         return torch.accelerator.current_stream(self.device)
 
+    @contextmanager
+    def copying(self) -> Iterator[None]:
+        """Run what is inside on the stream of copies. Not `with self.copies`: torch keeps what to return to in the
+        stream, so two threads would return to each other's."""
+        index, before = torch.accelerator.current_device_index(), self.training
+        torch.accelerator.set_stream(self.copies)  # this also changes the current device
+        try:
+            yield
+        finally:
+            torch.accelerator.set_stream(before)
+            torch.accelerator.set_device_index(index)
+
     def _take(self, stream: torch.Stream, *, leave: int = 0) -> Tensor | None:
         """A buffer that `stream` may write to. None if no more than `leave` are free."""
         with self._lock:
@@ -73,7 +85,7 @@ class Lane:
         buffer = self._take(self.copies, leave=leave)
         if buffer is None:
             return None
-        with self.copies:
+        with self.copying():
             buffer[: len(values)].copy_(values, non_blocking=True)
         upload = Upload(self, buffer, len(values))
         upload.arrived = self.copies.record_event()
@@ -88,7 +100,7 @@ class Lane:
     def download(self, values: Tensor, out: Tensor) -> torch.Event:
         """Begin to copy what training has written to the host: out ← the first of the values."""
         self.copies.wait_event(self.training.record_event())
-        with self.copies:
+        with self.copying():
             out.copy_(values[: len(out)], non_blocking=True)
         return self.copies.record_event()
 

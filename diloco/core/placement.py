@@ -27,7 +27,7 @@ from diloco.core.payload import room, state_fingerprint
 from diloco.core.view import FlatView, Uploads
 from diloco.errors import ConfigError
 from diloco.exchange.mean import Encoded, exact
-from diloco.exchange.reducer import Next, State, fingerprint
+from diloco.exchange.reducer import Next, State
 
 Where = Literal["host", "device", "auto"]
 SHARE = 0.15
@@ -42,7 +42,7 @@ class Placement(Protocol):
     size: int  # of the host memory that a delta takes, in values
 
     def offer(self) -> State:
-        """The state for a reducer that meets the others. May wait."""
+        """The state, on the host, for a reducer that meets the others. May wait."""
         ...
 
     def prepare(self) -> None:
@@ -150,9 +150,10 @@ class OnDevice:
         self._read = lane.training.record_event()  # the payload was read, for the last time
 
     def offer(self) -> State:
-        anchor, outer = (int(on_device.words(values)) % (1 << 64) for values in (self.state.anchor, self.state.outer))
-        self.state = State(self.state.index, self.state.anchor, self.state.outer, fingerprint(anchor, outer))
-        return self.state
+        state = self.state
+        copy = State(state.index, state.anchor.cpu(), state.outer.cpu())
+        self.state = State(state.index, state.anchor, state.outer, copy.fingerprint())
+        return copy
 
     def prepare(self) -> None:
         pass
@@ -178,7 +179,7 @@ class OnDevice:
         lane, fetched = self._lane, self._fetch(parts)
         result = lane.pair(self._view.size)
         if result is not None:
-            with lane.copies:
+            with lane.copying():
                 self._advance(fetched, rule, (result[0].room(), result[1].room()))
             result[0].arrived = result[1].arrived = lane.copies.record_event()
         self._read = lane.copies.record_event()
@@ -192,7 +193,7 @@ class OnDevice:
         staged = self._memory.deltas.take(ends[-1] // 4)
         for start, payload in zip(ends, others, strict=False):
             staged.view(torch.uint8)[start : start + len(payload)] = payload
-        with self._lane.copies:  # to which the allocator then gives this memory
+        with self._lane.copying():  # to which the allocator then gives this memory
             received = torch.empty(ends[-1], dtype=torch.uint8, device=self._payload.device)
             received.copy_(staged.view(torch.uint8), non_blocking=True)
         self._memory.deltas.give(staged, partial(sleep_until, self._lane.copies.record_event()))

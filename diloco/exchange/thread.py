@@ -22,13 +22,18 @@ def usual_threads() -> int:
 
 
 def start_threads(targets: Sequence[Callable[[], None]], name: str) -> list[threading.Thread]:
-    """Start a daemon thread for each target, with one core: the others belong to training. torch keeps the number of
-    threads for each thread, but a new thread inherits what was set last."""
+    """Start a daemon thread for each target, with one core, because the others belong to training, and the accelerator
+    of this thread: otherwise each rank would also take memory of the first one.
+
+    torch keeps the number of threads for each thread, but a new thread inherits what was set last."""
     number, ready = torch.get_num_threads(), threading.Barrier(len(targets) + 1)
+    index = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
 
     def begin(target: Callable[[], None]) -> None:
         torch.set_num_threads(1)
         torch.get_num_threads()  # reading the value pins it for this thread
+        if index is not None:
+            torch.accelerator.set_device_index(index)
         ready.wait()
         target()
 

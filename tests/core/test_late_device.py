@@ -5,6 +5,7 @@ Each test runs in processes of its own, because the device is there for the rest
 
 import copy
 import re
+import threading
 import warnings
 from collections import Counter
 
@@ -26,6 +27,7 @@ from diloco.errors import ConfigError, NotFinite
 from diloco.exchange import local
 from diloco.exchange.mean import exact
 from diloco.exchange.reducer import Round, State
+from diloco.exchange.thread import start_threads
 from diloco.runs.config import TrainConfig
 from diloco.train.setup import attach, placed
 from tests.support import late_device, players
@@ -42,11 +44,11 @@ def small(span):
     return span.size < 300 and span.size == span.tensor.numel()
 
 
-def start(device, *, dtype=torch.float32, **settings):
+def start(device, *, dtype=torch.float32, seed=0, **settings):
     if device == "cpu":
         settings.pop("state", None)
     Span.small = property(small)
-    model = Tiny().to(dtype).to(device)
+    model = Tiny(seed).to(dtype).to(device)
     optimizer = adamw(model)
     return model, optimizer, DiLoCo(model, optimizer, **settings)
 
@@ -123,6 +125,61 @@ def _one_of_each(rank, settings):
 def test_a_replica_on_the_device_and_one_on_the_cpu_agree(name):
     (on_cpu, _), (late, races) = run(2, _one_of_each, OVERLAPS[name])
     assert same(on_cpu, late) and not races
+
+
+def _unequal_starts(rank, devices, settings):
+    late_device.install()
+    return play(devices[rank], rank, seed=rank, **settings), late_device.races
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["several in flight", "on the device"])
+@pytest.mark.parametrize("devices", [(LATE, LATE), ("cpu", LATE), (LATE, "cpu")], ids=" ".join)
+def test_replicas_with_unequal_starts_take_that_of_the_first_wherever_they_are(name, devices):
+    expected = [values for values, _ in run(2, _unequal_starts, ("cpu", "cpu"), OVERLAPS[name])]
+    found = run(2, _unequal_starts, devices, OVERLAPS[name])
+    assert [races for _, races in found] == [[], []]
+    assert all(same(a, b) for a, (b, _) in zip(expected, found, strict=True))
+
+
+def _crossing(rank):
+    """Two threads of which the first to enter is the first to leave."""
+    late_device.install()
+    lane, entered, left = Lane(torch.device(LATE), 8), threading.Event(), threading.Event()
+    own, streams = torch.Stream(), {}
+    torch.accelerator.set_stream(own)
+    torch.accelerator.set_device_index(3)
+
+    def other():
+        with lane.copying():
+            entered.set()
+            left.wait(60)
+        streams["other"] = torch.accelerator.current_stream()
+
+    with lane.copying():
+        (thread,) = start_threads([other], "other")
+        entered.wait(60)
+    streams["training"] = torch.accelerator.current_stream()
+    left.set()
+    thread.join()
+    return streams["training"] is own, streams["other"] is not own, torch.accelerator.current_device_index()
+
+
+def test_two_threads_that_copy_return_to_streams_of_their_own():
+    assert run(1, _crossing) == [(True, True, 3)]
+
+
+def _device_of_threads(rank):
+    late_device.install()
+    torch.accelerator.set_device_index(3)
+    found = []
+    (thread,) = start_threads([lambda: found.append(torch.accelerator.current_device_index())], "other")
+    thread.join()
+    return found
+
+
+def test_threads_have_the_accelerator_of_the_thread_that_starts_them():
+    assert run(1, _device_of_threads) == [[3]]
 
 
 def _both_in_one_process(rank, settings, replicas):

@@ -84,6 +84,7 @@ class Stream:
         self._queue: deque[Work] = deque()
         self._issued = 0
         self._after: dict[Stream, int] = {}  # the work of other streams that all work from now on comes after
+        self._before: list[Stream] = []
         self._all.append(self)
 
     def wait_event(self, event: "Event") -> None:
@@ -109,12 +110,12 @@ class Stream:
             self.record_event().synchronize()
 
     def __enter__(self) -> "Stream":
-        _current.before = [*getattr(_current, "before", ()), current_stream()]
+        self._before.append(current_stream())  # here, as torch does, whatever the thread
         set_stream(self)
         return self
 
     def __exit__(self, *_: object) -> None:
-        set_stream(_current.before.pop())
+        set_stream(self._before.pop())
 
 
 class Event:
@@ -161,6 +162,15 @@ def current_stream(device: Any = None) -> Stream:
 
 def set_stream(stream: Stream) -> None:
     _current.stream = stream
+
+
+def current_device_index() -> int:
+    """Of this thread, as CUDA keeps it. Nothing here depends on it."""
+    return getattr(_current, "index", 0)
+
+
+def set_device_index(index: int) -> None:
+    _current.index = index
 
 
 def synchronize(device: Any = None) -> None:
@@ -495,6 +505,7 @@ def install() -> None:
         torch.accelerator: {
             "current_stream": current_stream, "set_stream": set_stream, "synchronize": synchronize,
             "get_memory_info": lambda device=None: (1 << 30, 1 << 30),
+            "current_device_index": current_device_index, "set_device_index": set_device_index,
         },
         Tensor: {
             "is_pinned": lambda self, device=None: _pinned_block(self) is not None,
