@@ -16,7 +16,7 @@ class Member(threading.Thread):
 
     Args:
         count: steps to train, unless `stop()` is called before.
-        gate: a barrier that all pass together; then each waits until it knows the others.
+        gate: a barrier that all pass together, and again once each knows all others: only then they train.
         at: step → function, called after that step on the member's own thread.
         die_at: step after which it vanishes without a word, as after kill -9.
     """
@@ -61,6 +61,7 @@ class Member(threading.Thread):
             if self.gate:
                 self.gate.wait(PATIENT)
                 until(lambda: len(self.others) >= self.gate.parties - 1)
+                self.gate.wait(PATIENT)
             for step in steps(self.model, self.optimizer, self.number, 1, self.count):
                 self.done = step
                 self.note_states()
