@@ -1,14 +1,16 @@
 """A delta as stored: one object if it is small, otherwise a head, and pieces that can be read one by one.
 
-The head names the state that the delta was trained from and its work, and lists size, digest and norm of every piece.
+The head names the state that the delta was trained from and its work, and lists size and digest of every piece.
 The cut does not depend on the members, because nobody knows who will be in a round when a delta is put.
 """
 
 import struct
 import zlib
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -38,12 +40,10 @@ from diloco.bucket.store.envelope import (
     Opened,
     Sealed,
     integer,
-    number,
     refuses,
-    rounded,
     text,
 )
-from diloco.codecs.codec import Codec, chunks, pack_checked, unpack
+from diloco.codecs.codec import Codec, chunks, is_finite, pack_checked, unpack
 from diloco.exchange.mean import codec_of_mean
 
 SHARES, LEAST = 16, 16 << 10
@@ -94,9 +94,6 @@ class Layout:
             out[cut] = unpack(self.codec, payload, self.count(k))
         return out
 
-    def norms(self, payloads: Sequence[Tensor]) -> list[float]:
-        return [norm_of(self.codec, payload, self.count(k)) for k, payload in enumerate(payloads)]
-
 
 def layout_of(codec: Codec, n: int) -> Layout:
     nbytes = codec.nbytes(n) if n else 0
@@ -107,12 +104,10 @@ def layout_of(codec: Codec, n: int) -> Layout:
     return Layout(n, codec, tuple(slice(at, min(at + size, n)) for at in range(0, n, size)))
 
 
-def norm_of(codec: Codec, payload: Tensor, n: int) -> float:
-    """The norm of the decoded values; not finite if a value is not."""
-    total = 0.0
-    for values, data in chunks(codec, n):
-        total += float(codec.decode(payload[data], values.stop - values.start).double().square_().sum())
-    return total**0.5
+def check_finite(codec: Codec, payload: Tensor, n: int) -> None:
+    """Raises Invalid if a value is not finite."""
+    if not all(is_finite(unpack(codec, payload[data], at.stop - at.start)) for at, data in chunks(codec, n)):
+        raise Invalid("it has non-finite values")
 
 
 def delta_fields(
@@ -143,16 +138,14 @@ class SealedDelta:
         return self.head.nbytes + sum(sealed.nbytes for sealed in self.objects)
 
 
-def seal_delta(
-    envelope: Envelope, layout: Layout, fields: dict[str, Any], payloads: Sequence[Tensor], norms: Sequence[float]
-) -> SealedDelta:
+def seal_delta(envelope: Envelope, layout: Layout, fields: dict[str, Any], payloads: Sequence[Tensor]) -> SealedDelta:
     fragment, index, member = fields["fragment"], fields["index"], fields["member"]
     name, bodies = delta_name(fragment, index, member), [payload.numpy().tobytes() for payload in payloads]
     if not layout.cut:
         return SealedDelta(envelope.seal(name, "delta", fields, bodies[0]), (), ())
     bodies = [envelope.seal(_piece_name(fragment, index, member, k), "piece", {}, b).body for k, b in enumerate(bodies)]
-    pieces = tuple(Piece(len(b), digest_of(b), rounded(norm)) for b, norm in zip(bodies, norms, strict=True))
-    rows = [[piece.size, piece.digest, piece.norm] for piece in pieces]
+    pieces = tuple(Piece(len(body), digest_of(body)) for body in bodies)
+    rows = [[piece.size, piece.digest] for piece in pieces]
     head = envelope.seal(name, "delta", {**fields, "pieces": rows})
     parts: dict[int, list[bytes]] = {}
     for (part, _), body in zip(places(pieces), bodies, strict=True):
@@ -169,6 +162,21 @@ class EncodedDelta:
     sealed: SealedDelta
     contribution: Contribution
     needs_own: bool
+
+
+def digests_of(deltas: Sequence[Contribution], layout: Layout) -> dict[str, int]:
+    """Digests of the values of deltas, by member, to find equal ones; 0 if all values are zeros."""
+    digests = {}
+    for delta in deltas:
+        digest = 0
+        for payload in delta.payloads or ():
+            digest = crc32(payload.numpy().data, digest)
+        digests[delta.member] = digest
+    counts = Counter(digests.values())
+    for delta in deltas:
+        if counts[digests[delta.member]] > 1 and not layout.unpack(delta.payloads or ()).any():
+            digests[delta.member] = 0
+    return digests
 
 
 def places(pieces: Sequence[Piece]) -> list[tuple[int, int]]:
@@ -201,8 +209,7 @@ def read_head(opened: Opened, body: bytes, fragment: int, index: int, layout: La
     fingerprint, tokens = opened.integer("fingerprint", 0, FINGERPRINTS), opened.number("tokens", 0, 1e18)
     pieces = _read_pieces(opened.header.get("pieces"), layout) if layout.cut else ()
     return Contribution(
-        member, opened.digest, fingerprint, tokens,
-        norm=sum(piece.norm**2 for piece in pieces) ** 0.5, payloads=None,
+        member, opened.digest, fingerprint, tokens, payloads=None,
         nbytes=len(body) + sum(piece.size for piece in pieces), lr=opened.number("lr", 0, LARGEST_LR), pieces=pieces,
         head=body if layout.cut else b"",
     )  # fmt: skip
@@ -213,10 +220,9 @@ def _read_pieces(rows: object, layout: Layout) -> tuple[Piece, ...]:
         raise Invalid(f"it does not list the {len(layout.cuts)} pieces of the fragment")
     pieces = []
     for row in rows:
-        if not isinstance(row, list) or len(row) != 3:
+        if not isinstance(row, list) or len(row) != 2:
             raise Invalid("its list of pieces is malformed")
-        digest = text(row[1], "digest of a piece")
-        pieces.append(Piece(integer(row[0], "size", 1, PART), digest, number(row[2], "norm", 0, 1e300)))
+        pieces.append(Piece(integer(row[0], "size", 1, PART), text(row[1], "digest of a piece")))
     return tuple(pieces)
 
 
@@ -226,10 +232,8 @@ def read_delta(opened: Opened, fragment: int, index: int, layout: Layout) -> Con
     all values are finite. Raises Invalid."""
     head = read_head(opened, b"", fragment, index, layout)
     payload = _tensor(opened.payload) if layout.n else torch.empty(0, dtype=torch.uint8)
-    norm = norm_of(layout.codec, payload, layout.n)
-    if not norm < float("inf"):
-        raise Invalid("it has non-finite values")
-    return replace(head, norm=norm, payloads=(payload,), nbytes=opened.nbytes)
+    check_finite(layout.codec, payload, layout.n)
+    return replace(head, payloads=(payload,), nbytes=opened.nbytes)
 
 
 @refuses
@@ -242,8 +246,7 @@ def read_piece(
         raise Invalid(f"piece {k} does not match the digest in its head")
     size = layout.codec.nbytes(layout.count(k))
     payload = _tensor(envelope.open(_piece_name(*place, delta.member, k), "piece", body, size).payload)
-    if not norm_of(layout.codec, payload, layout.count(k)) <= piece.norm * (1 + 1e-5):
-        raise Invalid(f"piece {k} has non-finite values, or a larger norm than its head says")
+    check_finite(layout.codec, payload, layout.count(k))
     return payload
 
 

@@ -7,8 +7,7 @@ from math import inf
 from typing import Any
 
 from diloco.bucket.deltas import EncodedDelta
-from diloco.bucket.rounds import Attempts, Contribution, Link, Record
-from diloco.exchange.mean import Encoded
+from diloco.bucket.rounds import Attempts, Contribution, Record
 from diloco.exchange.reducer import Delta, Outcome, State
 
 
@@ -135,7 +134,7 @@ class Inspect:
     """Look what is in the round, and whether it is closed. → Inspected"""
 
     index: int
-    previous: Link
+    previous: str
     listed: Listed
 
 
@@ -150,7 +149,7 @@ class Recheck:
     """Read the records of the last rounds again. → the first round that the store has closed differently; None if there
     is none"""
 
-    links: Mapping[int, Link]
+    links: Mapping[int, str]
 
 
 @dataclass(frozen=True)
@@ -208,9 +207,9 @@ class Collect:
 
 @dataclass(frozen=True)
 class Averaged:
-    mean: tuple[Encoded, ...]
     state: State  # after the round
     received: int  # bytes
+    digests: Mapping[str, int]  # of the deltas, by member; empty if no member has read all of them
 
 
 class Missing(Exception):

@@ -7,16 +7,16 @@ Then the machine makes it part of the round: it is final.
 """
 
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
 from diloco.bucket import effects, rules
-from diloco.bucket.deltas import EncodedDelta, Layout, delta_fields, seal_delta
+from diloco.bucket.deltas import EncodedDelta, Layout, delta_fields, digests_of, seal_delta
 from diloco.bucket.effects import Effect, Effects, Event
 from diloco.bucket.machine import Machine
 from diloco.bucket.round_store import RoundStore
-from diloco.bucket.rounds import Contribution, Link, Record, folder, snapshot_index
+from diloco.bucket.rounds import Contribution, Record, folder, snapshot_index
 from diloco.bucket.run import Session
 from diloco.bucket.shares import Averaging, mean_in_parts
 from diloco.bucket.snapshots import Snapshots
@@ -94,7 +94,7 @@ class Fragment:
         self.machine.start_from(*loaded)
         return loaded[0]
 
-    def _link_after(self, state: State) -> Task[Link | None]:
+    def _link_after(self, state: State) -> Task[str | None]:
         """What the record after a state must refer to; None if the state is too old or not of this run."""
         rounds, snapshots, fingerprint = self.rounds, self.snapshots, state.fingerprint()
         if (yield from rounds.reaches(rules.too_far(state.index))):
@@ -119,7 +119,7 @@ class Fragment:
                             self.number, state.index, index - 1)  # fmt: skip
                 return None
             snapshots.followed(record)
-            link = record.link
+            link = record.digest
         following, _, _ = yield from rounds.record(state.index + 1, link)
         return None if following is not None and following.fingerprint != fingerprint else link
 
@@ -154,12 +154,13 @@ class Fragment:
                 return (yield from rounds.heads_of(record))
             case effects.Average(record, deltas, before):
                 mean = yield Work(lambda: mean_in_parts(record, deltas, self._layout))
+                digests = yield Work(lambda: digests_of([*deltas.values()], self._layout))
                 received = sum(delta.nbytes for delta in deltas.values() if delta.member != self.session.name)
-                return (yield from self._averaged(record, mean, before, received))
+                return (yield from self._averaged(record, mean, before, received, digests))
             case effects.Collect():
                 return (yield from self._collect(effect))
             case effects.SeeWhetherFollowed(record):
-                return (yield from rounds.record(record.index + 1, record.link)).record is not None
+                return (yield from rounds.record(record.index + 1, record.digest)).record is not None
             case effects.CountVotes(record):
                 return (yield from rounds.outvoted(record))
             case effects.Recheck(links):
@@ -187,11 +188,9 @@ class Fragment:
         if not finite:
             return None
         fields = delta_fields(self.number, index, name, delta.fingerprint, delta.weight, delta.lr)
-        norms = layout.norms(payloads)
-        sealed = seal_delta(self.session.envelope, layout, fields, payloads, norms)
-        norm = sum(norm**2 for norm in ([piece.norm for piece in sealed.pieces] or norms)) ** 0.5
+        sealed = seal_delta(self.session.envelope, layout, fields, payloads)
         contribution = Contribution(
-            name, sealed.head.digest, delta.fingerprint, delta.weight, norm, payloads, sealed.nbytes, delta.lr,
+            name, sealed.head.digest, delta.fingerprint, delta.weight, payloads, sealed.nbytes, delta.lr,
             pieces=sealed.pieces, head=sealed.head.body if layout.cut else b"",
         )  # fmt: skip
         return EncodedDelta(sealed, contribution, delta.needs_own)
@@ -233,10 +232,10 @@ class Fragment:
             return missing
         if mean is None:
             return None
-        return (yield from self._averaged(record, mean, collect.before, averaging.received))
+        return (yield from self._averaged(record, mean, collect.before, averaging.received, {}))
 
     def _averaged(
-        self, record: Record, mean: tuple[Encoded, ...], before: State, received: int
+        self, record: Record, mean: tuple[Encoded, ...], before: State, received: int, digests: Mapping[str, int]
     ) -> Task[effects.Averaged]:
         def advance() -> State:
             if not any(record.members.values()):
@@ -245,9 +244,9 @@ class Fragment:
 
         state = yield Work(advance)
         self.snapshots.followed(record)
-        return effects.Averaged(mean, state, received)
+        return effects.Averaged(state, received, digests)
 
-    def _recheck(self, links: dict[int, Link]) -> Task[int | None]:
+    def _recheck(self, links: dict[int, str]) -> Task[int | None]:
         self.rounds.forget()
         for index, link in sorted(links.items()):
             previous = links.get(index - 1)
@@ -255,6 +254,6 @@ class Fragment:
                 continue
             names = yield List(folder(self.number, index))
             record = (yield from self.rounds.record(index, previous, names)).record
-            if record is not None and record.link != link:
+            if record is not None and record.digest != link:
                 return index
         return None

@@ -25,7 +25,7 @@ from typing import Any
 from diloco.bucket import effects, rules
 from diloco.bucket.deltas import EncodedDelta, Layout
 from diloco.bucket.effects import Effect, Effects, Event, Phase
-from diloco.bucket.rounds import Contribution, Followed, Link, Record, delta_name, member_of, place_of
+from diloco.bucket.rounds import Contribution, Followed, Record, delta_name, member_of, place_of
 from diloco.bucket.run import Session
 from diloco.bucket.store.envelope import Invalid
 from diloco.errors import Diverged
@@ -92,12 +92,12 @@ class Machine:
         self.sending, self.following = Phase.IDLE, Phase.OPEN
         self.held = self.frontier = 0
         self.fingerprint = 0  # of the held state
-        self.previous = Link()  # what the next record must refer to
+        self.previous = ""  # what the next record must refer to
         self.own, self.seen = OwnDelta(), Seen(1)
         self.ready: deque[Followed | Jump | Dropped] = deque()
         self.void: set[str] = set()  # digests of records that do not count, although they are well formed
         self.caught_up = False  # the round after the frontier was seen open
-        self._links: dict[int, Link] = {}  # of the last rounds followed
+        self._links: dict[int, str] = {}  # of the last rounds followed
         self._late = False  # too far behind: discard the local work at the frontier
         self._target = effects.Target(0)  # while JUMPING
         self._against: Record | None = None  # while JUDGING: a record closed against other bits than this member's
@@ -126,7 +126,7 @@ class Machine:
         """Whether a delta is in flight and its outcome is worth waiting for."""
         return self.sending is not Phase.IDLE and not self._given_up
 
-    def start_from(self, state: State, previous: Link) -> None:
+    def start_from(self, state: State, previous: str) -> None:
         """Begin with a state of the run. `previous`: what the next record must refer to."""
         self._advance(state, previous)
         self._hold(state)
@@ -314,7 +314,7 @@ class Machine:
         seconds = max(followed.at - self._sent_at, 0.0) if own.encoded else 0.0
         cost = Cost(bytes_sent=own.nbytes, bytes_received=followed.received, seconds=seconds)
         self._clear(counted=delta is not None)
-        self.session.compare(followed.digests())
+        self.session.compare(followed.digests)
         self._hold(followed.state)
         earlier = delta is None and self.session.name in record.members
         outcome = Round(
@@ -324,7 +324,7 @@ class Machine:
             return [effects.HandOver(outcome)]  # catching up: `previous` no longer belongs to this state
         return [
             effects.HandOver(outcome),
-            effects.Offer(followed.state, self.previous.digest, record.by == self.session.name),
+            effects.Offer(followed.state, self.previous, record.by == self.session.name),
         ]
 
     # The open round.
@@ -509,9 +509,9 @@ class Machine:
         if isinstance(average, effects.Missing):
             return self._lacks(record, now)
         self._follow(Phase.OPEN)
-        self.ready.append(Followed(record, average.mean, average.received, now, average.state))
+        self.ready.append(Followed(record, average.received, now, average.state, average.digests))
         self.session.members.closed(record.members)
-        self._advance(average.state, record.link, record.members)
+        self._advance(average.state, record.digest, record.members)
         behind = self.frontier - self._reached > 1
         if behind and not self._late:
             return [effects.LookFar(rules.too_far(self._reached))]
@@ -567,7 +567,7 @@ class Machine:
         else:
             self.session.want(self.number, rules.too_far(self.frontier))
 
-    def _loaded(self, target: effects.Target, snapshot: tuple[State, Link] | None, now: float) -> Effects:
+    def _loaded(self, target: effects.Target, snapshot: tuple[State, str] | None, now: float) -> Effects:
         """Jump to a snapshot; if there is none yet, ask the others for one."""
         if snapshot is None and target.before is not None:
             raise Diverged(f"fragment {self.number}: this member read round {target.before} differently than the "
@@ -637,7 +637,7 @@ class Machine:
         self._late = False
         self._follow(phase)
 
-    def _advance(self, state: State, link: Link, members: Iterable[str] = ()) -> None:
+    def _advance(self, state: State, link: str, members: Iterable[str] = ()) -> None:
         """`state` is the newest computed here; training may still hold an older one."""
         self._frontier_state, self.frontier, self.previous = state, state.index, link
         self.seen = Seen(state.index + 1, tuple(members))

@@ -28,7 +28,6 @@ from diloco.bucket.rounds import (
     Attempts,
     Branched,
     Contribution,
-    Link,
     Record,
     folder,
     heads_name,
@@ -113,7 +112,7 @@ class RoundStore:
         """The same for records alone, as far as they exist."""
         yield from self.read_ahead({record_name(self.fragment, index, 0): 0 for index in indices})
 
-    def record(self, index: int, previous: Link | None, names: Collection[str] | None = None) -> Task[Attempts]:
+    def record(self, index: int, previous: str | None, names: Collection[str] | None = None) -> Task[Attempts]:
         """Look for the record of a round. A record after a gap does not count: a correct member never writes one there.
         `names`: a listing of the round. Without it, read the first attempt, and list the others only if that one is not
         the round's record."""
@@ -136,7 +135,7 @@ class RoundStore:
     def _read_attempts(
         self,
         index: int,
-        previous: Link | None,
+        previous: str | None,
         names: Collection[str] | None,
         suffice: Callable[[Sequence[Record | Invalid]], bool],
     ) -> Task[list[Record | Invalid]]:
@@ -193,7 +192,7 @@ class RoundStore:
                     return final
                 attempt = max(attempt + 1, free)
 
-    def _read_attempt(self, index: int, attempt: int, previous: Link | None) -> Task[Record | Invalid | None]:
+    def _read_attempt(self, index: int, attempt: int, previous: str | None) -> Task[Record | Invalid | None]:
         """Invalid records are read once, because anybody may put any number of them."""
         name = record_name(self.fragment, index, attempt)
         if name in self._invalid:

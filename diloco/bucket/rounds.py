@@ -3,25 +3,19 @@ round are in rules.py."""
 
 import json
 import re
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
-from zlib import crc32
 
 from torch import Tensor
 
 from diloco.bucket.store.envelope import DIGEST, Invalid, Opened, number, refuses, text
-from diloco.exchange.mean import Encoded
 from diloco.exchange.reducer import State
 
 LIMIT, LIMIT_OF_FEW, FEW = 2.0, 10.0, 2
-"""The limit on one delta's norm times its work, as a multiple of the usual: a third of the other members' total, so
-that one delta in the opposite direction leaves half of the speed, but at least the usual and at most LIMIT. With at
-most FEW members nothing tells the unusual from the usual."""
-FREE = 8
-"""First rounds in which a single member has no limit: nothing is usual yet."""
+"""The limit on one member's work, as a multiple of the median: a third of the other members' total, but at least the
+median and at most LIMIT. With at most FEW members nothing tells the unusual from the usual."""
 LARGEST_LR = 1e9
 MOST = 4096
 """Maximum members of a round."""
@@ -110,7 +104,6 @@ class Piece:
 
     size: int  # bytes of its body
     digest: str
-    norm: float
 
 
 @dataclass(frozen=True)
@@ -121,7 +114,6 @@ class Contribution:
     digest: str
     fingerprint: int  # of the state that it was trained from
     tokens: float
-    norm: float
     payloads: tuple[Tensor, ...] | None  # encoded, one per piece; None: only the head was read
     nbytes: int
     lr: float = 0.0
@@ -136,26 +128,17 @@ class Entry:
     member: str
     digest: str
     tokens: float
-    norm: float
     lr: float = 0.0
-
-
-@dataclass(frozen=True)
-class Link:
-    """What the next record must refer to."""
-
-    digest: str = ""  # of the previous record
-    usual: float = 0.0  # norm of deltas in the rounds so far
 
 
 @dataclass(frozen=True)
 class Record:
     """The commit record of a round: which deltas are in it. The first valid attempt is final. The weight of each delta
-    follows from the record and from what was usual before; no member chooses it."""
+    follows from the record; no member chooses it."""
 
     fragment: int
     index: int
-    previous: Link
+    previous: str  # digest of the record before it
     fingerprint: int  # of the state that all its deltas were trained from
     by: str  # the member that wrote it
     entries: tuple[Entry, ...]
@@ -166,9 +149,8 @@ class Record:
     def sealed(self) -> tuple[dict[str, Any], bytes]:
         """Fields and payload of the object."""
         fields = {"fragment": self.fragment, "index": self.index, "fingerprint": self.fingerprint, "by": self.by,
-                  "previous": self.previous.digest, "usual": self.previous.usual,
-                  "heads": self.heads, "voids": self.voids}  # fmt: skip
-        return fields, json.dumps([[e.member, e.digest, e.tokens, e.norm, e.lr] for e in self.entries]).encode()
+                  "previous": self.previous, "heads": self.heads, "voids": self.voids}  # fmt: skip
+        return fields, json.dumps([[e.member, e.digest, e.tokens, e.lr] for e in self.entries]).encode()
 
     @cached_property
     def _works(self) -> list[float]:
@@ -188,33 +170,10 @@ class Record:
         most = self._limit * _usual([e.lr for e in self.entries])
         return sum(share * min(e.lr, most) for e, share in zip(self.entries, self.shares, strict=True))
 
-    @cached_property
-    def clips(self) -> list[float]:
-        """Factors that keep norm times work within the limit. With several members, the norm of most of them is usual
-        at once."""
-        usual, alone = self.previous.usual, len(self.entries) == 1
-        if not (alone and self.index > FREE):
-            usual = max(usual, _usual([e.norm for e in self.entries]))
-        most = self._limit * usual
-        works = zip(self.entries, self._works, strict=True)
-        return [clip_of(e.norm, most / max(work, 1.0)) for e, work in works]
-
-    @cached_property
-    def factors(self) -> list[float]:
-        """The factor of each delta in the mean."""
-        return [share * clip for share, clip in zip(self.shares, self.clips, strict=True)]
-
     @property
     def _limit(self) -> float:
         members = len(self.entries)
         return LIMIT_OF_FEW if members <= FEW else min(max((members - 1) / 3, 1.0), LIMIT)
-
-    @cached_property
-    def link(self) -> Link:
-        """What the next record must refer to. Norms count as clipped."""
-        now = _usual([e.norm * clip for e, clip in zip(self.entries, self.clips, strict=True)])
-        before = self.previous.usual
-        return Link(self.digest, before + (now - before) / 4 if before else now)
 
     @property
     def members(self) -> dict[str, float]:
@@ -232,23 +191,10 @@ class Followed:
     """A closed round, ready to be applied."""
 
     record: Record
-    mean: tuple[Encoded, ...]
     received: int  # bytes
     at: float  # by this member's clock
     state: State  # after the round
-
-    def digests(self) -> dict[str, int]:
-        """Digests of the round's deltas, by member; empty if each member averaged a share, because then none has read
-        all deltas. A unique norm identifies a delta by itself."""
-        entries = self.record.entries
-        if any(len(part.payloads) != len(entries) for part in self.mean):
-            return {}
-        norms = Counter(e.norm for e in entries)
-        out = {}
-        for i, e in enumerate(entries):
-            sums = [crc32(part.payloads[i].numpy().data) for part in self.mean if norms[e.norm] > 1]
-            out[e.member] = hash((e.norm, *sums)) if e.norm else 0
-        return out
+    digests: Mapping[str, int]  # of the deltas, by member; empty if no member has read all of them
 
 
 class Attempts(NamedTuple):
@@ -264,12 +210,12 @@ class Branched(Invalid):
 
 
 @refuses
-def read_record(opened: Opened, fragment: int, index: int, previous: Link | None) -> Record:
+def read_record(opened: Opened, fragment: int, index: int, previous: str | None) -> Record:
     """Raises Invalid. Depends only on the bytes, the run, the key and the previous record, so all members agree.
     `previous`: None if unknown."""
     if (opened.header.get("fragment"), opened.header.get("index")) != (fragment, index):
         raise Invalid("it belongs to another round")
-    follows = Link(opened.text("previous"), opened.number("usual", 0, 1e300))
+    follows = opened.text("previous")
     fingerprint = opened.integer("fingerprint", 0, FINGERPRINTS)
     heads, voids = opened.text("heads"), opened.text("voids")
     if not all(re.fullmatch(f"({_HEX})?", digest) for digest in (heads, voids)):
@@ -288,19 +234,14 @@ def _read_entries(opened: Opened) -> tuple[Entry, ...]:
         raise Invalid("its list of deltas is not JSON") from None
     if not isinstance(rows, list) or not 0 < len(rows) <= MOST:
         raise Invalid(f"its list of deltas is missing, empty or has more than {MOST} entries")
-    if any(not isinstance(row, list) or len(row) != 5 for row in rows):
+    if any(not isinstance(row, list) or len(row) != 4 for row in rows):
         raise Invalid("its list of deltas is malformed")
     entries = []
-    for member, digest, tokens, norm, lr in rows:
+    for member, digest, tokens, lr in rows:
         if not _NAME.fullmatch(delta_name(0, 1, text(member, "member"), text(digest, "digest"))):
             raise Invalid("an entry does not name a delta")
-        figures = number(tokens, "tokens", 0, 1e18), number(norm, "norm", 0, 1e300)
-        entries.append(Entry(member, digest, *figures, number(lr, "lr", 0, LARGEST_LR)))
+        entries.append(Entry(member, digest, number(tokens, "tokens", 0, 1e18), number(lr, "lr", 0, LARGEST_LR)))
     names = [e.member for e in entries]
     if names != sorted(set(names)):
         raise Invalid("its members are not sorted, or one is listed twice")
     return tuple(entries)
-
-
-def clip_of(norm: float, limit: float) -> float:
-    return limit / norm if norm > limit > 0 else 1.0

@@ -14,7 +14,6 @@ from diloco.bucket.rounds import (
     Branched,
     Contribution,
     Entry,
-    Link,
     Record,
     is_record,
     place_of,
@@ -54,13 +53,9 @@ def record_of_round(attempts: Iterable[Record | Invalid], void: Collection[str])
 
 
 def is_truthful(record: Record, deltas: Mapping[str, Contribution], max_work: float) -> bool:
-    """Whether a record describes its deltas as they are, so that no closer chooses what they weigh (2). Norms are sums,
-    which machines add up in different orders."""
+    """Whether a record describes its deltas as they are, so that no closer chooses what they weigh (2)."""
     return all(
-        e.tokens == min(deltas[e.digest].tokens, max_work)
-        and e.lr == deltas[e.digest].lr
-        and abs(e.norm - deltas[e.digest].norm) <= 1e-6 * deltas[e.digest].norm
-        for e in record.entries
+        e.tokens == min(deltas[e.digest].tokens, max_work) and e.lr == deltas[e.digest].lr for e in record.entries
     )
 
 
@@ -107,7 +102,7 @@ def entries_of(deltas: Sequence[Contribution], max_work: float, own_digest: str)
     that it would have to carry, or an empty one. Work counts up to `max_work`."""
     chosen = sorted(deltas, key=lambda delta: (delta.digest != own_digest, delta.member))[:MOST]
     chosen.sort(key=lambda delta: delta.member)
-    return tuple(Entry(d.member, d.digest, min(d.tokens, max_work), d.norm, d.lr) for d in chosen)
+    return tuple(Entry(d.member, d.digest, min(d.tokens, max_work), d.lr) for d in chosen)
 
 
 def turns(order: Sequence[str], member: str, away: Collection[str]) -> Callable[[int], int]:
@@ -147,7 +142,7 @@ def is_outvoted(record: Record, deltas: Iterable[Contribution]) -> bool:
 
 def link_after(
     index: int, fingerprint: int, record: Record | None, following: Record | None, branched: bool, outvoted: bool
-) -> Link:
+) -> str:
     """What the record after a snapshot must refer to, if a member may start from the snapshot: its record exists, and
     the run continued from that record and from these bits (2, 3). Raises Invalid.
 
@@ -162,7 +157,7 @@ def link_after(
         raise Invalid("the run continued from another record")
     if following is not None and following.fingerprint != fingerprint and not outvoted:
         raise Invalid("the run continued from other bits")
-    return Link() if record is None else record.link
+    return "" if record is None else record.digest
 
 
 def too_far(held: int) -> int:

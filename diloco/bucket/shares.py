@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from diloco.bucket.carriers import digest_of, shortened
-from diloco.bucket.deltas import Layout, norm_of, places, read_piece
+from diloco.bucket.deltas import Layout, check_finite, places, read_piece
 from diloco.bucket.effects import Missing
 from diloco.bucket.round_store import AT_ONCE
 from diloco.bucket.rounds import Contribution, Record, pieces_name, share_name
@@ -33,8 +33,6 @@ from diloco.bucket.store.envelope import (
 from diloco.codecs.codec import pack
 from diloco.exchange.mean import Encoded
 
-LARGER = 4.0
-"""How much a share's norm may exceed its deltas' bound: encoding a mean again can enlarge it, E3M0 by a third."""
 GROUP = 16
 """Deltas added up before the next ones are read: memory does not grow with the members."""
 BEGINNING = 1024
@@ -48,12 +46,12 @@ def turns_to_average(record: Record, member: str, away: Collection[str]) -> Call
 
 
 def mean_in_parts(record: Record, deltas: Mapping[str, Contribution], layout: Layout) -> tuple[Encoded, ...]:
-    """Σ share · clip · decoded delta, in the order of the record, piece by piece: every member computes it when there
+    """Σ share · decoded delta, in the order of the record, piece by piece: every member computes it when there
     are too few to share the work."""
     parts = []
     for k, cut in enumerate(layout.cuts):
         payloads = [(deltas[e.digest].payloads or ())[k] for e in record.entries]
-        parts.append(Encoded(cut.start, layout.count(k), layout.codec, payloads, record.factors))
+        parts.append(Encoded(cut.start, layout.count(k), layout.codec, payloads, record.shares))
     return tuple(parts)
 
 
@@ -64,7 +62,7 @@ class Average:
     def __init__(self, record: Record, share: int, layout: Layout) -> None:
         self._record, self._layout, self._n = record, layout, layout.count(share)
         self._total = torch.zeros(self._n, dtype=torch.float32, device="cpu")
-        self._factors = dict(zip((e.digest for e in record.entries), record.factors, strict=True))
+        self._weights = dict(zip((e.digest for e in record.entries), record.shares, strict=True))
 
     def groups(self) -> list[Sequence[str]]:
         """The digests of the deltas whose pieces are added together."""
@@ -74,18 +72,12 @@ class Average:
     def add(self, pieces: Mapping[str, Tensor | None]) -> None:
         valid = {digest: piece for digest, piece in pieces.items() if piece is not None}
         if valid:
-            weights = [self._factors[digest] for digest in valid]
+            weights = [self._weights[digest] for digest in valid]
             self._total += Encoded(0, self._n, self._layout.codec, list(valid.values()), weights).values()
 
     def payload(self) -> Tensor:
         """The mean, encoded again."""
         return pack(self._layout.mean_codec, self._total)
-
-
-def largest(record: Record, heads: Mapping[str, Contribution], share: int) -> float:
-    """The maximum norm of a share, which bounds the harm that a wrong one can do."""
-    norms = [heads[e.digest].pieces[share].norm for e in record.entries]
-    return LARGER * sum(factor * norm for factor, norm in zip(record.factors, norms, strict=True))
 
 
 def seal_share(envelope: Envelope, record: Record, share: int, attempt: int, payload: Tensor) -> Sealed:
@@ -96,13 +88,12 @@ def seal_share(envelope: Envelope, record: Record, share: int, attempt: int, pay
 
 
 @refuses
-def read_share(opened: Opened, record: Record, share: int, layout: Layout, most: float) -> Encoded:
-    """Raises Invalid. Depends only on the bytes, the record and the heads, so all members agree."""
+def read_share(opened: Opened, record: Record, share: int, layout: Layout) -> Encoded:
+    """Raises Invalid. Depends only on the bytes and the record, so all members agree."""
     if (opened.header.get("share"), opened.header.get("record")) != (share, record.digest):
         raise Invalid("it is another share, or averaged for another record")
     payload = torch.frombuffer(bytearray(opened.payload), dtype=torch.uint8)
-    if not norm_of(layout.mean_codec, payload, layout.count(share)) <= most:
-        raise Invalid("it has non-finite values, or is larger than its deltas allow")
+    check_finite(layout.mean_codec, payload, layout.count(share))
     return encoded_share(payload, share, layout)
 
 
@@ -167,9 +158,8 @@ class Averaging:
         size = layout.mean_codec.nbytes(layout.count(share))
 
         def opened(data: Answer) -> Task[Encoded]:
-            most = largest(record, self._heads, share)
             body = yield Work(partial(self._envelope.open, name, "share", data, size))
-            encoded = yield Work(partial(read_share, body, record, share, layout, most))
+            encoded = yield Work(partial(read_share, body, record, share, layout))
             self.received += body.nbytes
             return encoded
 

@@ -8,7 +8,6 @@ from diloco.bucket.rounds import (
     FINGERPRINTS,
     PIECES,
     ROUNDS,
-    Link,
     Record,
     round_prefix,
     snapshot_folder,
@@ -167,7 +166,7 @@ class Snapshots:
                 self.newest = max(self.newest, index)
                 return
 
-    def judge(self, name: str) -> Task[tuple[Opened, Link] | None]:
+    def judge(self, name: str) -> Task[tuple[Opened, str] | None]:
         """The header, and what the next record must refer to, if the snapshot belongs to the run."""
         index = snapshot_index(name) or 0
         records = self._rounds.records_ahead(range(max(index, 1), index + 2))
@@ -188,12 +187,12 @@ class Snapshots:
         except Invalid as reason:
             return self.reject(name, reason)
 
-    def link_of(self, head: Opened) -> Task[Link | None]:
+    def link_of(self, head: Opened) -> Task[str | None]:
         """What the next record must refer to, if the snapshot fits the closed rounds: its record exists, and the next
         record continues from its bits."""
         index, digest = head.header["index"], head.header["record"]
         record = (yield from self._rounds.find(index, digest)) if index else None
-        link = Link() if record is None else record.link
+        link = "" if record is None else record.digest
         following, _, branched = yield from self._rounds.record(index + 1, link)
         fingerprint = head.header["fingerprint"]
         outvoted = False
@@ -204,7 +203,7 @@ class Snapshots:
         except Invalid as reason:
             return self.reject(head.name, reason)
 
-    def load(self, least: int = 0, before: int | None = None) -> Task[tuple[State, Link] | None]:
+    def load(self, least: int = 0, before: int | None = None) -> Task[tuple[State, str] | None]:
         """The newest valid snapshot from index `least` up to but not including `before`, and what the next record must
         refer to. If a snapshot was deleted meanwhile there are newer ones, so list them again."""
         names = None

@@ -50,7 +50,11 @@ def pack_into(codec: Codec, x: Tensor, payload: Tensor) -> bool:
         return kernels.encode(codec.name, x, payload)
     for values, data in chunks(codec, len(x)):
         payload[data] = codec.encode(x[values])
-    # A sum, at a quarter of the cost, is enough to know that all are finite; a sum of large values may overflow.
+    return is_finite(x)
+
+
+def is_finite(x: Tensor) -> bool:
+    """A sum, at a quarter of the cost, is enough to know that all are finite; a sum of large values may overflow."""
     return bool(torch.isfinite(x.sum())) or bool(torch.isfinite(x).all())
 
 

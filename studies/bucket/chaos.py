@@ -22,7 +22,6 @@ from typing import Any
 
 from benchmarks.record import Record, Target, write
 from diloco.bucket.round_store import RoundStore
-from diloco.bucket.rounds import Link
 from diloco.bucket.run import read_run
 from diloco.bucket.store.envelope import Envelope
 from diloco.bucket.store.store import Store
@@ -52,7 +51,6 @@ class Witness:
     def __init__(self, medium: Medium) -> None:
         self._medium = medium
         self.digests: dict[tuple[int, int], str] = {}
-        self.links: dict[int, Link] = {}
         self.members: list[int] = []  # of each round
         self.moved = time.monotonic()
         self.lost = 0
@@ -74,11 +72,11 @@ class Witness:
         assert self._store is not None
         index = sum(1 for f, _ in self.digests if f == fragment) + 1
         while True:
-            link = self.links.get(fragment, Link())
-            record = self._store.run(self._rounds[fragment].record(index, link), nullcontext())[0]
+            previous = self.digests.get((fragment, index - 1), "")
+            record = self._store.run(self._rounds[fragment].record(index, previous), nullcontext())[0]
             if record is None:
                 return
-            self.digests[fragment, index], self.links[fragment] = record.digest, record.link
+            self.digests[fragment, index] = record.digest
             self.members.append(len(record.entries))
             self.moved = time.monotonic()
             index += 1
@@ -87,13 +85,13 @@ class Witness:
         """Read everything again: what was closed must be there, with the same bytes."""
         assert self._store is not None
         for fragment in range(FRAGMENTS):
-            link = Link()
+            link = ""
             for index in range(1, sum(1 for f, _ in self.digests if f == fragment) + 1):
                 record = self._store.run(self._rounds[fragment].record(index, link), nullcontext())[0]
                 self.lost += record is None or record.digest != self.digests[fragment, index]
                 if record is None:
                     break
-                link = record.link
+                link = record.digest
 
 
 class Campaign:

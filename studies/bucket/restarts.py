@@ -24,7 +24,7 @@ from typing import Any
 from benchmarks.record import Target, write
 from diloco.bucket import find_run
 from diloco.bucket.members import read_members
-from diloco.bucket.rounds import Link, Record, member_of, place_of, read_record, record_name
+from diloco.bucket.rounds import Record, member_of, place_of, read_record, record_name
 from diloco.bucket.store import List, Read
 from diloco.bucket.store.backend import open_store
 from diloco.bucket.store.envelope import HEADER, PREFIX, Envelope
@@ -112,9 +112,9 @@ class Witness:
                 place = place_of(name) if member_of(name) else None
                 if place and place[0] == fragment and name not in self.tokens:
                     self._delta(fragment, name)
-            previous, index = Link(), 1
+            previous, index = "", 1
             while (name := record_name(fragment, index, 0)) in names:
-                previous = self._record(fragment, index, name, previous).link
+                previous = self._record(fragment, index, name, previous).digest
                 index += 1
             if index <= max((i for f, i in self.records if f == fragment), default=0):
                 self.changed += 1  # a record that was there is gone
@@ -126,7 +126,7 @@ class Witness:
             self.tokens[name] = header["tokens"]
             self.fingerprints.setdefault((fragment, header["index"] - 1), set()).add(header["fingerprint"])
 
-    def _record(self, fragment: int, index: int, name: str, previous: Link) -> Record:
+    def _record(self, fragment: int, index: int, name: str, previous: str) -> Record:
         assert self._envelope is not None
         record = read_record(self._envelope.open(name, "record", self._store.perform(Read(name, 1 << 21)), None),
                              fragment, index, previous)  # fmt: skip

@@ -5,7 +5,7 @@ import pytest
 from diloco import SGD, Diverged
 from diloco.bucket import snapshots
 from diloco.bucket.members import Member
-from diloco.bucket.rounds import Entry, Link, Record, folder, member_of, place_of, record_name, snapshot_index
+from diloco.bucket.rounds import Entry, Record, folder, member_of, place_of, record_name, snapshot_index
 from diloco.bucket.store import List, Read
 from tests.support.players import GARBAGE, SETTINGS, Player, World, complete, meet, one_member
 from tests.support.sharing import crowd, rounds_of, small_pieces, together
@@ -39,9 +39,9 @@ def test_a_listing_that_is_late_makes_nobody_write_a_record_that_is_not_valid(wh
 def test_a_record_that_its_own_writer_would_not_follow_is_never_written():
     world, a = one_member(1)
     store = a.reduce._fragments[0].rounds
-    empty = Record(0, 1, Link(), 7, "a", ())
+    empty = Record(0, 1, "", 7, "a", ())
     assert complete(world, store.close(empty, 0)) is None and not attempts_at(world, 0, 1)
-    good = Record(0, 1, Link(), 7, "a", (Entry("a", "0" * 64, 1.0, 1.0),))
+    good = Record(0, 1, "", 7, "a", (Entry("a", "0" * 64, 1.0),))
     digest = a.reduce.session.envelope.seal(record_name(0, 1, 0), "record", *good.sealed()).digest
     store.void.add(digest)  # it has found that its own record says of deltas what they are not
     assert complete(world, store.close(good, 0)) is None and not attempts_at(world, 0, 1)

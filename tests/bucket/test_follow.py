@@ -129,7 +129,7 @@ def test_who_comes_from_too_far_behind_follows_all_rounds_and_gives_up_its_local
 def test_where_deltas_are_gone_the_snapshot_of_the_next_round_will_do():
     world, a, b = behind(1)
     fragment = a.reduce._fragments[0]
-    complete(world, fragment.snapshots.store(a.diloco._fragments[0].state, fragment.machine.previous.digest))
+    complete(world, fragment.snapshots.store(a.diloco._fragments[0].state, fragment.machine.previous))
     for name in [name for name in world.objects if "/d-" in name]:
         del world.objects[name]
     for _ in range(3):

@@ -16,7 +16,7 @@ import pytest
 from diloco.bucket.deltas import read_delta, read_head, read_heads
 from diloco.bucket.members import incarnations, read_member, read_members
 from diloco.bucket.round_store import RoundStore
-from diloco.bucket.rounds import Link, is_record, member_of, place_of, read_record, snapshot_index
+from diloco.bucket.rounds import is_record, member_of, place_of, read_record, snapshot_index
 from diloco.bucket.rules import superfluous
 from diloco.bucket.run import read_run
 from diloco.bucket.shares import read_share
@@ -112,10 +112,10 @@ def watches(world):
 def interpret(envelope, name, body, record, layout):
     """What is made of an object once it is known to be signed, whether or not a member would get so far."""
     readers = {
-        "record": lambda opened: read_record(opened, 0, 1, Link()),
+        "record": lambda opened: read_record(opened, 0, 1, ""),
         "delta": lambda opened: (read_head(opened, body, 0, 1, layout), read_delta(opened, 0, 1, layout)),
         "heads": lambda opened: read_heads(opened, envelope, record, layout),
-        "share": lambda opened: read_share(opened, record, 0, layout, 1e9),
+        "share": lambda opened: read_share(opened, record, 0, layout),
         "snapshot": lambda opened: (check_header(opened, 0, 6, 6), read_snapshot(opened, 0, 6, 6)),
         "member": read_member,
     }
@@ -136,7 +136,7 @@ def test_no_object_stops_a_member_that_reads_it(world):
         kinds.setdefault(re.sub("[0-9a-f]{8,}|[0-9]+", "", name), []).append(name)
     player = member(world)
     envelope, layout = player.reduce.session.envelope, player.reduce._fragments[0].rounds.layout
-    record, _, _ = complete(world, RoundStore.reader(0, envelope).record(1, Link()))
+    record, _, _ = complete(world, RoundStore.reader(0, envelope).record(1, ""))
     before, count = 0.0, 300 * MORE
     for k in range(count):
         name = chance.choice(kinds[chance.choice([*kinds])])

@@ -40,7 +40,7 @@ from diloco.bucket.effects import (
 )
 from diloco.bucket.machine import FOLLOWING, SENDING, Machine
 from diloco.bucket.members import Member, MemberOptions, Timing
-from diloco.bucket.rounds import Attempts, Contribution, Entry, Link, Record, delta_name, record_name
+from diloco.bucket.rounds import Attempts, Contribution, Entry, Record, delta_name, record_name
 from diloco.bucket.rules import VOID
 from diloco.bucket.run import Session
 from diloco.bucket.store.envelope import Envelope, Invalid, Sealed
@@ -58,13 +58,13 @@ def state(index, value=0.0):
 def new(rounds=None, number=0):
     session = Session(Envelope("r"), Member("a", 0), Timing(MemberOptions(), 2), rounds, float("inf"), 4)
     machine = Machine(number, layout_of(Float32(), 2), session)
-    machine.start_from(state(0), Link())
+    machine.start_from(state(0), "")
     return machine
 
 
 def contribution(machine, member="a", digest=HEX, tokens=1.0, fingerprint=None):
     fingerprint = machine.fingerprint if fingerprint is None else fingerprint
-    return Contribution(member, digest, fingerprint, tokens, 1.0, (torch.zeros(8, dtype=torch.uint8),), 8)
+    return Contribution(member, digest, fingerprint, tokens, (torch.zeros(8, dtype=torch.uint8),), 8)
 
 
 def names(*deltas, index=1):
@@ -98,7 +98,7 @@ def closed(machine, now=0.0):
 
 def averaged(machine, value=1.0, now=0.0):
     average = closed(machine, now)
-    return machine.handle(Done(average, Averaged((), state(average.record.index, value), 0)), now)
+    return machine.handle(Done(average, Averaged(state(average.record.index, value), 0, {})), now)
 
 
 def test_a_delta_goes_from_training_through_the_store_and_back():
@@ -118,7 +118,7 @@ def test_a_delta_goes_from_training_through_the_store_and_back():
     average = does(machine.handle(Done(close, close.record), 0.0), Average)
     seen.append(machine.phase)
     assert machine.handle(Polled(1), 0.0) == ()
-    following = does(machine.handle(Done(average, Averaged((), state(1), 0)), 0.0), Inspect)
+    following = does(machine.handle(Done(average, Averaged(state(1), 0, {})), 0.0), Inspect)
     seen.append(machine.phase)
     assert following.index == 2
     outcome = machine.handle(Polled(1), 0.0)[0]
@@ -185,7 +185,7 @@ def test_a_call_is_answered_once():
 def test_no_outcome_is_handed_over_before_it_is_known_whether_the_newest_delta_is_in_it():
     machine = new()
     average = closed(machine)
-    machine.handle(Done(average, Averaged((), state(1), 0)), 0.0)
+    machine.handle(Done(average, Averaged(state(1), 0, {})), 0.0)
     machine.handle(Sent(1, lambda: None), 0.0)
     assert machine.handle(Polled(1), 0.0) == ()
     encode = does(machine.handle(Look(), 0.0), Encode)
@@ -234,11 +234,11 @@ def test_a_delta_that_is_not_finite_is_dropped_and_resets():
 def test_an_answer_that_comes_too_late_changes_nothing():
     machine = new()
     average = closed(machine)
-    averaged_one = Averaged((), state(1), 0)
+    averaged_one = Averaged(state(1), 0, {})
     machine.handle(Done(average, averaged_one), 0.0)
     before = machine.frontier, machine.phase, len(machine.ready)
     machine.handle(Done(average, averaged_one), 0.0)
-    machine.handle(Done(Load(None), (state(7), Link())), 0.0)
+    machine.handle(Done(Load(None), (state(7), "")), 0.0)
     machine.handle(Done(CountVotes(average.record), True), 0.0)
     assert (machine.frontier, machine.phase, len(machine.ready)) == before
 
@@ -246,7 +246,7 @@ def test_an_answer_that_comes_too_late_changes_nothing():
 def test_what_a_record_lacks_is_waited_for_then_looked_for_again_and_in_the_end_replaced():
     machine = new()
     other = contribution(machine, "b", "ef" * 32)
-    record = Record(0, 1, Link(), machine.fingerprint, "b", (entry(other),), digest="cd" * 32)
+    record = Record(0, 1, "", machine.fingerprint, "b", (entry(other),), digest="cd" * 32)
     inspect = delivered(machine)
     read = does(machine.handle(Done(inspect, Inspected(Attempts(record, 1, False), {})), 0.0), ReadDeltas)
     assert machine.handle(Done(read, dict.fromkeys(read.names)), 0.0) == ()
@@ -266,12 +266,12 @@ def test_what_a_record_lacks_is_waited_for_then_looked_for_again_and_in_the_end_
 
 
 def entry(delta):
-    return Entry(delta.member, delta.digest, delta.tokens, delta.norm, delta.lr)
+    return Entry(delta.member, delta.digest, delta.tokens, delta.lr)
 
 
 def test_a_record_that_others_have_followed_is_not_replaced():
     machine = new()
-    record = Record(0, 1, Link(), machine.fingerprint, "b", (entry(contribution(machine, "b", "ef" * 32)),), "cd" * 32)
+    record = Record(0, 1, "", machine.fingerprint, "b", (entry(contribution(machine, "b", "ef" * 32)),), "cd" * 32)
     inspect = delivered(machine)
     machine.seen.lacking_since = 0.0
     read = does(machine.handle(Done(inspect, Inspected(Attempts(record, 1, False), {})), VOID), ReadDeltas)
@@ -282,7 +282,7 @@ def test_a_record_that_others_have_followed_is_not_replaced():
 def test_who_cannot_replace_a_record_goes_on_waiting_for_a_snapshot():
     for sends in (True, False):
         machine = new()
-        record = Record(0, 1, Link(), machine.fingerprint, "b", (entry(contribution(machine, "b")),), "cd" * 32)
+        record = Record(0, 1, "", machine.fingerprint, "b", (entry(contribution(machine, "b")),), "cd" * 32)
         seen = Inspected(Attempts(record, 1, False), {})
         inspect = delivered(machine) if sends else does(machine.handle(Look(), 0.0), Inspect)
         machine.seen.lacking_since, machine.seen.deltas = 0.0, {}
@@ -296,7 +296,7 @@ def test_who_cannot_replace_a_record_goes_on_waiting_for_a_snapshot():
 
 def test_missing_shares_lead_to_a_snapshot_and_unfinished_ones_are_asked_for_again():
     machine = new()
-    record = Record(0, 1, Link(), machine.fingerprint, "b", (), "cd" * 32, "12" * 32)
+    record = Record(0, 1, "", machine.fingerprint, "b", (), "cd" * 32, "12" * 32)
     machine._layout = replace(machine._layout, cuts=(slice(0, 1), slice(1, 2)))
     inspect = does(machine.handle(Look(), 0.0), Inspect)
     heads = does(machine.handle(Done(inspect, Inspected(Attempts(record, 1, False), {})), 0.0), ReadHeads)
@@ -309,7 +309,7 @@ def test_missing_shares_lead_to_a_snapshot_and_unfinished_ones_are_asked_for_aga
 def test_a_record_that_misstates_a_delta_is_void():
     machine = new()
     delta = contribution(machine, "b", "ef" * 32)
-    lie = Record(0, 1, Link(), machine.fingerprint, "b", (replace(entry(delta), tokens=9.0),), "cd" * 32)
+    lie = Record(0, 1, "", machine.fingerprint, "b", (replace(entry(delta), tokens=9.0),), "cd" * 32)
     inspect = does(machine.handle(Look(), 0.0), Inspect)
     read = does(machine.handle(Done(inspect, Inspected(Attempts(lie, 1, False), {})), 0.0), ReadDeltas)
     does(machine.handle(Done(read, names(delta)), 0.0), Inspect)
@@ -319,11 +319,11 @@ def test_a_record_that_misstates_a_delta_is_void():
 def test_a_record_against_other_bits_is_judged_by_the_others_deltas():
     for outvoted in (True, False):
         machine = new()
-        record = Record(0, 1, Link(), 99, "b", (entry(contribution(machine, "b")),), "cd" * 32)
+        record = Record(0, 1, "", 99, "b", (entry(contribution(machine, "b")),), "cd" * 32)
         inspect = does(machine.handle(Look(), 0.0), Inspect)
         read = does(machine.handle(Done(inspect, Inspected(Attempts(record, 1, False), {})), 0.0), ReadDeltas)
         average = does(machine.handle(Done(read, names(contribution(machine, "b"))), 0.0), Average)
-        machine.handle(Done(average, Averaged((), state(1), 0)), 0.0)
+        machine.handle(Done(average, Averaged(state(1), 0, {})), 0.0)
         assert machine.handle(Polled(1), 0.0) == () and machine.phase is Phase.JUDGING
         votes = does(machine.handle(Look(), 0.0), CountVotes)
         (effect,) = machine.handle(Done(votes, outvoted), 0.0)
@@ -333,7 +333,7 @@ def test_a_record_against_other_bits_is_judged_by_the_others_deltas():
 @pytest.mark.parametrize(("other", "closes_at_once"), [(-1, False), (1, True)])
 def test_at_a_tie_the_side_with_the_smaller_fingerprint_closes_and_the_other_one_later(other, closes_at_once):
     machine = new()
-    machine.start_from(state(0, 1.0), Link())
+    machine.start_from(state(0, 1.0), "")
     machine._differs = 1  # the state was computed anew
     deltas = names(contribution(machine, "b", "ef" * 32, fingerprint=machine.fingerprint + other))
     ttl = machine.session.options.ttl
@@ -351,7 +351,7 @@ def test_who_was_too_far_behind_gives_up_its_local_work_and_no_longer_asks_for_a
     machine = new()
     average = closed(machine)
     machine.ready.append(Jump(state(-9)))  # training has not taken it yet
-    far = does(machine.handle(Done(average, Averaged((), state(1), 0)), 0.0), LookFar)
+    far = does(machine.handle(Done(average, Averaged(state(1), 0, {})), 0.0), LookFar)
     assert machine.handle(Done(far, 0), 0.0) == ()  # enough is ready
     machine.ready.clear()
     inspect = does(machine.handle(Look(), 0.0), Inspect)
@@ -365,8 +365,8 @@ def test_a_jump_covers_all_rounds_up_to_it():
     averaged(machine)
     machine._follow(Phase.JUMPING)
     load = does(machine.handle(Look(), 0.0), Load)
-    inspect = does(machine.handle(Done(load, (state(9), Link("12" * 32))), 0.0), Inspect)
-    assert (inspect.index, inspect.previous.digest) == (10, "12" * 32)
+    inspect = does(machine.handle(Done(load, (state(9), "12" * 32)), 0.0), Inspect)
+    assert (inspect.index, inspect.previous) == (10, "12" * 32)
     (handed,) = machine.handle(Polled(1), 0.0)
     assert isinstance(handed.outcome, Jump) and machine.held == 9 and not machine.ready
 
@@ -383,7 +383,7 @@ def test_a_round_that_was_read_wrongly_leads_to_a_snapshot_of_before_and_a_secon
         machine.handle(Done(recheck, 3), 0.0)
         load = does(machine.handle(Look(), 0.0), Load)
         assert load.target.before == 3
-        machine.handle(Done(load, (state(1), Link())), 0.0)
+        machine.handle(Done(load, (state(1), "")), 0.0)
     machine = new()
     inspect = does(machine.handle(Look(), 0.0), Inspect)
     recheck = does(machine.handle(Done(inspect, Inspected(Attempts(None, 1, True), {})), 0.0), Recheck)
@@ -480,12 +480,12 @@ class Fate:
                 heads = {e.digest: replace(self.delta(e.member), digest=e.digest) for e in record.entries}
                 return self.maybe(None, Invalid("x"), heads)
             case Average() | Collect():
-                done = Averaged((), state(effect.before.index + 1, self.chance.random()), 0)
+                done = Averaged(state(effect.before.index + 1, self.chance.random()), 0, {})
                 return done if isinstance(effect, Average) else self.maybe(None, Missing(), done)
             case Load(target):
                 least = max(target.least, 0)
                 before = least + 3 if target.before is None else target.before
-                return self.maybe(None, (state(self.chance.randint(least, max(before, least))), Link()))
+                return self.maybe(None, (state(self.chance.randint(least, max(before, least))), ""))
             case LookFar():
                 return self.maybe(None, self.machine.frontier + self.chance.randrange(30))
             case Recheck():
@@ -541,7 +541,7 @@ def closed_by_b(machine, inspect, index=1, fingerprint=None, now=0.0):
     record = Record(0, index, machine.previous, delta.fingerprint, "b", (entry(delta),), "cd" * 32)
     read = does(machine.handle(Done(inspect, Inspected(Attempts(record, 1, False), {})), now), ReadDeltas)
     average = does(machine.handle(Done(read, names(delta, index=index)), now), Average)
-    return machine.handle(Done(average, Averaged((), state(index, float(index)), 0)), now)
+    return machine.handle(Done(average, Averaged(state(index, float(index)), 0, {})), now)
 
 
 def test_a_member_that_missed_a_round_is_awaited_again_in_each_fourth():
@@ -551,7 +551,7 @@ def test_a_member_that_missed_a_round_is_awaited_again_in_each_fourth():
     assert machine.handle(Done(inspect, Inspected(NONE, {})), 0.0) == ()
     close = does(machine.handle(Done(inspect, Inspected(NONE, {})), timeout), Close)
     average = does(machine.handle(Done(close, replace(close.record, digest="cd" * 32)), timeout), Average)
-    machine.handle(Done(average, Averaged((), state(1), 0)), timeout)
+    machine.handle(Done(average, Averaged(state(1), 0, {})), timeout)
     assert [set(machine.session.awaited(index, timeout)) for index in (2, 4)] == [set(), {"b"}]
 
 
@@ -572,11 +572,11 @@ def test_a_record_that_names_a_delta_of_an_earlier_life_is_told_from_one_without
         machine = new()
         inspect = delivered(machine)
         delta = contribution(machine, member, digest)
-        record = Record(0, 1, Link(), machine.fingerprint, "b", (entry(delta),), "cd" * 32)
+        record = Record(0, 1, "", machine.fingerprint, "b", (entry(delta),), "cd" * 32)
         effects = machine.handle(Done(inspect, Inspected(Attempts(record, 1, False), {})), 0.0)
         if isinstance(effects[0], ReadDeltas):
             effects = machine.handle(Done(effects[0], names(delta)), 0.0)
-        machine.handle(Done(does(effects, Average), Averaged((), state(1), 0)), 0.0)
+        machine.handle(Done(does(effects, Average), Averaged(state(1), 0, {})), 0.0)
         outcome = machine.handle(Polled(1), 0.0)[0].outcome
         assert (outcome.counted, outcome.earlier) == (counted, earlier)
 

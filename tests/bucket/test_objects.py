@@ -11,7 +11,6 @@ from diloco.bucket.round_store import RoundStore
 from diloco.bucket.rounds import (
     MOST,
     Entry,
-    Link,
     Record,
     delta_name,
     folder,
@@ -158,10 +157,10 @@ def test_a_member_with_other_settings_is_told_which():
         Player(world, "b", rounds=5).turn()
 
 
-RECORD = {"fragment": 0, "index": 1, "previous": "p", "usual": 2.0, "fingerprint": 7, "by": "a", "voids": "",
+RECORD = {"fragment": 0, "index": 1, "previous": "p", "fingerprint": 7, "by": "a", "voids": "",
           "heads": ""}  # fmt: skip
-FOLLOWS = Link("p", 2.0)
-GOOD = [["a", "0" * 64, 100.0, 3.0, 0.1], ["b", "1" * 64, 300.0, 3.0, 0.3]]
+FOLLOWS = "p"
+GOOD = [["a", "0" * 64, 100.0, 0.1], ["b", "1" * 64, 300.0, 0.3]]
 
 
 def record(entries=GOOD, follows=FOLLOWS, **changes):
@@ -172,23 +171,23 @@ def record(entries=GOOD, follows=FOLLOWS, **changes):
 
 def test_a_good_record_is_read_as_it_was_written():
     opened = record()
-    assert opened.entries == (Entry("a", "0" * 64, 100.0, 3.0, 0.1), Entry("b", "1" * 64, 300.0, 3.0, 0.3))
+    assert opened.entries == (Entry("a", "0" * 64, 100.0, 0.1), Entry("b", "1" * 64, 300.0, 0.3))
     fields, payload = opened.sealed()
     assert fields == RECORD and json.loads(payload) == GOOD
-    assert opened.members == {"a": 0.25, "b": 0.75} and opened.clips == [1.0, 1.0]
+    assert opened.members == {"a": 0.25, "b": 0.75}
     assert opened.lr == 0.25 * 0.1 + 0.75 * 0.3
 
 
 BAD_ENTRIES = [
-    [], None, b"{", b"[" * 5000, [["a"]], [1], GOOD[::-1], [GOOD[0], GOOD[0]], [["a", "0" * 64, 1.0, 1.0]],
-    [["a", "0" * 64, -1.0, 1.0, 0.0]], [["a", "0" * 64, 1.0, 1e301, 0.0]], [["a", "0" * 64, 1.0, 1.0, -1.0]],
-    [["a", "0" * 64, 1.0, 1.0, 1e300]], [["../a", "0" * 64, 1.0, 1.0, 0.0]], [["a", "0" * 63, 1.0, 1.0, 0.0]],
-    [[f"m{k:04d}", "0" * 64, 1.0, 1.0, 0.0] for k in range(MOST + 1)],
+    [], None, b"{", b"[" * 5000, [["a"]], [1], GOOD[::-1], [GOOD[0], GOOD[0]], [["a", "0" * 64, 1.0]],
+    [["a", "0" * 64, -1.0, 0.0]], [["a", "0" * 64, 1e301, 0.0]], [["a", "0" * 64, 1.0, -1.0]],
+    [["a", "0" * 64, 1.0, 1e300]], [["../a", "0" * 64, 1.0, 0.0]], [["a", "0" * 63, 1.0, 0.0]],
+    [[f"m{k:04d}", "0" * 64, 1.0, 0.0] for k in range(MOST + 1)],
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("changes", [
-    {"index": 2}, {"previous": "q"}, {"usual": 3.0}, {"usual": -1.0}, {"heads": "x"}, {"heads": None},
+    {"index": 2}, {"previous": "q"}, {"heads": "x"}, {"heads": None},
     {"fingerprint": -1}, {"fingerprint": True}, {"by": None}, *({"entries": entries} for entries in BAD_ENTRIES),
 ], ids=lambda changes: repr(changes)[:40])  # fmt: skip
 def test_a_bad_record_is_rejected(changes):
@@ -224,14 +223,14 @@ def test_a_header_has_a_limit_both_where_it_is_written_and_where_it_is_read():
 
 
 def test_a_record_that_says_of_a_delta_what_it_is_not_does_not_count():
-    """A member closes round 1 with a norm that is not that of its delta, which would escape the limit."""
+    """A member closes round 1 with more work than its delta says."""
     world = World()
     world.key, world.check = KEY, lambda: None
     a = Player(world, "a", key=KEY)
     a.turn()
     sealed = delta_of(world)
     world.objects[sealed.name] = sealed.body
-    lie = Record(0, 1, Link(), world.states[0, 0], "x", (Entry("x", sealed.digest, 8.0, 0.001),))
+    lie = Record(0, 1, "", world.states[0, 0], "x", (Entry("x", sealed.digest, 9.0),))
     name = record_name(0, 1, 0)
     world.objects[name] = Envelope(world.run, KEY).seal(name, "record", *lie.sealed()).body
     until_closed(a, 2)
@@ -324,7 +323,7 @@ def test_an_object_that_is_different_at_every_look_is_not_read_for_ever():
     world = World()
     answers = (f"garbage {k}".encode() for k in range(1000))
     world.attempt = lambda operation: [next(answers) for _ in operation.operations]
-    assert complete(world, rounds.record(1, Link())) == (None, 0, False)
+    assert complete(world, rounds.record(1, "")) == (None, 0, False)
 
 
 def test_a_name_that_somebody_has_taken_is_not_put_for_ever():

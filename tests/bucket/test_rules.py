@@ -11,7 +11,6 @@ from diloco.bucket.rounds import (
     Branched,
     Contribution,
     Entry,
-    Link,
     Record,
     delta_name,
     heads_name,
@@ -24,11 +23,11 @@ from diloco.bucket.store.envelope import Invalid
 
 
 def record(digest, voids="", entries=(), fingerprint=7):
-    return Record(0, 1, Link(), fingerprint, "a", tuple(entries), digest=digest, voids=voids)
+    return Record(0, 1, "", fingerprint, "a", tuple(entries), digest=digest, voids=voids)
 
 
-def delta(member, digest="d", tokens=1.0, norm=1.0, fingerprint=7, lr=0.5):
-    return Contribution(member, digest, fingerprint, tokens, norm, None, 0, lr)
+def delta(member, digest="d", tokens=1.0, fingerprint=7, lr=0.5):
+    return Contribution(member, digest, fingerprint, tokens, None, 0, lr)
 
 
 # 1, 4: one record per round, forever.
@@ -74,16 +73,16 @@ def test_nothing_that_a_later_member_needs_is_superfluous_and_no_record_ever():
 # 2: equal bits.
 
 
-@pytest.mark.parametrize("change", [{"tokens": 2.0}, {"lr": 0.4}, {"norm": 1.01}], ids=["tokens", "lr", "norm"])
+@pytest.mark.parametrize("change", [{"tokens": 2.0}, {"lr": 0.4}], ids=["tokens", "lr"])
 def test_a_record_must_say_of_its_deltas_what_they_are(change):
-    truth = Entry("a", "d", 1.0, 1.0, 0.5)
+    truth = Entry("a", "d", 1.0, 0.5)
     deltas = {"d": delta("a")}
     assert rules.is_truthful(record("1", entries=[truth]), deltas, max_work=9.0)
     assert not rules.is_truthful(record("1", entries=[replace(truth, **change)]), deltas, max_work=9.0)
 
 
 def test_a_record_counts_work_up_to_the_limit_of_the_run():
-    entry = Entry("a", "d", 5.0, 1.0, 0.5)
+    entry = Entry("a", "d", 5.0, 0.5)
     assert rules.is_truthful(record("1", entries=[entry]), {"d": delta("a", tokens=8.0)}, max_work=5.0)
     assert not rules.is_truthful(record("1", entries=[entry]), {"d": delta("a", tokens=8.0)}, max_work=9.0)
 
@@ -149,10 +148,10 @@ def test_a_record_of_too_many_still_has_the_delta_of_the_member_that_writes_it()
 
 def test_a_member_starts_from_a_snapshot_only_if_the_run_continued_from_it():
     own, after = record("1"), record("2", fingerprint=5)
-    assert rules.link_after(3, 5, own, after, branched=False, outvoted=False) == own.link
-    assert rules.link_after(3, 5, own, None, branched=False, outvoted=False) == own.link
-    assert rules.link_after(0, 5, None, after, branched=True, outvoted=False) == Link()
-    assert rules.link_after(3, 6, own, after, branched=False, outvoted=True) == own.link
+    assert rules.link_after(3, 5, own, after, branched=False, outvoted=False) == own.digest
+    assert rules.link_after(3, 5, own, None, branched=False, outvoted=False) == own.digest
+    assert rules.link_after(0, 5, None, after, branched=True, outvoted=False) == ""
+    assert rules.link_after(3, 6, own, after, branched=False, outvoted=True) == own.digest
     for index, fingerprint, named, following, branched in (
         (3, 5, None, after, False), (3, 5, own, None, True), (3, 6, own, after, False), (0, 6, None, after, False),
     ):  # fmt: skip

@@ -1,7 +1,6 @@
 """Snapshots: which are used, which is the newest, and when one is due."""
 
 import json
-from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ import diloco.bucket.store.envelope as envelope_
 from diloco import Float32
 from diloco.bucket.deltas import layout_of
 from diloco.bucket.round_store import RoundStore
-from diloco.bucket.rounds import Entry, Link, Record, delta_name, place_of, record_name, snapshot_index
+from diloco.bucket.rounds import Entry, Record, delta_name, place_of, record_name, snapshot_index
 from diloco.bucket.rules import superfluous
 from diloco.bucket.snapshots import (
     KEEP,
@@ -37,15 +36,15 @@ def snapshots(rejected=None):
     return Snapshots(rounds, ENVELOPE, 0, state(0), "", reject, 8)
 
 
-START = Link("p", 1.0)
+START = "p"
 
 
 def close(world, index, fingerprint=7, previous=START):
-    """Put a record; returns its digest, and what the next one has to follow."""
-    record = Record(0, index, previous, fingerprint, "a", (Entry("a", "0" * 64, 1.0, 1.0),))
+    """Put a record; returns its digest."""
+    record = Record(0, index, previous, fingerprint, "a", (Entry("a", "0" * 64, 1.0),))
     sealed = ENVELOPE.seal(record_name(0, index, 0), "record", *record.sealed())
     world.objects[sealed.name] = sealed.body
-    return sealed.digest, replace(record, digest=sealed.digest).link
+    return sealed.digest
 
 
 def read(sealed):
@@ -85,9 +84,9 @@ def test_a_snapshot_whose_header_does_not_fit_is_refused(changes):
 def test_the_newest_is_the_newest_valid_one():
     world, rejected = World(), []
     writer, reader = snapshots(), snapshots(rejected)
-    links = {}
+    digests = {}
     for index in (5, 3):
-        digest, links[index] = close(world, index)
+        digest = digests[index] = close(world, index)
         complete(world, writer.store(state(index), digest))
         assert writer.newest == 5
     bad = "anchors/0000/00000009-" + "0" * 64
@@ -96,7 +95,7 @@ def test_the_newest_is_the_newest_valid_one():
     assert reader.newest == 5 and rejected == [bad]
     loader = snapshots()
     loaded, link = complete(world, loader.load())
-    assert loaded.index == loader.newest == 5 and link == links[5]
+    assert loaded.index == loader.newest == 5 and link == digests[5]
     assert complete(world, snapshots().load(6)) is None
 
 
@@ -116,12 +115,12 @@ def test_a_snapshot_that_does_not_belong_to_what_was_closed_is_not_used():
     """One names a record that is not there; from the bits of another the run did not go on."""
     world, rejected = World(), []
     reader = snapshots(rejected)
-    digest, third = close(world, 3)
+    digest = close(world, 3)
     complete(world, reader.store(state(3), digest))
     forged = seal_snapshot(ENVELOPE, 0, state(99_999_999), "0" * 64)
-    fourth, link = close(world, 4, state(3).fingerprint(), third)
+    fourth = close(world, 4, state(3).fingerprint(), digest)
     other = seal_snapshot(ENVELOPE, 0, state(4, anchor=(9.0, 9.0)), fourth)
-    following = Record(0, 5, link, 12345, "a", (Entry("a", "0" * 64, 1.0, 1.0),))
+    following = Record(0, 5, fourth, 12345, "a", (Entry("a", "0" * 64, 1.0),))
     record = ENVELOPE.seal(record_name(0, 5, 0), "record", *following.sealed())
     for sealed in (forged, other, record):
         world.objects[sealed.name] = sealed.body
@@ -135,9 +134,9 @@ def test_a_snapshot_of_another_branch_is_not_used():
     """A key holder has put a second record of round 3, behind the first, and a snapshot that names it."""
     world, rejected = World(), []
     reader = snapshots(rejected)
-    digest, link = close(world, 3)
-    follow = Record(0, 4, link, state(3).fingerprint(), "a", (Entry("a", "0" * 64, 1.0, 1.0),))
-    second = Record(0, 3, Link("q", 1.0), 7, "b", (Entry("b", "0" * 64, 1.0, 1.0),))
+    digest = close(world, 3)
+    follow = Record(0, 4, digest, state(3).fingerprint(), "a", (Entry("a", "0" * 64, 1.0),))
+    second = Record(0, 3, "q", 7, "b", (Entry("b", "0" * 64, 1.0),))
     good = seal_snapshot(ENVELOPE, 0, state(3), digest)
     forged_record = ENVELOPE.seal(record_name(0, 3, 1), "record", *second.sealed())
     forged = seal_snapshot(ENVELOPE, 0, state(3, anchor=(2.0, 1.0)), forged_record.digest)
@@ -153,7 +152,7 @@ def test_a_snapshot_of_another_branch_is_not_used():
 def test_what_is_deleted_while_it_is_read_is_looked_for_again():
     """Two newer ones were put, and the one that is being read was collected."""
     world = World()
-    digest, _ = close(world, 3)
+    digest = close(world, 3)
     complete(world, snapshots().store(state(3), digest))
     (old,) = [name for name in world.objects if name.startswith("anchors/")]
     task = snapshots().load()
@@ -161,7 +160,7 @@ def test_what_is_deleted_while_it_is_read_is_looked_for_again():
     while not (isinstance(operation := task.send(answer), Read) and operation.name == old and operation.first is None):
         answer = world.attempt(operation)
     del world.objects[old]
-    digest, _ = close(world, 5)
+    digest = close(world, 5)
     complete(world, snapshots().store(state(5), digest))
 
     def rest():
@@ -182,7 +181,7 @@ def _resumed(task, answer):
 def test_what_is_superfluous_is_kept_for_an_hour_and_while_somebody_joins():
     world, writer = World(), snapshots()
     for index in (1, 2, 3, 4):
-        digest, _ = close(world, index)
+        digest = close(world, index)
         world.objects[delta_name(0, index, "a", "0" * 64)] = b"delta"
         complete(world, writer.store(state(index), digest))
 
@@ -213,7 +212,7 @@ def test_one_is_due_when_the_rounds_since_weigh_enough_at_a_multiple_of_the_stri
     writer, due = snapshots(), []
     writer.newest = 0
     for index in range(1, 20):
-        writer.followed(Record(0, index, Link(), 7, "a", (Entry("a", "", 1.0, 1.0), Entry("b", "", 1.0, 1.0))))
+        writer.followed(Record(0, index, "", 7, "a", (Entry("a", "", 1.0), Entry("b", "", 1.0))))
         writer.consider(state(index), "record", wanted=-1, first=True, now=0.0, straggler_timeout=1.0)
         due += [index] * (writer._waiting is not None)
     assert due[0] == first

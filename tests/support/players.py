@@ -14,7 +14,7 @@ from torch import nn
 
 from diloco import SGD, Balanced, DiLoCo, Float32
 from diloco.bucket import Bucket
-from diloco.bucket.rounds import Branched, Link, read_record, record_name
+from diloco.bucket.rounds import Branched, read_record, record_name
 from diloco.bucket.store import All, Create, Delete, List, Pause, Read, Size, Work, Write, advance, too_large
 from diloco.bucket.store.envelope import Envelope, Invalid
 from diloco.core.sync import advance_of
@@ -41,7 +41,7 @@ class World:
         self.states: dict[tuple[int, int], int] = {}  # (fragment, index): fingerprint
         self.steps: Counter[str] = Counter()  # of all lives of each member
         self.work: dict[int, Counter[str]] = {}  # of them that rounds of each fragment have counted
-        self._read: dict[str, tuple[bytes, Link, Any]] = {}  # a valid record, and what it was read from
+        self._read: dict[str, tuple[bytes, str, Any]] = {}  # a valid record, and what it was read from
         self.run, self.key = "", None
         self.stale: dict[str, int] | None = None  # what listings answer instead of what is there
         self.honest = False  # nobody's deltas are made up, so that their steps can be counted
@@ -84,7 +84,7 @@ class World:
         """Guarantee 1: one record per round, forever. 6: a delta is in at most one record, once, and so is a step."""
         counted = set()
         for fragment in range(self.fragments):
-            previous, index = Link(), 1
+            previous, index = "", 1
             work = self.work[fragment] = Counter()
             while True:
                 record = self.record(fragment, index, previous)
@@ -102,7 +102,7 @@ class World:
                 work.update({e.member: e.tokens for e in record.entries})
                 if self.honest and any(work[name] > steps for name, steps in self.steps.items()):
                     raise Violation(f"steps count twice: {dict(work)} of {dict(self.steps)}")
-                previous, index = record.link, index + 1
+                previous, index = record.digest, index + 1
 
     def record(self, fragment, index, previous, attempt=0, voided=None):
         """`voided`: only what stands in for this record counts."""

@@ -45,7 +45,7 @@ from diloco.errors import ConfigError, install_command
 log = logging.getLogger("diloco")
 T = TypeVar("T")
 P = ParamSpec("P")
-PROTOCOL = 7
+PROTOCOL = 8
 MAGIC = b"DLCO"
 ENCRYPTED = b"DLCE"
 """The magic number of an encrypted object."""
