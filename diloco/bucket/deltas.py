@@ -207,23 +207,15 @@ def read_head(opened: Opened, body: bytes, fragment: int, index: int, layout: La
     if member != member_of(opened.name):
         raise Invalid("it belongs to another member than its name says")
     fingerprint, tokens = opened.integer("fingerprint", 0, FINGERPRINTS), opened.number("tokens", 0, 1e18)
-    pieces = _read_pieces(opened.header.get("pieces"), layout) if layout.cut else ()
+    rows = opened.header["pieces"] if layout.cut else ()
+    pieces = tuple(Piece(integer(size, "size", 1, PART), text(digest, "digest of a piece")) for size, digest in rows)
+    if layout.cut and len(pieces) != len(layout.cuts):
+        raise Invalid(f"it does not list the {len(layout.cuts)} pieces of the fragment")
     return Contribution(
         member, opened.digest, fingerprint, tokens, payloads=None,
         nbytes=len(body) + sum(piece.size for piece in pieces), lr=opened.number("lr", 0, LARGEST_LR), pieces=pieces,
         head=body if layout.cut else b"",
     )  # fmt: skip
-
-
-def _read_pieces(rows: object, layout: Layout) -> tuple[Piece, ...]:
-    if not isinstance(rows, list) or len(rows) != len(layout.cuts):
-        raise Invalid(f"it does not list the {len(layout.cuts)} pieces of the fragment")
-    pieces = []
-    for row in rows:
-        if not isinstance(row, list) or len(row) != 2:
-            raise Invalid("its list of pieces is malformed")
-        pieces.append(Piece(integer(row[0], "size", 1, PART), text(row[1], "digest of a piece")))
-    return tuple(pieces)
 
 
 @refuses

@@ -17,7 +17,7 @@ from diloco.bucket.effects import Phase
 from diloco.bucket.rounds import MEMBER
 from diloco.bucket.rules import expected
 from diloco.bucket.store import All, Delete, List, Read, Task, Write, create
-from diloco.bucket.store.envelope import PREFIX, Envelope, Invalid, Opened, Reject, integer, number, refuses, text
+from diloco.bucket.store.envelope import PREFIX, Envelope, Invalid, Opened, Reject, flag, integer, number, refuses, text
 from diloco.errors import ConfigError, DiLoCoError
 
 MEMBERS = "members/"
@@ -91,39 +91,27 @@ def check_name(name: str) -> str:
 @refuses
 def read_member(opened: Opened) -> Member:
     """Raises Invalid."""
-    fields = opened.header.get("member")
-    if not isinstance(fields, dict) or set(fields) != set(Member.__dataclass_fields__):
+    fields, published = opened.header["member"], opened.header["member"]["published"]
+    if set(fields) != set(Member.__dataclass_fields__):
         raise Invalid("its fields are not those of a member")
-    held, wants, published = fields["held"], fields["wants"], fields["published"]
-    if not isinstance(held, list) or not isinstance(wants, list) or not isinstance(published, dict):
-        raise Invalid("held and wants are not lists, or the published figures are not an object")
-    if any(not isinstance(w, list) or len(w) != 2 for w in wants):
-        raise Invalid("wants is not a list of pairs")
-    if not isinstance(fields["joining"], bool) or not isinstance(fields["left"], bool):
-        raise Invalid("joining and left are not booleans")
     member = Member(
         name=str(fields["name"]),
         incarnation=integer(fields["incarnation"], "incarnation", 0, INCARNATIONS - 1),
         counter=integer(fields["counter"], "counter", 0, 1 << 60),
-        held=tuple(integer(i, "held", 0, 1 << 40) for i in held),
-        wants=tuple((integer(f, "fragment", 0, 1 << 30), integer(i, "index", 0, 1 << 40)) for f, i in wants),
-        joining=fields["joining"],
+        held=tuple(integer(i, "held", 0, 1 << 40) for i in fields["held"]),
+        wants=tuple((integer(f, "fragment", 0, 1 << 30), integer(i, "index", 0, 1 << 40)) for f, i in fields["wants"]),
+        joining=flag(fields["joining"], "joining"),
         address=text(fields["address"], "address")[:ADDRESS],
-        phases=_read_phases(fields["phases"]),
-        left=fields["left"],
+        phases=text(fields["phases"], "phases"),
+        left=flag(fields["left"], "left"),
         step_seconds=number(fields["step_seconds"], "step_seconds", 0, 1e6),
         published={str(key)[:64]: number(value, str(key)[:64], -1e30, 1e30) for key, value in published.items()},
     )
     if opened.name != member.object_name:
         raise Invalid("it belongs to another member than its name says")
-    return member
-
-
-def _read_phases(value: object) -> str:
-    phases = text(value, "phases")
-    if not set(phases) <= _DIGITS:
+    if not set(member.phases) <= _DIGITS:
         raise Invalid("its phases are not all known")
-    return phases
+    return member
 
 
 @dataclass

@@ -38,9 +38,11 @@ from diloco.bucket.store.envelope import (
     PREFIX,
     Envelope,
     Invalid,
+    Opened,
     encrypted,
     open_encrypted,
     put,
+    refuses,
     rounded,
 )
 from diloco.bucket.store.store import Store
@@ -73,26 +75,30 @@ class Run:
 
 def read_run(key: bytes | None) -> Task[Run | None]:
     """The run in the bucket. Raises ConfigError if run.json is unusable."""
+    data = yield Read(NAME, PREFIX.size + HEADER + PART)
+    if data is None:
+        return None
     try:
-        data = yield Read(NAME, PREFIX.size + HEADER + PART)
-        if data is None:
-            return None
         signed = Envelope("").open(NAME, "run", data, None).header.get("signed")
         if signed is not (key is not None):
             raise ConfigError("the run is not signed: omit --key-file" if key is not None else
                               "the run is signed: pass its secret with --key-file")  # fmt: skip
-        opened = Envelope("", key).open(NAME, "run", data, None)
-        value = json.loads(opened.payload)
-        contract, snapshots, note = value["contract"], value["snapshots"], value["note"]
-        if not isinstance(note, dict) or not isinstance(contract, dict) or not isinstance(snapshots, list):
-            raise Invalid("its contract, snapshots or note are malformed")
-        if not all(isinstance(name, str) and snapshot_index(name) == 0 for name in snapshots):
-            raise Invalid("one of its snapshots is not an initial one")
-        if not re.fullmatch("[0-9a-f]{16}", opened.text("run")):
-            raise Invalid("its run id is malformed")
-        return Run(opened.text("run"), contract, tuple(snapshots), note, created=False)
-    except (Invalid, ValueError, KeyError, TypeError, RecursionError) as reason:
+        return _opened_run(Envelope("", key).open(NAME, "run", data, None))
+    except Invalid as reason:
         raise ConfigError(f"{NAME} in the bucket is unusable: {reason}") from None
+
+
+@refuses
+def _opened_run(opened: Opened) -> Run:
+    value, run = json.loads(opened.payload), opened.text("run")
+    contract, snapshots, note = value["contract"], value["snapshots"], value["note"]
+    if not isinstance(note, dict) or not isinstance(contract, dict) or not isinstance(snapshots, list):
+        raise Invalid("its contract, snapshots or note are malformed")
+    if any(snapshot_index(name) != 0 for name in snapshots):
+        raise Invalid("one of its snapshots is not an initial one")
+    if not re.fullmatch("[0-9a-f]{16}", run):
+        raise Invalid("its run id is malformed")
+    return Run(run, contract, tuple(snapshots), note, created=False)
 
 
 def find_or_create(proposal: Run, key: bytes | None, states: Sequence[State], join_only: bool) -> Task[Run]:

@@ -23,6 +23,7 @@ from diloco.bucket.store.envelope import (
     Opened,
     Reject,
     Sealed,
+    flag,
     get,
     put,
     refuses,
@@ -65,7 +66,7 @@ def read_snapshot(opened: Opened, fragment: int, anchor: int, outer: int) -> Sta
     zeros = torch.zeros(outer, dtype=torch.float32, device="cpu")
     outer_values = values[anchor : anchor + outer].clone() if not opened.header["zero"] else zeros
     state = State(opened.header["index"], values[:anchor].clone(), outer_values)
-    if state.fingerprint() != opened.integer("fingerprint", 0, FINGERPRINTS):
+    if state.fingerprint() != opened.header["fingerprint"]:
         raise Invalid("its fingerprint does not match its values")
     if not (torch.isfinite(state.anchor).all() and torch.isfinite(state.outer).all()):
         raise Invalid("it has non-finite values")
@@ -75,14 +76,14 @@ def read_snapshot(opened: Opened, fragment: int, anchor: int, outer: int) -> Sta
 @refuses
 def check_header(opened: Opened, fragment: int, anchor: int, outer: int) -> int:
     """The index of a snapshot, judged by its header alone. Raises Invalid."""
+    opened.text("record")
+    opened.integer("fingerprint", 0, FINGERPRINTS)
     index, header = opened.integer("index", 0, 1 << 40), opened.header
-    if snapshot_index(opened.name) != index or header.get("fragment") != fragment:
+    if snapshot_index(opened.name) != index or header["fragment"] != fragment:
         raise Invalid("it belongs to another fragment or round than its name says")
-    if (header.get("anchor"), header.get("outer")) != (anchor, outer):
+    if (header["anchor"], header["outer"]) != (anchor, outer):
         raise Invalid("its shape differs from the fragment's")
-    if not isinstance(header.get("zero"), bool) or not isinstance(header.get("record"), str):
-        raise Invalid("its fields are not those of a snapshot")
-    if header["size"] != 4 * (anchor + (0 if header["zero"] else outer)):
+    if header["size"] != 4 * (anchor + (0 if flag(header["zero"], "zero") else outer)):
         raise Invalid(f"its payload has {header['size']} bytes, which does not fit its shape")
     return index
 

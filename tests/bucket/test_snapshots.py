@@ -52,10 +52,11 @@ def read(sealed):
 
 
 def changed(**changes):
-    """A snapshot whose header says something else."""
+    """A snapshot whose header says something else; None: it does not say it."""
     good = seal_snapshot(ENVELOPE, 0, state(4), "record")
     header, _ = json.JSONDecoder().raw_decode(good.body[PREFIX.size :].decode("latin-1"))
-    return ENVELOPE.seal(f"anchors/0000/00000004-{DIGEST}", "snapshot", header | changes, good.body[-12:])
+    header = {key: value for key, value in (header | changes).items() if value is not None}
+    return ENVELOPE.seal(f"anchors/0000/00000004-{DIGEST}", "snapshot", header, good.body[-12:])
 
 
 @pytest.mark.parametrize("outer", [(3.0,), (0.0,)])
@@ -79,6 +80,13 @@ def test_a_snapshot_with_inf_or_nan_anywhere_is_refused(bad):
 def test_a_snapshot_whose_header_does_not_fit_is_refused(changes):
     with pytest.raises(Invalid):
         read(changed(**changes))
+
+
+def test_a_snapshot_without_a_fingerprint_stops_nobody_that_lists_it():
+    world, rejected = World(), []
+    bad = changed(fingerprint=None)
+    world.objects[bad.name] = bad.body
+    assert complete(world, snapshots(rejected).load()) is None and rejected[0] == bad.name
 
 
 def test_the_newest_is_the_newest_valid_one():

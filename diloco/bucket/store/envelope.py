@@ -75,7 +75,8 @@ class Invalid(Exception):
 
 
 def refuses(read: Callable[P, T]) -> Callable[P, T]:
-    """Turn any exception of a reader into Invalid: objects can contain anything, and none may stop a member."""
+    """Turn any exception of a reader into Invalid: objects can contain anything, and none may stop a member. So a
+    reader checks the values that it returns, and need not check what would raise anyway."""
 
     @wraps(read)
     def guarded(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -310,6 +311,12 @@ def number(value: object, key: str, low: float, high: float) -> float:
 def integer(value: object, key: str, low: int, high: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         raise Invalid(f"{key} is not an integer from {low} to {high}")
+    return value
+
+
+def flag(value: object, key: str) -> bool:
+    if not isinstance(value, bool):
+        raise Invalid(f"{key} is neither true nor false")
     return value
 
 
