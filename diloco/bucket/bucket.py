@@ -19,10 +19,9 @@ from typing import Any
 
 from diloco.bucket.carriers import check_announced
 from diloco.bucket.deltas import layout_of
-from diloco.bucket.effects import Phase
 from diloco.bucket.fragment import Fragment
 from diloco.bucket.leases import Leases, Ranges
-from diloco.bucket.members import MemberOptions, Timing, check_name, register
+from diloco.bucket.members import MemberOptions, Phase, Timing, check_name, register
 from diloco.bucket.round_store import RoundStore
 from diloco.bucket.run import Run, Session, backend_of_shard, contract_of, find_or_create, read_run
 from diloco.bucket.snapshots import Snapshots

@@ -11,10 +11,39 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
-from diloco.bucket import effects, rules
+from diloco.bucket import rules
 from diloco.bucket.deltas import EncodedDelta, Layout, delta_fields, digests_of, seal_delta
-from diloco.bucket.effects import Effect, Effects, Event
-from diloco.bucket.machine import Machine
+from diloco.bucket.machine import (
+    Average,
+    Averaged,
+    Close,
+    Collect,
+    CountVotes,
+    Deliver,
+    Done,
+    Effect,
+    Encode,
+    Event,
+    GaveUp,
+    HandOver,
+    Inspect,
+    Inspected,
+    Listed,
+    Load,
+    Look,
+    LookFar,
+    Machine,
+    Missing,
+    Offer,
+    Polled,
+    ReadDeltas,
+    ReadHeads,
+    Recheck,
+    SeeWhetherFollowed,
+    Sent,
+    Stepped,
+    TakeDelta,
+)
 from diloco.bucket.round_store import RoundStore
 from diloco.bucket.rounds import Contribution, Record, folder, snapshot_index
 from diloco.bucket.run import Session
@@ -57,24 +86,23 @@ class Fragment:
         return timing.idle if self.machine.is_quiet else timing.poll
 
     def should_send(self, steps: int, scheduled: bool) -> bool:
-        return any(isinstance(effect, effects.TakeDelta) for effect in self._handle(effects.Stepped(steps, scheduled)))
+        return isinstance(self._handle(Stepped(steps, scheduled)), TakeDelta)
 
     def send(self, index: int, delta: Callable[[], Delta]) -> None:
-        self._handle(effects.Sent(index, delta))
+        self._handle(Sent(index, delta))
 
     def poll(self, index: int) -> Outcome | None:
-        outcome = None
-        for effect in self._handle(effects.Polled(index)):
-            if isinstance(effect, effects.HandOver):
-                outcome = effect.outcome
-            elif isinstance(effect, effects.Offer):
-                self._offer(effect)
-        return outcome
+        handed_over = self._handle(Polled(index))
+        if not isinstance(handed_over, HandOver):
+            return None
+        if handed_over.offer is not None:
+            self._offer(handed_over.offer)
+        return handed_over.outcome
 
     def give_up(self) -> None:
-        self._handle(effects.GaveUp())
+        self._handle(GaveUp())
 
-    def _offer(self, offer: effects.Offer) -> None:
+    def _offer(self, offer: Offer) -> None:
         session, now, index = self.session, self.session.clock(), offer.state.index
         wanted = session.members.wanted(self.number, index, now)
         timeout = session.straggler_timeout(index, now)
@@ -125,56 +153,55 @@ class Fragment:
 
     def tick(self) -> Task[None]:
         """Do everything that the background has to do now."""
-        wanted = self._handle(effects.Look())
-        while wanted:
-            (effect,) = wanted
-            wanted = self._handle(effects.Done(effect, (yield from self._perform(effect))))
+        effect = self._handle(Look())
+        while effect is not None:
+            effect = self._handle(Done(effect, (yield from self._perform(effect))))
         yield from self.snapshots.tick(self.machine.frontier, self.session.clock(), self.session.somebody_joins)
 
-    def _handle(self, event: Event) -> Effects:
+    def _handle(self, event: Event) -> Effect | None:
         return self.machine.handle(event, self.session.clock())
 
     def _perform(self, effect: Effect) -> Task[Any]:
         rounds = self.rounds
         match effect:
-            case effects.Encode(sent):
+            case Encode(sent):
                 return (yield from self._encode(sent))
-            case effects.Deliver(index, delta):
+            case Deliver(index, delta):
                 return (yield from self._deliver(index, delta))
-            case effects.Inspect():
+            case Inspect():
                 return (yield from self._inspect(effect))
-            case effects.ReadDeltas(names, values):
+            case ReadDeltas(names, values):
                 read = yield from rounds.deltas([*names]) if values else rounds.heads([*names])
                 return dict(zip(names, read, strict=True))
-            case effects.Close(record, attempt, heads):
+            case Close(record, attempt, heads):
                 if heads:
                     record = replace(record, heads=(yield from rounds.put_heads(record.index, [*heads])))
                 return (yield from rounds.close(record, attempt))
-            case effects.ReadHeads(record):
+            case ReadHeads(record):
                 return (yield from rounds.heads_of(record))
-            case effects.Average(record, deltas, before):
+            case Average(record, deltas, before):
                 mean = yield Work(lambda: mean_in_parts(record, deltas, self._layout))
                 digests = yield Work(lambda: digests_of([*deltas.values()], self._layout))
                 received = sum(delta.nbytes for delta in deltas.values() if delta.member != self.session.name)
                 return (yield from self._averaged(record, mean, before, received, digests))
-            case effects.Collect():
+            case Collect():
                 return (yield from self._collect(effect))
-            case effects.SeeWhetherFollowed(record):
+            case SeeWhetherFollowed(record):
                 return (yield from rounds.record(record.index + 1, record.digest)).record is not None
-            case effects.CountVotes(record):
+            case CountVotes(record):
                 return (yield from rounds.outvoted(record))
-            case effects.Recheck(links):
+            case Recheck(links):
                 return (yield from self._recheck(dict(links)))
-            case effects.Load(target):
+            case Load(target):
                 return (yield from self.snapshots.load(target.least, target.before))
-            case effects.LookFar(closed):
+            case LookFar(closed):
                 if closed is not None and not (yield from rounds.reaches(closed)):
                     return None
                 yield from self.snapshots.refresh()
                 return self.snapshots.newest
         raise TypeError(f"{effect} is not for the background")
 
-    def _encode(self, sent: effects.Sent) -> Task[EncodedDelta | None]:
+    def _encode(self, sent: Sent) -> Task[EncodedDelta | None]:
         delta: Delta = yield Work(sent.delta)
         if delta.weight and not self._unit_agreed:  # a delta without work has no unit
             yield from self.session.agree("tokens" if delta.tokens else "steps")
@@ -209,25 +236,25 @@ class Fragment:
         self.session.timing.uploaded(self.number, self.session.clock() - began)
         return stored
 
-    def _inspect(self, inspect: effects.Inspect) -> Task[effects.Inspected]:
+    def _inspect(self, inspect: Inspect) -> Task[Inspected]:
         """If this round and the next are closed, read the objects of both and of the following ones at once."""
         names: Collection[str] | None = None
         listing, place = self.session.listing, (self.number, inspect.index)
-        if inspect.listed is effects.Listed.NOW:
+        if inspect.listed is Listed.NOW:
             names = yield List(folder(*place))
-        elif inspect.listed is not effects.Listed.NOT:
-            age = self.session.timing.idle if inspect.listed is effects.Listed.IDLE else None
+        elif inspect.listed is not Listed.NOT:
+            age = self.session.timing.idle if inspect.listed is Listed.IDLE else None
             names = yield from listing.names(*place, age)
         yield from self.rounds.read_ahead(listing.closed(*place))
-        return effects.Inspected((yield from self.rounds.record(inspect.index, inspect.previous, names)), names)
+        return Inspected((yield from self.rounds.record(inspect.index, inspect.previous, names)), names)
 
-    def _collect(self, collect: effects.Collect) -> Task[effects.Averaged | effects.Missing | None]:
+    def _collect(self, collect: Collect) -> Task[Averaged | Missing | None]:
         averaging, record = self._averaging, collect.record
         if averaging is None or averaging.record is not record:
             averaging = self._averaging = Averaging(record, collect.heads, self._layout, self.session, collect.own)
         try:
             mean = yield from averaging.tick()
-        except effects.Missing as missing:
+        except Missing as missing:
             self._averaging = None
             return missing
         if mean is None:
@@ -236,7 +263,7 @@ class Fragment:
 
     def _averaged(
         self, record: Record, mean: tuple[Encoded, ...], before: State, received: int, digests: Mapping[str, int]
-    ) -> Task[effects.Averaged]:
+    ) -> Task[Averaged]:
         def advance() -> State:
             if not any(record.members.values()):
                 return unchanged(before)
@@ -244,7 +271,7 @@ class Fragment:
 
         state = yield Work(advance)
         self.snapshots.followed(record)
-        return effects.Averaged(state, received, digests)
+        return Averaged(state, received, digests)
 
     def _recheck(self, links: dict[int, str]) -> Task[int | None]:
         self.rounds.forget()

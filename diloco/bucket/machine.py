@@ -1,7 +1,7 @@
 """The state machine of one fragment: all that a member decides about its rounds, in one place.
 
-`Machine.handle` takes an event and returns the effects to perform. It has no clock, no thread and no store: what was
-read and the time come with the events, and `fragment.py` performs the effects.
+`Machine.handle` takes an event and returns the effect to perform, if any. It has no clock, no thread and no store: what
+was read and the time come with the events, and `fragment.py` performs the effects.
 
 Two things run concurrently, each with its own state:
 
@@ -16,29 +16,270 @@ docs/bucket-protocol.md draws all transitions.
 
 import logging
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from functools import partial
 from math import inf
 from typing import Any
 
-from diloco.bucket import effects, rules
+from diloco.bucket import rules
 from diloco.bucket.deltas import EncodedDelta, Layout
-from diloco.bucket.effects import Effect, Effects, Event, Phase
-from diloco.bucket.rounds import Contribution, Followed, Record, delta_name, member_of, place_of
+from diloco.bucket.members import Phase
+from diloco.bucket.rounds import Attempts, Contribution, Followed, Record, delta_name, member_of, place_of
 from diloco.bucket.run import Session
 from diloco.bucket.store.envelope import Invalid
 from diloco.errors import Diverged
-from diloco.exchange.reducer import Cost, Dropped, Jump, Round, State
+from diloco.exchange.reducer import Cost, Delta, Dropped, Jump, Outcome, Round, State
 
 AHEAD = 2
-"""Maximum rounds kept ready for training, each with its deltas."""
+"""Maximum rounds kept ready for training, each with its state."""
 LINKS = 16
 """Rounds whose links are kept, to check them against the store."""
 MISSED = 8
 """Deltas in a row without a record that names them, after which an event reports it."""
 log = logging.getLogger("diloco")
 
+
+# Events of the training thread.
+
+
+@dataclass(frozen=True)
+class Stepped:
+    """Training has made a step. `steps`: since the last send; `scheduled`: the schedule says to send."""
+
+    steps: int
+    scheduled: bool
+
+
+@dataclass(frozen=True)
+class Sent:
+    """Training sends a delta."""
+
+    index: int
+    delta: Callable[[], Delta]
+
+
+@dataclass(frozen=True)
+class Polled:
+    """Training asks for the outcome of a round."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class GaveUp:
+    """Training no longer waits for the last round."""
+
+
+# Events of the background.
+
+
+@dataclass(frozen=True)
+class Look:
+    """Time to look at the store."""
+
+
+@dataclass(frozen=True)
+class Done:
+    """An effect was performed. Each effect below says what its answer is."""
+
+    effect: "Effect"
+    answer: Any
+
+
+# Effects for the training thread.
+
+
+@dataclass(frozen=True)
+class TakeDelta:
+    """Send now."""
+
+
+@dataclass(frozen=True)
+class Offer:
+    """The state that training takes with an outcome, which may serve as a snapshot. `record`: digest of the record that
+    led to it; `first`: this member closed the round."""
+
+    state: State
+    record: str
+    first: bool
+
+
+@dataclass(frozen=True)
+class HandOver:
+    """Apply this outcome."""
+
+    outcome: Outcome
+    offer: Offer | None = None
+
+
+# Effects for the background: this member's delta.
+
+
+@dataclass(frozen=True)
+class Encode:
+    """→ EncodedDelta; None if some values are not finite"""
+
+    sent: Sent
+
+
+@dataclass(frozen=True)
+class Deliver:
+    """Put the delta. → whether the store has it"""
+
+    index: int
+    delta: EncodedDelta
+
+
+# The open round.
+
+
+class Listed(Enum):
+    """How fresh a listing of the round must be."""
+
+    NOT = "only look for the record"
+    IDLE = "recent enough for a member that can only be called"
+    SHARED = "one for all fragments, used once by each"
+    NOW = "of this round alone"
+
+
+@dataclass(frozen=True)
+class Inspect:
+    """Look what is in the round, and whether it is closed. → Inspected"""
+
+    index: int
+    previous: str
+    listed: Listed
+
+
+@dataclass(frozen=True)
+class Inspected:
+    attempts: Attempts
+    names: Collection[str] | None  # None: they were not listed
+
+
+@dataclass(frozen=True)
+class Recheck:
+    """Read the records of the last rounds again. → the first round that the store has closed differently; None if there
+    is none"""
+
+    links: Mapping[int, str]
+
+
+@dataclass(frozen=True)
+class ReadDeltas:
+    """→ {name: Contribution, Invalid, or None if it is missing}
+
+    Args:
+        values: not only the heads.
+        complete: these are all that the round needs to be closed.
+    """
+
+    names: Sequence[str]
+    values: bool = True
+    complete: bool = True
+
+
+@dataclass(frozen=True)
+class Close:
+    """Create a record. → the one that the store now has; None: look at the round again. `heads`: deltas whose heads are
+    put as one object first, because members will average shares of them."""
+
+    record: Record
+    attempt: int
+    heads: Sequence[Contribution] = ()
+
+
+# The closed round.
+
+
+@dataclass(frozen=True)
+class Average:
+    """Compute the mean of a record's deltas, and the state after it. → Averaged"""
+
+    record: Record
+    deltas: Mapping[str, Contribution]  # by digest
+    before: State
+
+
+@dataclass(frozen=True)
+class ReadHeads:
+    """→ {digest: Contribution}; Invalid; None if the object is missing"""
+
+    record: Record
+
+
+@dataclass(frozen=True)
+class Collect:
+    """Average the shares whose turn it is, and read the others. → Averaged; Missing; None if some are not there yet"""
+
+    record: Record
+    heads: Mapping[str, Contribution]  # by digest
+    own: Mapping[str, Contribution]  # this member's deltas, by digest
+    before: State
+
+
+@dataclass(frozen=True)
+class Averaged:
+    state: State  # after the round
+    received: int  # bytes
+    digests: Mapping[str, int]  # of the deltas, by member; empty if no member has read all of them
+
+
+class Missing(Exception):
+    """An object that a round needs is missing."""
+
+
+@dataclass(frozen=True)
+class SeeWhetherFollowed:
+    """→ whether some member has followed a record whose deltas are missing"""
+
+    record: Record
+
+
+# Leaving and finding the run.
+
+
+@dataclass(frozen=True)
+class CountVotes:
+    """→ whether the deltas of the round contradict its record"""
+
+    record: Record
+
+
+@dataclass(frozen=True)
+class Target:
+    """A snapshot to take, of at least the index `least`. `until`: when to stop waiting for one and follow the rounds
+    again. `before`: the first round that was read wrongly, so that an earlier snapshot is taken."""
+
+    least: int
+    until: float = inf
+    before: int | None = None
+
+
+@dataclass(frozen=True)
+class Load:
+    """→ the newest snapshot's state, and what the next record must refer to; None if there is none"""
+
+    target: Target
+
+
+@dataclass(frozen=True)
+class LookFar:
+    """→ index of the newest snapshot; None if the round `closed` is still open: then this member is not far behind"""
+
+    closed: int | None
+
+
+Event = Stepped | Sent | Polled | GaveUp | Look | Done
+Effect = (
+    TakeDelta | HandOver | Encode | Deliver | Inspect | Recheck | ReadDeltas | Close | Average
+    | ReadHeads | Collect | SeeWhetherFollowed | CountVotes | Load | LookFar
+)  # fmt: skip
+
+
+# The machine.
 
 SENDING: Mapping[Phase, frozenset[Phase]] = {
     Phase.IDLE: frozenset({Phase.ENCODING}),
@@ -61,7 +302,7 @@ FOLLOWING: Mapping[Phase, frozenset[Phase]] = {
 class OwnDelta:
     """This member's delta for the round after the held one. There may be several: an undelivered one is replaced."""
 
-    waiting: effects.Sent | None = None  # to be encoded
+    waiting: Sent | None = None  # to be encoded
     encoded: dict[str, Contribution] = field(default_factory=dict)  # by digest
     delivered: Contribution | None = None  # final: the store has confirmed it
     delivered_at: float = 0.0
@@ -99,7 +340,7 @@ class Machine:
         self.caught_up = False  # the round after the frontier was seen open
         self._links: dict[int, str] = {}  # of the last rounds followed
         self._late = False  # too far behind: discard the local work at the frontier
-        self._target = effects.Target(0)  # while JUMPING
+        self._target = Target(0)  # while JUMPING
         self._against: Record | None = None  # while JUDGING: a record closed against other bits than this member's
         self._differs: int | None = None  # other bits were seen; forgotten once the record of this index agrees
         self._differs_since: float | None = None  # when bits were found to differ for the second time
@@ -131,103 +372,103 @@ class Machine:
         self._advance(state, previous)
         self._hold(state)
 
-    def handle(self, event: Event, now: float) -> Effects:
+    def handle(self, event: Event, now: float) -> Effect | None:
         match event:
-            case effects.Stepped():
+            case Stepped():
                 return self._stepped(event)
-            case effects.Sent():
+            case Sent():
                 return self._sent(event, now)
-            case effects.Polled(index):
+            case Polled(index):
                 return self._polled(index)
-            case effects.GaveUp():
+            case GaveUp():
                 self._given_up = True
                 self._clear(counted=False)
-                return ()
-            case effects.Look():
+                return None
+            case Look():
                 self.seen.void = None
-                return [effects.Encode(self.own.waiting)] if self.own.waiting else self._next(now)
-            case effects.Done(effect, answer):
+                return Encode(self.own.waiting) if self.own.waiting else self._next(now)
+            case Done(effect, answer):
                 return self._done(effect, answer, now)
 
-    def _done(self, effect: Effect, answer: Any, now: float) -> Effects:
+    def _done(self, effect: Effect, answer: Any, now: float) -> Effect | None:
         """Go on with the answer to an effect, if it still fits: training may have changed the state meanwhile."""
         match effect, self.following:
-            case effects.Encode(), _:
+            case Encode(), _:
                 return self._encoded(effect, answer, now)
-            case effects.Deliver(), _:
+            case Deliver(), _:
                 self._delivered(effect, answer, now)
-            case effects.Inspect(), Phase.OPEN:
+            case Inspect(), Phase.OPEN:
                 return self._inspected(answer, now)
-            case effects.Recheck(), Phase.OPEN:
+            case Recheck(), Phase.OPEN:
                 return self._next(now) if answer is None else self._left_the_run(answer)
-            case effects.ReadDeltas(), Phase.OPEN:
+            case ReadDeltas(), Phase.OPEN:
                 self._note_deltas(answer, now)
                 return self._considered(effect.complete, now)
-            case effects.ReadDeltas(), Phase.COMMITTED:
+            case ReadDeltas(), Phase.COMMITTED:
                 return self._average(answer, now)
-            case effects.Close(), Phase.OPEN:
+            case Close(), Phase.OPEN:
                 return self._closed(answer, now)
-            case effects.ReadHeads(record), Phase.COMMITTED:
+            case ReadHeads(record), Phase.COMMITTED:
                 return self._heads_read(record, answer, now)
-            case effects.Average(record) | effects.Collect(record), Phase.COMMITTED | Phase.AVERAGING:
+            case Average(record) | Collect(record), Phase.COMMITTED | Phase.AVERAGING:
                 return self._averaged(record, answer, now)
-            case effects.SeeWhetherFollowed(record), Phase.COMMITTED | Phase.AVERAGING:
+            case SeeWhetherFollowed(record), Phase.COMMITTED | Phase.AVERAGING:
                 return self._replace(record, answer, now)
-            case effects.CountVotes(record), Phase.JUDGING if record is self._against:
+            case CountVotes(record), Phase.JUDGING if record is self._against:
                 return self._judged(record, answer, now)
-            case effects.Load(target), Phase.JUMPING if target is self._target:
+            case Load(target), Phase.JUMPING if target is self._target:
                 return self._loaded(target, answer, now)
-            case effects.LookFar(), Phase.OPEN:
+            case LookFar(), Phase.OPEN:
                 self._looked_far(answer)
             case _:
                 pass
         return self._next(now)
 
-    def _next(self, now: float) -> Effects:
+    def _next(self, now: float) -> Effect | None:
         """What to do for the round after the frontier, if anything."""
         if self.following is Phase.JUDGING and self._against is not None:
-            return [effects.CountVotes(self._against)]
+            return CountVotes(self._against)
         if self.following is Phase.JUMPING:
-            return [effects.Load(self._target)]
+            return Load(self._target)
         if self._is_over(self.seen.index):
             self.caught_up = True
             if self.following is Phase.OPEN:
                 self._follow(Phase.ENDED)
         if self.following is Phase.ENDED or len(self.ready) >= AHEAD:
-            return ()
+            return None
         if self.following is Phase.AVERAGING and self.seen.record is not None:
-            return [effects.Collect(self.seen.record, self.seen.heads, self.own.encoded, self._frontier_state)]
-        return [effects.Inspect(self.seen.index, self.previous, self._listed(now))]
+            return Collect(self.seen.record, self.seen.heads, self.own.encoded, self._frontier_state)
+        return Inspect(self.seen.index, self.previous, self._listed(now))
 
     # This member's delta.
 
-    def _stepped(self, event: effects.Stepped) -> Effects:
+    def _stepped(self, event: Stepped) -> Effect | None:
         """Send after sync_every steps, or when another member has sent: without answering such calls, two members that
         are out of phase would close all rounds alone."""
         if self._steps_from is None:
             self._steps_from = event.steps
         count = event.steps - self._steps_from
         if self.sending is Phase.DELIVERED or self.ready or self._is_over(self.held + 1):
-            return ()  # a delivered delta is final; a newer one replaces any other
+            return None  # a delivered delta is final; a newer one replaces any other
         if event.scheduled if self._never_sent else count >= self.session.timing.sync_every:
-            return [effects.TakeDelta()]
+            return TakeDelta()
         answers = self.sending is Phase.IDLE and count >= 1 and self.held == self.frontier
-        return [effects.TakeDelta()] if answers and self._is_called() else ()
+        return TakeDelta() if answers and self._is_called() else None
 
-    def _sent(self, sent: effects.Sent, now: float) -> Effects:
+    def _sent(self, sent: Sent, now: float) -> Effect | None:
         if self._is_over(sent.index):
             self.ready.append(Dropped())
-            return ()
+            return None
         self.own.waiting, self.own.newest = sent, None
         self._never_sent, self._steps_from, self._sent_at = False, 0, now
         if self.sending in (Phase.IDLE, Phase.DELIVERED):
             self._send(Phase.ENCODING)
-        return ()
+        return None
 
-    def _encoded(self, effect: effects.Encode, encoded: EncodedDelta | None, now: float) -> Effects:
+    def _encoded(self, effect: Encode, encoded: EncodedDelta | None, now: float) -> Effect | None:
         index = effect.sent.index
         if self.own.waiting is not effect.sent:  # a newer one has replaced it
-            return [effects.Encode(self.own.waiting)] if self.own.waiting else self._next(now)
+            return Encode(self.own.waiting) if self.own.waiting else self._next(now)
         self.own.waiting = None
         if encoded is None:
             self._send(Phase.IDLE)
@@ -241,7 +482,7 @@ class Machine:
             self._send(Phase.IDLE)
             return self._next(now)
         self._send(Phase.DELIVERING)
-        return [effects.Deliver(index, encoded)]
+        return Deliver(index, encoded)
 
     def is_stale(self, index: int) -> bool:
         """Whether to stop delivering a delta for this round: a newer one waits, or the round is over."""
@@ -257,7 +498,7 @@ class Machine:
             record = self._against
         return record is not None and record.index == index == self.held + 1 and record.fingerprint != self.fingerprint
 
-    def _delivered(self, effect: effects.Deliver, stored: bool, now: float) -> None:
+    def _delivered(self, effect: Deliver, stored: bool, now: float) -> None:
         contribution, sealed = effect.delta.contribution, effect.delta.sealed
         if contribution.digest not in self.own.encoded:
             return  # training has already got the outcome of its round
@@ -280,15 +521,15 @@ class Machine:
 
     # Outcomes.
 
-    def _polled(self, index: int) -> Effects:
+    def _polled(self, index: int) -> Effect | None:
         """The next outcome, in order. Not before this member's delta is encoded: its digest tells whether it counts."""
         if self.own.waiting is not None or not self.ready:
-            return ()
+            return None
         outcome = self.ready[0]
         if isinstance(outcome, Followed) and outcome.record.fingerprint != self.fingerprint:
             self._against = outcome.record
             self._diverged(outcome.record.index, Phase.JUDGING)
-            return ()
+            return None
         self.ready.popleft()
         if isinstance(outcome, Followed):
             return self._handed_over(outcome, index)
@@ -297,9 +538,9 @@ class Machine:
                 self._differs = max(self._differs, outcome.state.index + 2)
             self._hold(outcome.state)
         self._clear(counted=False)
-        return [effects.HandOver(outcome)]
+        return HandOver(outcome)
 
-    def _handed_over(self, followed: Followed, index: int) -> Effects:
+    def _handed_over(self, followed: Followed, index: int) -> Effect | None:
         record, own = followed.record, self.own
         assert record.index == index
         if self._differs is not None and index >= self._differs:
@@ -321,25 +562,22 @@ class Machine:
             followed.state, record.members, counted=delta is not None, earlier=earlier, own=values, cost=cost
         )
         if self.held != self.frontier:
-            return [effects.HandOver(outcome)]  # catching up: `previous` no longer belongs to this state
-        return [
-            effects.HandOver(outcome),
-            effects.Offer(followed.state, self.previous, record.by == self.session.name),
-        ]
+            return HandOver(outcome)  # catching up: `previous` no longer belongs to this state
+        return HandOver(outcome, Offer(followed.state, self.previous, record.by == self.session.name))
 
     # The open round.
 
-    def _listed(self, now: float) -> effects.Listed:
+    def _listed(self, now: float) -> Listed:
         """With few members, each lists the round and reads every delta as it arrives; the one that sees the last delta
         closes the round. With many members that would be O(members²) requests, so they take turns: one lists the round
         and reads the heads, and the others only check whether it is closed."""
         if self.seen.lacking_since is not None:
-            return effects.Listed.NOW  # another record may have replaced its record by now
+            return Listed.NOW  # another record may have replaced its record by now
         if not self._is_crowded(now):
-            return effects.Listed.SHARED
+            return Listed.SHARED
         if self.sending is Phase.IDLE:
-            return effects.Listed.IDLE
-        return effects.Listed.NOW if self._has_turn(now) else effects.Listed.NOT
+            return Listed.IDLE
+        return Listed.NOW if self._has_turn(now) else Listed.NOT
 
     def _is_crowded(self, now: float) -> bool:
         return self._layout.cut and self.session.crowded(now)
@@ -354,12 +592,12 @@ class Machine:
         before = rules.turns(order, session.name, session.members.away(order, now))(self.number + self.seen.index)
         return now - self.own.delivered_at >= before * session.timing.turn
 
-    def _inspected(self, inspected: effects.Inspected, now: float) -> Effects:
+    def _inspected(self, inspected: Inspected, now: float) -> Effect | None:
         record, seen = inspected.attempts.record, self.seen
         seen.attempt = inspected.attempts.free
         if inspected.attempts.branched and not seen.rechecked:
             seen.rechecked = True
-            return [effects.Recheck(self._links)]
+            return Recheck(self._links)
         if record is not None and not (seen.void and seen.void.digest == record.digest):
             return self._committed(record, now)
         if inspected.names is None:
@@ -370,14 +608,14 @@ class Machine:
                 self.session.reject(name, Invalid("it does not have the name of an object of a round"))
         new = [name for name in names if member_of(name)]
         if not self._is_crowded(now) or seen.void:
-            return [effects.ReadDeltas(new)] if new else self._considered(True, now)
+            return ReadDeltas(new) if new else self._considered(True, now)
         present = {str(member_of(name)) for name in (*new, *seen.deltas)}
         for member in present:
             self._note_member(member, now)
         if self._may_close(present, now):
-            return [effects.ReadDeltas(new, values=False)] if new else self._considered(True, now)
+            return ReadDeltas(new, values=False) if new else self._considered(True, now)
         if new and not self._is_called():
-            return [effects.ReadDeltas(new[:1], values=False, complete=False)]
+            return ReadDeltas(new[:1], values=False, complete=False)
         return self._considered(False, now)
 
     def _note_deltas(self, deltas: Mapping[str, Contribution | Invalid | None], now: float) -> None:
@@ -405,39 +643,39 @@ class Machine:
         timeout = session.straggler_timeout(index, now)
         return rules.may_close(present, session.awaited(index, now), waited, timeout, session.options.quorum)
 
-    def _considered(self, complete: bool, now: float) -> Effects:
+    def _considered(self, complete: bool, now: float) -> Effect | None:
         """The round is open. `complete`: all its deltas are known, so that it may be closed."""
         self.caught_up = True
         if self._late:
             self._late = False
             self.ready.append(Dropped(reset=True))
             self.session.want(self.number, None)
-        closing = self._close(now) if complete else ()
-        if not closing and self.seen.void is not None and self.following is Phase.OPEN:
+        closing = self._close(now) if complete else None
+        if closing is None and self.seen.void is not None and self.following is Phase.OPEN:
             return self._wait_for_snapshot(now)
         return closing
 
-    def _close(self, now: float) -> Effects:
+    def _close(self, now: float) -> Effect | None:
         own, seen, session = self.own.delivered, self.seen, self.session
         if own is None:
-            return ()
+            return None
         deltas = rules.one_per_member(seen.deltas.values(), self.fingerprint, own.digest)
         digests = {delta.digest for delta in deltas}
         if own.digest not in digests or not self._may_close({delta.member for delta in deltas}, now):
-            return ()
+            return None
         unread = [name for name, delta in seen.deltas.items() if delta.payloads is None]
         by_shares = self._layout.cut and len(deltas) >= session.shares_from
         if unread and not by_shares:
             seen.deltas = {name: delta for name, delta in seen.deltas.items() if name not in unread}
-            return [effects.ReadDeltas(sorted(unread), complete=False)]
+            return ReadDeltas(sorted(unread), complete=False)
         if not self._agrees(now):
-            return ()
+            return None
         entries = rules.entries_of(deltas, session.max_work, own.digest)
         void = seen.void.digest if seen.void else ""
         record = Record(self.number, seen.index, self.previous, self.fingerprint, session.name, entries, voids=void)
         named = {entry.digest for entry in entries}
         heads = [delta for delta in deltas if delta.digest in named] if by_shares else ()
-        return [effects.Close(record, seen.attempt, heads)]
+        return Close(record, seen.attempt, heads)
 
     def _agrees(self, now: float) -> bool:
         """Whether this member's bits are those of the run. Not if at least as many members agree on other bits: then
@@ -449,33 +687,33 @@ class Machine:
             return True
         if self._differs is None or differ > agree:
             if self._may_be_wrong(self.seen.index, now):
-                self._target = effects.Target(0)
+                self._target = Target(0)
                 self._diverged(self.seen.index, Phase.JUMPING)
             return False
         waited = now - (self.seen.first_delta_at or 0.0)
         return self.fingerprint == min(d.fingerprint for d in deltas) or waited > 2 * self.session.options.ttl
 
-    def _closed(self, record: Record | None, now: float) -> Effects:
+    def _closed(self, record: Record | None, now: float) -> Effect | None:
         if record is None:
-            return ()
+            return None
         if self.seen.void and record.voids == self.seen.void.digest:
             self.session.event("void", fragment=self.number, index=record.index, by=self.seen.void.by)
         return self._committed(record, now)
 
     # The closed round.
 
-    def _committed(self, record: Record, now: float) -> Effects:
+    def _committed(self, record: Record, now: float) -> Effect | None:
         self._follow(Phase.COMMITTED)
         self.seen.record = record
         if record.heads and not self._layout.cut:
             return self._discard(record, now)
         if record.heads:
-            return [effects.ReadHeads(record)]
+            return ReadHeads(record)
         known = {name for name, delta in self.seen.deltas.items() if delta.payloads is not None}
         missing = [name for name in _names(record) if name not in known]
-        return [effects.ReadDeltas(missing)] if missing else self._average({}, now)
+        return ReadDeltas(missing) if missing else self._average({}, now)
 
-    def _average(self, read: Mapping[str, Contribution | Invalid | None], now: float) -> Effects:
+    def _average(self, read: Mapping[str, Contribution | Invalid | None], now: float) -> Effect | None:
         record = self.seen.record
         assert record is not None
         known = {name: delta for name, delta in self.seen.deltas.items() if delta.payloads is not None}
@@ -485,9 +723,11 @@ class Machine:
             return self._lacks(record, now)
         if not rules.is_truthful(record, deltas, self.session.max_work):
             return self._discard(record, now)
-        return [effects.Average(record, deltas, self._frontier_state)]
+        return Average(record, deltas, self._frontier_state)
 
-    def _heads_read(self, record: Record, heads: Mapping[str, Contribution] | Invalid | None, now: float) -> Effects:
+    def _heads_read(
+        self, record: Record, heads: Mapping[str, Contribution] | Invalid | None, now: float
+    ) -> Effect | None:
         if heads is None:
             return self._lacks(record, now)
         if isinstance(heads, Invalid) or not rules.is_truthful(record, heads, self.session.max_work):
@@ -496,17 +736,17 @@ class Machine:
         self._follow(Phase.AVERAGING)
         return self._next(now)
 
-    def _discard(self, record: Record, now: float) -> Effects:
+    def _discard(self, record: Record, now: float) -> Effect | None:
         """The record misstates its deltas."""
         self.void.add(record.digest)
         self.session.event("lie", fragment=self.number, index=record.index, by=record.by)
         self._follow(Phase.OPEN)
         return self._next(now)
 
-    def _averaged(self, record: Record, average: effects.Averaged | effects.Missing | None, now: float) -> Effects:
+    def _averaged(self, record: Record, average: Averaged | Missing | None, now: float) -> Effect | None:
         if average is None:
-            return ()  # some shares are not there yet
-        if isinstance(average, effects.Missing):
+            return None  # some shares are not there yet
+        if isinstance(average, Missing):
             return self._lacks(record, now)
         self._follow(Phase.OPEN)
         self.ready.append(Followed(record, average.received, now, average.state, average.digests))
@@ -514,12 +754,12 @@ class Machine:
         self._advance(average.state, record.digest, record.members)
         behind = self.frontier - self._reached > 1
         if behind and not self._late:
-            return [effects.LookFar(rules.too_far(self._reached))]
+            return LookFar(rules.too_far(self._reached))
         if behind and self.frontier % (2 * rules.BEHIND) == 0:
-            return [effects.LookFar(None)]  # it has asked: an occasional look is enough
+            return LookFar(None)  # it has asked: an occasional look is enough
         return self._next(now)
 
-    def _lacks(self, record: Record, now: float) -> Effects:
+    def _lacks(self, record: Record, now: float) -> Effect | None:
         """An object is missing: report it, once. Wait for a snapshot, and look again later: it may come back. After a
         long time, replace the record."""
         seen = self.seen
@@ -530,15 +770,15 @@ class Machine:
                         "snapshot of a member that has followed the round", self.number, seen.index)  # fmt: skip
         sends = self.own.delivered is not None and self.held == self.frontier
         if sends and rules.may_replace(now - seen.lacking_since, followed=False):
-            return [effects.SeeWhetherFollowed(record)]
+            return SeeWhetherFollowed(record)
         return self._wait_for_snapshot(now)
 
-    def _wait_for_snapshot(self, now: float) -> Effects:
-        self._target = effects.Target(self.frontier + 1, until=now + self.session.options.ttl)
+    def _wait_for_snapshot(self, now: float) -> Effect | None:
+        self._target = Target(self.frontier + 1, until=now + self.session.options.ttl)
         self._follow(Phase.JUMPING)
-        return ()
+        return None
 
-    def _replace(self, record: Record, followed: bool, now: float) -> Effects:
+    def _replace(self, record: Record, followed: bool, now: float) -> Effect | None:
         """Close the round of a void record again, with the deltas that are complete."""
         if followed:
             return self._wait_for_snapshot(now)
@@ -562,12 +802,12 @@ class Machine:
             return
         self._late = True
         if newest >= rules.too_far(self.frontier):
-            self._target = effects.Target(self.frontier + 1, until=-inf)
+            self._target = Target(self.frontier + 1, until=-inf)
             self._follow(Phase.JUMPING)
         else:
             self.session.want(self.number, rules.too_far(self.frontier))
 
-    def _loaded(self, target: effects.Target, snapshot: tuple[State, str] | None, now: float) -> Effects:
+    def _loaded(self, target: Target, snapshot: tuple[State, str] | None, now: float) -> Effect | None:
         """Jump to a snapshot; if there is none yet, ask the others for one."""
         if snapshot is None and target.before is not None:
             raise Diverged(f"fragment {self.number}: this member read round {target.before} differently than the "
@@ -575,7 +815,7 @@ class Machine:
         if snapshot is None:
             self.session.want(self.number, target.least)
             if now < target.until:
-                return ()
+                return None
             self._follow(Phase.OPEN)
             return self._next(now)
         state, link = snapshot
@@ -588,18 +828,18 @@ class Machine:
         self.session.event("jump", fragment=self.number, index=state.index)
         return self._next(now)
 
-    def _left_the_run(self, index: int) -> Effects:
+    def _left_the_run(self, index: int) -> Effect | None:
         """The store has closed a round differently than this member read it: a reply was wrong. Go back to an earlier
         snapshot."""
         self._branches += 1
         if self._branches > 1:
             raise Diverged(f"fragment {self.number}: this member read round {index} differently than the others, for "
                            "the second time: check the path to the store for a proxy or a cache")  # fmt: skip
-        self._target = effects.Target(0, before=index)
+        self._target = Target(0, before=index)
         self._diverged(index, Phase.JUMPING)
-        return ()
+        return None
 
-    def _judged(self, record: Record, outvoted: bool, now: float) -> Effects:
+    def _judged(self, record: Record, outvoted: bool, now: float) -> Effect | None:
         """The majority of the members that sent a delta for the round decides: either the record is void, or this
         member may be wrong."""
         if outvoted:
@@ -609,10 +849,10 @@ class Machine:
             self._late = False
             self._advance(self._held_state, self._links[self.held])
         elif self._may_be_wrong(record.index, now):
-            self._target = effects.Target(0)
+            self._target = Target(0)
             self._follow(Phase.JUMPING)
         else:
-            return ()
+            return None
         return self._next(now)
 
     def _may_be_wrong(self, index: int, now: float) -> bool:

@@ -10,10 +10,10 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
+from enum import Enum
 from itertools import islice
 from math import inf
 
-from diloco.bucket.effects import Phase
 from diloco.bucket.rounds import MEMBER
 from diloco.bucket.rules import expected
 from diloco.bucket.store import All, Delete, List, Read, Task, Write, create
@@ -45,6 +45,22 @@ IDLE, LOOKS = 10.0, 8
 its deltas."""
 LATE = 2.0
 """Seconds after which an averaged share is late, beyond the expected time."""
+
+
+class Phase(Enum):
+    """What a fragment is doing; the value says what it waits for. Members publish the place of a phase in this list."""
+
+    IDLE = "steps, or another member's delta"
+    ENCODING = "the delta to be encoded"
+    DELIVERING = "the store to take the delta"
+    DELIVERED = "the others' deltas, or the straggler timeout"
+    OPEN = "the store to say whether the round is closed"
+    COMMITTED = "the deltas that the record names"
+    AVERAGING = "the averaged shares"
+    READY = "training to apply the round"
+    JUDGING = "the others' deltas, to see which bits most of them hold"
+    JUMPING = "a snapshot"
+    ENDED = "nothing: this was the last round"
 
 
 class Superseded(DiLoCoError):

@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any
 
 from diloco.bucket.carriers import Carrier
-from diloco.bucket.effects import Phase
 from diloco.bucket.members import (
     MEMBERS,
     STEPS,
@@ -20,6 +19,7 @@ from diloco.bucket.members import (
     Member,
     MemberOptions,
     Members,
+    Phase,
     Roll,
     Superseded,
     Timing,

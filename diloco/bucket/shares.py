@@ -13,7 +13,7 @@ from torch import Tensor
 
 from diloco.bucket.carriers import digest_of, shortened
 from diloco.bucket.deltas import Layout, check_finite, places, read_piece
-from diloco.bucket.effects import Missing
+from diloco.bucket.machine import Missing
 from diloco.bucket.round_store import AT_ONCE
 from diloco.bucket.rounds import Contribution, Record, pieces_name, share_name
 from diloco.bucket.rules import turns

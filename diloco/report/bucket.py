@@ -10,9 +10,8 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from diloco.bucket.deltas import layout_of
-from diloco.bucket.effects import Phase
 from diloco.bucket.leases import audit, read_ranges
-from diloco.bucket.members import Member, MemberOptions, read_members
+from diloco.bucket.members import Member, MemberOptions, Phase, read_members
 from diloco.bucket.round_store import RoundStore
 from diloco.bucket.rounds import PIECES, Record, folder
 from diloco.bucket.run import NAME, SHARD, below, find_run

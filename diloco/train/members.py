@@ -18,9 +18,8 @@ import torch
 import torch.distributed as dist
 
 from diloco.bucket import Bucket, below, find_run
-from diloco.bucket.effects import Phase
 from diloco.bucket.leases import Leases, Ranges, ranges_of, read_ranges
-from diloco.bucket.members import check_name
+from diloco.bucket.members import Phase, check_name
 from diloco.bucket.run import Run
 from diloco.bucket.store.envelope import read_secret
 from diloco.core.diloco import DiLoCo

@@ -6,7 +6,7 @@ import pytest
 
 from diloco.bucket import deltas, round_store
 from diloco.bucket.bucket import PATIENCE
-from diloco.bucket.effects import Phase
+from diloco.bucket.members import Phase
 from diloco.bucket.rounds import PIECES, delta_name, folder
 from diloco.bucket.store import All, List, Read
 from diloco.exchange.reducer import Dropped

@@ -8,8 +8,7 @@ import pytest
 from rich.console import Console
 
 from diloco.bucket import Bucket, find_run
-from diloco.bucket.effects import Phase
-from diloco.bucket.members import Member
+from diloco.bucket.members import Member, Phase
 from diloco.bucket.store.envelope import PREFIX, PROTOCOL, Envelope
 from diloco.errors import ConfigError, Mismatch
 from diloco.exchange.reducer import Shard

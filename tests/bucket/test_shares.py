@@ -10,7 +10,7 @@ from diloco import Float32
 from diloco.bucket import Bucket, deltas, snapshots
 from diloco.bucket import members as members_
 from diloco.bucket.deltas import delta_fields, layout_of, places, seal_delta
-from diloco.bucket.effects import Phase
+from diloco.bucket.members import Phase
 from diloco.bucket.rounds import folder, share_name
 from diloco.bucket.store import Create, List
 from diloco.bucket.store.backend import open_store

@@ -13,8 +13,8 @@ from torch import nn
 
 import diloco.train.run
 from diloco import Balanced, DiLoCo
-from diloco.bucket.effects import Phase
 from diloco.bucket.leases import read_names
+from diloco.bucket.members import Phase
 from diloco.errors import ConfigError
 from diloco.exchange.world import World
 from diloco.runs.config import TrainConfig
