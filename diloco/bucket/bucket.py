@@ -18,11 +18,11 @@ from types import MappingProxyType
 from typing import Any
 
 from diloco.bucket.carriers import check_announced
-from diloco.bucket.deltas import layout_of
 from diloco.bucket.fragment import Fragment
 from diloco.bucket.leases import Leases, Ranges
 from diloco.bucket.members import MemberOptions, Phase, Timing, check_name, register
 from diloco.bucket.round_store import RoundStore
+from diloco.bucket.rounds import layout_of
 from diloco.bucket.run import Run, Session, backend_of_shard, contract_of, find_or_create, read_run
 from diloco.bucket.snapshots import Snapshots
 from diloco.bucket.store import Task, Write, together

@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import Any
 
 from diloco.bucket import rules
-from diloco.bucket.deltas import EncodedDelta, Layout, delta_fields, digests_of, seal_delta
 from diloco.bucket.machine import (
     Average,
     Averaged,
@@ -45,7 +44,17 @@ from diloco.bucket.machine import (
     TakeDelta,
 )
 from diloco.bucket.round_store import RoundStore
-from diloco.bucket.rounds import Contribution, Record, folder, snapshot_index
+from diloco.bucket.rounds import (
+    Contribution,
+    EncodedDelta,
+    Layout,
+    Record,
+    delta_fields,
+    digests_of,
+    folder,
+    seal_delta,
+    snapshot_index,
+)
 from diloco.bucket.run import Session
 from diloco.bucket.shares import Averaging, mean_in_parts
 from diloco.bucket.snapshots import Snapshots

@@ -24,9 +24,18 @@ from math import inf
 from typing import Any
 
 from diloco.bucket import rules
-from diloco.bucket.deltas import EncodedDelta, Layout
 from diloco.bucket.members import Phase
-from diloco.bucket.rounds import Attempts, Contribution, Followed, Record, delta_name, member_of, place_of
+from diloco.bucket.rounds import (
+    Attempts,
+    Contribution,
+    EncodedDelta,
+    Followed,
+    Layout,
+    Record,
+    delta_name,
+    member_of,
+    place_of,
+)
 from diloco.bucket.run import Session
 from diloco.bucket.store.envelope import Invalid
 from diloco.errors import Diverged

@@ -10,17 +10,6 @@ from typing import Any
 from torch import Tensor
 
 from diloco.bucket import rules
-from diloco.bucket.deltas import (
-    Layout,
-    layout_of,
-    places,
-    read_delta,
-    read_head,
-    read_heads,
-    read_piece,
-    seal_heads,
-    sizes,
-)
 from diloco.bucket.members import Timing
 from diloco.bucket.rounds import (
     ROUNDS,
@@ -28,16 +17,25 @@ from diloco.bucket.rounds import (
     Attempts,
     Branched,
     Contribution,
+    Layout,
     Record,
     folder,
     heads_name,
     is_record,
+    layout_of,
     member_of,
     pieces_name,
     place_of,
+    places,
+    read_delta,
+    read_head,
+    read_heads,
+    read_piece,
     read_record,
     record_name,
     round_prefix,
+    seal_heads,
+    sizes,
 )
 from diloco.bucket.store import (
     All,

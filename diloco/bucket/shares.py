@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from diloco.bucket.carriers import digest_of, shortened
-from diloco.bucket.deltas import Layout, check_finite, places, read_piece
 from diloco.bucket.machine import Missing
 from diloco.bucket.round_store import AT_ONCE
-from diloco.bucket.rounds import Contribution, Record, pieces_name, share_name
+from diloco.bucket.rounds import Contribution, Layout, Record, check_finite, pieces_name, places, read_piece, share_name
 from diloco.bucket.rules import turns
 from diloco.bucket.run import Session
 from diloco.bucket.store import Create, Read, Task, Work, in_batches, together, until_there

@@ -30,7 +30,7 @@ BUCKET_TRIPS, SHARED_TRIPS = 3.0, 6.0
 """Put the delta, read the commit record, get the deltas. If every member averages a share: put the delta, the committer
 reads the others' heads, read the record, get the pieces, put the share, get all shares."""
 SHARE_LEAST = 16 << 10
-"""Bytes: a delta sent through a bucket is cut into pieces if it has at least two of this size (bucket/deltas.py)."""
+"""Bytes: a delta sent through a bucket is cut into pieces if it has at least two of this size (bucket/rounds.py)."""
 
 
 def round_bytes(n: float, nbytes: Bytes, replicas: int, reduce: Reduce = "collective") -> tuple[float, float]:

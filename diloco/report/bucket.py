@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from diloco.bucket.deltas import layout_of
 from diloco.bucket.leases import audit, read_ranges
 from diloco.bucket.members import Member, MemberOptions, Phase, read_members
 from diloco.bucket.round_store import RoundStore
-from diloco.bucket.rounds import PIECES, Record, folder
+from diloco.bucket.rounds import PIECES, Record, folder, layout_of
 from diloco.bucket.run import NAME, SHARD, below, find_run
 from diloco.bucket.store import List, Size, together
 from diloco.bucket.store.backend import open_store

@@ -18,8 +18,9 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import diloco.bucket.rounds as rounds_
 from benchmarks.record import Record, Target, write
-from diloco.bucket import carriers, deltas, run
+from diloco.bucket import carriers, run
 from diloco.bucket.carriers import Address, Announced, Carrier, Payload
 from diloco.bucket.store.backend import Failure, open_store
 from studies.bucket.worker import Worker, open_gate
@@ -123,7 +124,7 @@ def hurdles() -> Iterator[list[Hurdle]]:
 def faults(folder: str, events: int, *, names: str = "abcd", outage: float = 60.0, seed: int = 0) -> Record:
     """Harm one owner, or the store, until every member has followed another round; again and again. The store is down
     for `outage` seconds once."""
-    deltas.LEAST, deltas.UNIT = 64, 256
+    rounds_.LEAST, rounds_.UNIT = 64, 256
     carriers.REST, run.LEAST_DEADLINE = 0.1, 0.2  # so that the next event meets members that ask again
     choice, longest = random.Random(seed), 0.0
     met: Counter[str] = Counter()

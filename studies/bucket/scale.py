@@ -13,10 +13,11 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import diloco.bucket.rounds as rounds_
 from benchmarks.record import Target, insert, read, table, write
-from diloco.bucket import deltas, round_store
 from diloco.bucket import members as members_
-from diloco.bucket.deltas import layout_of
+from diloco.bucket import round_store
+from diloco.bucket.rounds import layout_of
 from diloco.bucket.snapshots import EVERY, MOVED, STRIDE
 from diloco.bucket.store.envelope import Envelope, Opened
 from diloco.codecs.codec import E3M0
@@ -172,7 +173,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="studies.bucket.scale", description="what a round costs as members are many")
     parser.add_argument("--only", nargs="+", default=None, metavar="ROW", help="rows to measure again, as '64 members'")
     arguments = parser.parse_args()
-    deltas.LEAST = LEAST
+    rounds_.LEAST = LEAST
     remember_heads()
     remember_lives()
     values: dict[str, Any] = (read(RESULTS) or {"values": {}})["values"]

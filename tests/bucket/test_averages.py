@@ -5,16 +5,19 @@ from dataclasses import replace
 import pytest
 import torch
 
+import diloco.bucket.rounds as rounds_
 from diloco import E3M0, Float32, TwoBit
-from diloco.bucket import deltas
-from diloco.bucket.deltas import Layout, delta_fields, layout_of, seal_delta
 from diloco.bucket.rounds import (
     Entry,
+    Layout,
     Record,
+    delta_fields,
     delta_name,
+    layout_of,
     member_of,
     pieces_name,
     record_name,
+    seal_delta,
     share_name,
 )
 from diloco.bucket.shares import (
@@ -35,8 +38,8 @@ KEY = b"k" * 32
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
     """Fragments of 6 values in pieces of 2."""
-    monkeypatch.setattr(deltas, "LEAST", 4)
-    monkeypatch.setattr(deltas, "UNIT", 2)
+    monkeypatch.setattr(rounds_, "LEAST", 4)
+    monkeypatch.setattr(rounds_, "UNIT", 2)
 
 
 def shared_record(count, layout, seed=0, scale=1.0):
@@ -47,7 +50,7 @@ def shared_record(count, layout, seed=0, scale=1.0):
     for k, payloads in enumerate(packed):
         fields = delta_fields(0, 1, f"m{k:03d}", 7, float(k + 1), 1.0)
         sealed = seal_delta(envelope, layout, fields, payloads)
-        contributions[sealed.head.digest] = deltas.Contribution(
+        contributions[sealed.head.digest] = rounds_.Contribution(
             f"m{k:03d}", sealed.head.digest, 7, float(k + 1), payloads, 0, 1.0, sealed.pieces
         )
         entries.append(Entry(f"m{k:03d}", sealed.head.digest, float(k + 1), 1.0))
@@ -121,7 +124,7 @@ def test_large_deltas_are_cut_at_blocks_and_small_ones_are_not(monkeypatch):
         layout = layout_of(E3M0(), n)
         assert [cut.start for cut in layout.cuts[1:]] == [cut.stop for cut in layout.cuts[:-1]]
         assert layout.cuts[0].start == 0 and layout.cuts[-1].stop == n and 2 <= len(layout.cuts) <= 16
-        assert all(cut.start % deltas.UNIT == 0 for cut in layout.cuts)
+        assert all(cut.start % rounds_.UNIT == 0 for cut in layout.cuts)
         assert layout.nbytes <= E3M0().nbytes(n) + len(layout.cuts)
     assert len(layout_of(Float32(), 200_000_000).cuts) > 16  # no piece is larger than an object may be
     assert layout_of(TwoBit(), 1 << 20).mean_codec == E3M0()
@@ -137,7 +140,7 @@ def test_names_of_pieces_heads_and_shares_are_not_taken_for_deltas():
 def test_equal_deltas_have_equal_digests_and_zeros_none():
     layout = Layout(8, TwoBit(), (slice(0, 4), slice(4, 8)))
     rows = {"a": torch.ones(8), "b": torch.ones(8), "c": torch.arange(8.0), "d": torch.zeros(8), "e": torch.zeros(8)}
-    contributions = [deltas.Contribution(name, "", 7, 1.0, layout.pack(row)[0], 0) for name, row in rows.items()]
-    digests = deltas.digests_of(contributions, layout)
+    contributions = [rounds_.Contribution(name, "", 7, 1.0, layout.pack(row)[0], 0) for name, row in rows.items()]
+    digests = rounds_.digests_of(contributions, layout)
     assert digests["a"] == digests["b"] != digests["c"] and digests["d"] == digests["e"] == 0
     assert all(digests[name] for name in "abc")

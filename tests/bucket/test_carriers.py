@@ -12,7 +12,8 @@ from dataclasses import replace
 
 import pytest
 
-from diloco.bucket import Bucket, carriers, deltas
+import diloco.bucket.rounds as rounds_
+from diloco.bucket import Bucket, carriers
 from diloco.bucket.carriers import REFUSALS, STRANGERS, STREAMS, Address, Announced, Carrier, check_announced, digest_of
 from diloco.bucket.members import UPLOAD, MemberOptions, Timing
 from diloco.bucket.members import Member as Entry
@@ -423,8 +424,8 @@ class Noting:
 def small_pieces(monkeypatch):
     """Also take nobody for dead: on a busy machine a heartbeat may be late, and who seems dead is not asked."""
     monkeypatch.setattr(MemberOptions, "ttl", PATIENT)
-    monkeypatch.setattr(deltas, "LEAST", 64)
-    monkeypatch.setattr(deltas, "UNIT", 256)
+    monkeypatch.setattr(rounds_, "LEAST", 64)
+    monkeypatch.setattr(rounds_, "UNIT", 256)
 
 
 def trained(folder, names, **each):

@@ -6,11 +6,19 @@ import zlib
 import pytest
 import torch
 
+import diloco.bucket.rounds as rounds_
 from diloco import Float32
-from diloco.bucket import deltas
-from diloco.bucket.deltas import delta_fields, layout_of, seal_delta, seal_heads
 from diloco.bucket.members import Member
-from diloco.bucket.rounds import Contribution, Entry, Record, record_name
+from diloco.bucket.rounds import (
+    Contribution,
+    Entry,
+    Record,
+    delta_fields,
+    layout_of,
+    record_name,
+    seal_delta,
+    seal_heads,
+)
 from diloco.bucket.shares import seal_share
 from diloco.bucket.snapshots import seal_snapshot
 from diloco.bucket.store.envelope import PROTOCOL, Cipher, Envelope
@@ -26,8 +34,8 @@ def objects(monkeypatch):
     fields = delta_fields(1, 1002, "a", 7, 20.0, 0.5)
     payloads, _ = layout.pack(values)
     whole = seal_delta(ENVELOPE, layout, fields, payloads)
-    monkeypatch.setattr(deltas, "LEAST", 4)
-    monkeypatch.setattr(deltas, "UNIT", 2)
+    monkeypatch.setattr(rounds_, "LEAST", 4)
+    monkeypatch.setattr(rounds_, "UNIT", 2)
     layout = layout_of(Float32(), 6)
     payloads, _ = layout.pack(values)
     cut = seal_delta(ENVELOPE, layout, fields, payloads)

@@ -13,10 +13,18 @@ from contextlib import suppress
 
 import pytest
 
-from diloco.bucket.deltas import read_delta, read_head, read_heads
 from diloco.bucket.members import incarnations, read_member, read_members
 from diloco.bucket.round_store import RoundStore
-from diloco.bucket.rounds import is_record, member_of, place_of, read_record, snapshot_index
+from diloco.bucket.rounds import (
+    is_record,
+    member_of,
+    place_of,
+    read_delta,
+    read_head,
+    read_heads,
+    read_record,
+    snapshot_index,
+)
 from diloco.bucket.rules import superfluous
 from diloco.bucket.run import read_run
 from diloco.bucket.shares import read_share

@@ -9,7 +9,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from diloco import Float32
-from diloco.bucket.deltas import EncodedDelta, SealedDelta, layout_of
 from diloco.bucket.machine import (
     FOLLOWING,
     SENDING,
@@ -41,7 +40,17 @@ from diloco.bucket.machine import (
     TakeDelta,
 )
 from diloco.bucket.members import Member, MemberOptions, Phase, Timing
-from diloco.bucket.rounds import Attempts, Contribution, Entry, Record, delta_name, record_name
+from diloco.bucket.rounds import (
+    Attempts,
+    Contribution,
+    EncodedDelta,
+    Entry,
+    Record,
+    SealedDelta,
+    delta_name,
+    layout_of,
+    record_name,
+)
 from diloco.bucket.rules import VOID
 from diloco.bucket.run import Session
 from diloco.bucket.store.envelope import Envelope, Invalid, Sealed

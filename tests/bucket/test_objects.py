@@ -6,12 +6,12 @@ import json
 import numpy as np
 import pytest
 
-from diloco.bucket.deltas import delta_fields
 from diloco.bucket.round_store import RoundStore
 from diloco.bucket.rounds import (
     MOST,
     Entry,
     Record,
+    delta_fields,
     delta_name,
     folder,
     read_record,

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from diloco.bucket import deltas, machine, round_store, rules
+from diloco.bucket import machine, round_store, rules
 from diloco.bucket import rounds as round_
 from diloco.bucket import snapshots as snapshot
 from diloco.bucket.rounds import folder, record_name, share_name
@@ -29,8 +29,8 @@ def few_rounds(monkeypatch):
 
 
 def shorten(set_):
-    set_(deltas, "LEAST", 4)
-    set_(deltas, "UNIT", 2)
+    set_(round_, "LEAST", 4)
+    set_(round_, "UNIT", 2)
     set_(snapshot, "EVERY", 3)
     set_(snapshot, "STRIDE", 1)
     set_(snapshot, "KEEP", 0.0)
@@ -243,7 +243,7 @@ def test_a_delta_of_an_earlier_life_stands_in_nobodys_way_because_names_hold_dig
 
 
 def test_were_the_digest_not_in_the_name_others_would_be_stuck(monkeypatch):
-    for module in (round_, deltas, machine):
+    for module in (round_, machine):
         monkeypatch.setattr(module, "delta_name", lambda f, i, member, digest="": f"{folder(f, i)}d-{member}-0")
     monkeypatch.setattr(round_, "_NAME", re.compile(round_._NAME.pattern.replace("{64}", "+")))
     with pytest.raises(Violation, match="stuck"):

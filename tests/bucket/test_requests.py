@@ -4,7 +4,8 @@ from collections import Counter
 
 import pytest
 
-from diloco.bucket import deltas, round_store
+import diloco.bucket.rounds as rounds_
+from diloco.bucket import round_store
 from diloco.bucket.bucket import PATIENCE
 from diloco.bucket.members import Phase
 from diloco.bucket.rounds import PIECES, delta_name, folder
@@ -107,8 +108,8 @@ class PerMember(World):
 
 @pytest.mark.slow
 def test_in_a_crowd_requests_of_a_member_do_not_grow_with_the_members(monkeypatch):
-    monkeypatch.setattr(deltas, "LEAST", 4)
-    monkeypatch.setattr(deltas, "UNIT", 2)
+    monkeypatch.setattr(rounds_, "LEAST", 4)
+    monkeypatch.setattr(rounds_, "UNIT", 2)
     requests = {}
     for count in (4, 16):
         world = PerMember(fragments=1, values=6)
@@ -125,8 +126,8 @@ def test_in_a_crowd_requests_of_a_member_do_not_grow_with_the_members(monkeypatc
 
 def test_a_piece_is_not_given_up_after_a_few_refusals(monkeypatch):
     """Who averages decides for all: a piece that it may not read for a moment would count as zeros for ever."""
-    monkeypatch.setattr(deltas, "LEAST", 4)
-    monkeypatch.setattr(deltas, "UNIT", 2)
+    monkeypatch.setattr(rounds_, "LEAST", 4)
+    monkeypatch.setattr(rounds_, "UNIT", 2)
     world, pieces = World(1, values=6), []
     attempt = world.attempt
     world.attempt = lambda o: (pieces.append(o) if getattr(o, "name", "").startswith(PIECES) else None, attempt(o))[1]

@@ -6,12 +6,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+import diloco.bucket.rounds as rounds_
 from diloco import Float32
-from diloco.bucket import Bucket, deltas, snapshots
+from diloco.bucket import Bucket, snapshots
 from diloco.bucket import members as members_
-from diloco.bucket.deltas import delta_fields, layout_of, places, seal_delta
 from diloco.bucket.members import Phase
-from diloco.bucket.rounds import folder, share_name
+from diloco.bucket.rounds import delta_fields, folder, layout_of, places, seal_delta, share_name
 from diloco.bucket.store import Create, List
 from diloco.bucket.store.backend import open_store
 from diloco.bucket.store.envelope import Envelope
@@ -216,8 +216,8 @@ def test_a_record_that_lies_about_heads_does_not_count():
 
 @pytest.mark.slow
 def test_four_members_over_a_folder_share_and_agree(tmp_path, monkeypatch):
-    monkeypatch.setattr(deltas, "LEAST", 64)
-    monkeypatch.setattr(deltas, "UNIT", 256)
+    monkeypatch.setattr(rounds_, "LEAST", 64)
+    monkeypatch.setattr(rounds_, "UNIT", 256)
     gate = threading.Barrier(4)
     members = [Member(tmp_path, name, 30, gate=gate, straggler_timeout=PATIENT) for name in "abcd"]
     for member in members:

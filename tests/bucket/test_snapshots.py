@@ -8,9 +8,8 @@ import torch
 import diloco.bucket.snapshots as snapshots_
 import diloco.bucket.store.envelope as envelope_
 from diloco import Float32
-from diloco.bucket.deltas import layout_of
 from diloco.bucket.round_store import RoundStore
-from diloco.bucket.rounds import Entry, Record, delta_name, place_of, record_name, snapshot_index
+from diloco.bucket.rounds import Entry, Record, delta_name, layout_of, place_of, record_name, snapshot_index
 from diloco.bucket.rules import superfluous
 from diloco.bucket.snapshots import (
     KEEP,

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco.bucket.deltas import layout_of
+from diloco.bucket.rounds import layout_of
 from diloco.codecs.codec import codec_named
 from diloco.codecs.formats import gathers
 from diloco.core.fragment import Balanced, Sequential, Strided

@@ -2,7 +2,7 @@
 
 import pytest
 
-from diloco.bucket import deltas
+import diloco.bucket.rounds as rounds_
 from studies.bucket import scale
 from studies.bucket.virtual import Plan, crowd
 
@@ -11,7 +11,7 @@ from studies.bucket.virtual import Plan, crowd
 def worlds():
     """Four members and three rounds, with fragments as in the study."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(deltas, "LEAST", scale.LEAST)
+        patch.setattr(rounds_, "LEAST", scale.LEAST)
         yield [(world, world.members[0].count.copy()) for world in crowd(Plan(4, sync_every=20), 3)]
 
 

@@ -1,6 +1,6 @@
 """Members in virtual time that average shares for each other."""
 
-from diloco.bucket import deltas
+import diloco.bucket.rounds as rounds_
 from diloco.exchange.reducer import Round
 from tests.support.players import Player, meet
 
@@ -9,8 +9,8 @@ SHARES = 3
 
 def small_pieces(monkeypatch):
     """Fragments of 6 values in pieces of 2."""
-    monkeypatch.setattr(deltas, "LEAST", 4)
-    monkeypatch.setattr(deltas, "UNIT", 2)
+    monkeypatch.setattr(rounds_, "LEAST", 4)
+    monkeypatch.setattr(rounds_, "UNIT", 2)
 
 
 def crowd(world, count=4, **options):
