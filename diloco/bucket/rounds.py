@@ -40,9 +40,6 @@ from diloco.codecs.codec import Codec, chunks, is_finite, pack_checked, unpack
 from diloco.exchange.mean import codec_of_mean
 from diloco.exchange.reducer import State
 
-LIMIT, LIMIT_OF_FEW, FEW = 2.0, 10.0, 2
-"""The limit on one member's work, as a multiple of the median: a third of the other members' total, but at least the
-median and at most LIMIT. With at most FEW members nothing tells the unusual from the usual."""
 LARGEST_LR = 1e9
 MOST = 4096
 """Maximum members of a round."""
@@ -392,37 +389,19 @@ class Record:
         return fields, json.dumps([[e.member, e.digest, e.tokens, e.lr] for e in self.entries]).encode()
 
     @cached_property
-    def _works(self) -> list[float]:
-        """Work relative to the median member's, within the limit."""
-        usual = _usual([e.tokens for e in self.entries])
-        return [min(e.tokens / usual, self._limit) if usual else 0.0 for e in self.entries]
-
-    @cached_property
     def shares(self) -> list[float]:
         """The weight of each delta, by its work."""
-        total = sum(self._works)
-        return [work / total if total else 0.0 for work in self._works]
+        total = sum(e.tokens for e in self.entries)
+        return [e.tokens / total if total else 0.0 for e in self.entries]
 
     @cached_property
     def lr(self) -> float:
-        """Mean over the members, weighted by their shares, each within the limit."""
-        most = self._limit * _usual([e.lr for e in self.entries])
-        return sum(share * min(e.lr, most) for e, share in zip(self.entries, self.shares, strict=True))
-
-    @property
-    def _limit(self) -> float:
-        members = len(self.entries)
-        return LIMIT_OF_FEW if members <= FEW else min(max((members - 1) / 3, 1.0), LIMIT)
+        """Mean over the members, weighted by their shares."""
+        return sum(share * e.lr for e, share in zip(self.entries, self.shares, strict=True))
 
     @property
     def members(self) -> dict[str, float]:
         return {e.member: share for e, share in zip(self.entries, self.shares, strict=True)}
-
-
-def _usual(values: Sequence[float]) -> float:
-    """The upper median of the nonzero values; the smaller of two, because nothing tells which one is unusual."""
-    positive = sorted(value for value in values if value > 0)
-    return positive[len(positive) // 2 if len(positive) > FEW else 0] if positive else 0.0
 
 
 @dataclass(frozen=True)
