@@ -184,7 +184,7 @@ class Bucket:
             rounds = RoundStore(f, layout, envelope, session.reject)
             rounds.source = session.source
             snapshots = Snapshots(rounds, envelope, f, state, initial, session.reject, layout.nbytes)
-            advance = partial(advanced, job, f)
+            advance = partial(advanced, replace(job, states=()), f)  # which would keep the memory of the start
             self._fragments.append(Fragment(f, layout, rounds, snapshots, session, advance))
 
     def entering(self, states: Sequence[State]) -> Task[list[State | None]]:

@@ -8,7 +8,7 @@ Nothing waits on the host. What follows a copy waits for its event on the device
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -24,6 +24,14 @@ Wait = Callable[[], None]
 
 def already() -> None:
     """Nothing to wait for."""
+
+
+def all_of(waits: Sequence[Wait]) -> Wait:
+    def wait() -> None:
+        for wait_for_device in waits:
+            wait_for_device()
+
+    return wait
 
 
 def has_lane(device: torch.device) -> bool:

@@ -1,13 +1,14 @@
 """Host buffers that are reused: touching fresh pages costs several times as much as a pass over them."""
 
 import threading
-from collections.abc import Mapping
+import weakref
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from diloco.core.lane import Lane, Wait, already
+from diloco.core.lane import Lane, Wait, all_of, already
 
 LARGE = 1 << 20
 """Values from which on pinned buffers are rounded up."""
@@ -15,18 +16,23 @@ LARGE = 1 << 20
 
 class Buffers:
     """Buffers that were given back stay until a different size is requested. So fragments of equal size, synced in
-    turn, share the memory of one, and never more is kept than was in use at one time. Pinned ones stay: allocating them
-    would stop the device."""
+    turn, share the memory of one, and never more is kept than was in use at one time.
 
-    def __init__(self, pinned: "Pinned | None" = None) -> None:
-        self._pinned = pinned
+    Pinned ones stay: allocating them would stop the device. They also come back by themselves once no tensor has them.
+    Nobody can give back a delta or a state that a reducer may still read, such as a delta that a newer one replaces.
+    """
+
+    def __init__(self, pinned: "Pinned | None" = None, lanes: Iterable[Lane] = ()) -> None:
+        self._pinned, self._lanes = pinned, tuple(lanes)
         self._free: list[tuple[Tensor, Wait]] = []
+        self._lent: dict[int, tuple[weakref.ref[Any], Tensor]] = {}  # by address, with what lives as long as in use
         self._lock = threading.Lock()
 
     def take(self, n: int) -> Tensor:
         """Memory for n values. May wait for copies out of it."""
         size = n if self._pinned is None else rounded(n)
         with self._lock:
+            self._reclaim()
             fitting = [i for i, (buffer, _) in enumerate(self._free) if len(buffer) == size]
             reused = self._free.pop(fitting[0]) if fitting else None
             if reused is None and n and self._pinned is None:
@@ -38,14 +44,31 @@ class Buffers:
             buffer = self._pinned.empty(size)
         else:
             buffer = torch.empty(size, dtype=torch.float32, device="cpu")
-        return buffer if size == n else buffer[:n]
+        return self._lend(buffer, n) if self._pinned is not None and n else buffer
+
+    def _lend(self, buffer: Tensor, n: int) -> Tensor:
+        """The first n values, as a storage of its own: every tensor over it, even a slice, keeps the array alive."""
+        array = buffer.numpy()[:n]
+        with self._lock:
+            self._lent[buffer.data_ptr()] = weakref.ref(array), buffer
+        return torch.from_numpy(array)
+
+    def _reclaim(self) -> None:
+        """Take back what no tensor has. Copies may still be running."""
+        lost = [address for address, (array, _) in self._lent.items() if array() is None]
+        if lost:
+            copied = all_of([lane.mark() for lane in self._lanes])
+            self._free += [(self._lent.pop(address)[1], copied) for address in lost]
 
     def give(self, buffer: Tensor, wait_for_copies: Wait) -> None:
         """Return memory that nobody reads or writes once `wait_for_copies` has returned."""
-        if len(buffer):
-            whole = buffer if buffer._base is None else buffer._base
-            with self._lock:
-                self._free.append((whole, wait_for_copies))
+        if not len(buffer):
+            return
+        with self._lock:
+            if self._pinned is None:
+                self._free.append((buffer, wait_for_copies))
+            elif lent := self._lent.pop(buffer.data_ptr(), None):  # what was not taken here is not pinned
+                self._free.append((lent[1], wait_for_copies))
 
 
 def rounded(n: int) -> int:
@@ -61,7 +84,8 @@ class Memory:
     def __init__(self, lanes: Mapping[torch.device, Lane] | None = None, *, pinned: "Pinned | None" = None) -> None:
         self.lanes = lanes or {}
         self._pinned = Pinned(next(iter(lanes)).type) if lanes else pinned
-        self.deltas, self.anchors, self.outers = Buffers(self._pinned), Buffers(self._pinned), Buffers()
+        self.deltas, self.anchors = (Buffers(self._pinned, self.lanes.values()) for _ in range(2))
+        self.outers = Buffers()
 
     def reserve(self, *, delta: int, anchor: int = 0) -> None:
         """Pin what the first round of a fragment would otherwise have to pin."""

@@ -109,7 +109,7 @@ class OnHost:
         return state.arriving
 
     def replace(self, state: State, *, reuse: bool = False) -> None:
-        """The old memory is not given back: a thread may still read a delta against it."""
+        """Into other memory, unless `reuse`: a thread may still read a delta against the old one."""
         anchor, outer = self.state.anchor, self.state.outer
         if state.anchor is not anchor:
             if not reuse:

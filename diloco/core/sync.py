@@ -232,8 +232,7 @@ class FragmentSync:
             return bytearray()
         packed_for = self._packs_for if isinstance(sent.values(), Packed) else None
         buffer = io.BytesIO()
-        memory = sent.memory.clone()  # torch saves all of a buffer of which this is a part
-        torch.save((sent.index, sent.step, sent.done.saved(), sent.new.saved(), memory, packed_for), buffer)
+        torch.save((sent.index, sent.step, sent.done.saved(), sent.new.saved(), sent.memory, packed_for), buffer)
         return bytearray(buffer.getvalue())
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:

@@ -17,7 +17,7 @@ from torch._utils import _unflatten_dense_tensors
 from diloco.codecs import kernels
 from diloco.codecs.codec import Codec
 from diloco.core.fragment import Fragment
-from diloco.core.lane import AHEAD, Lane, Upload, Wait, has_lane, sleep_until
+from diloco.core.lane import AHEAD, Lane, Upload, Wait, all_of, has_lane, sleep_until
 from diloco.core.outer import CHUNK
 from diloco.core.payload import encode
 from diloco.core.tensors import first_row, local
@@ -225,7 +225,7 @@ class FlatView:
             arrived = run.lane.download(delta, out[run.place])
             run.lane.give(delta, arrived)
             waits.append(partial(sleep_until, arrived))
-        return _all(waits)
+        return all_of(waits)
 
     @torch.no_grad()
     def pack(
@@ -293,7 +293,7 @@ class FlatView:
     def mark(self) -> Wait:
         """A function that waits for all copies so far, both ways. Call it before you change memory that was written
         from."""
-        return _all([run.lane.mark() for run in self.runs if run.lane is not None])
+        return all_of([run.lane.mark() for run in self.runs if run.lane is not None])
 
     def copies(self) -> list[list[Tensor]]:
         return [run.copies() for run in self.runs]
@@ -329,14 +329,6 @@ class FlatView:
         upload = run.lane.upload(values[run.place])
         assert upload is not None, "uploads ahead of time leave enough"
         return upload
-
-
-def _all(waits: Sequence[Wait]) -> Wait:
-    def wait() -> None:
-        for wait_for_device in waits:
-            wait_for_device()
-
-    return wait
 
 
 def lane_sizes(fragments: Iterable[Fragment], tensors: Mapping[str, Tensor]) -> dict[torch.device, int]:

@@ -1,6 +1,7 @@
 """The memory that is reckoned for an accelerator is what DiLoCo takes there."""
 
 import pytest
+import torch
 
 from diloco import E3M0, Balanced, DiLoCo, Float32, Strided
 from diloco.core.footprint import Counted, footprint
@@ -64,3 +65,16 @@ def test_large_fragments_of_almost_equal_size_share_pinned_memory():
     assert counted.nbytes == 4 * 16 * LARGE
     assert len(buffers.take(8 * LARGE)) == 8 * LARGE and counted.nbytes == 4 * 24 * LARGE
     assert len(Buffers().take(LARGE + 1)._base or ()) == 0  # on the host, memory is freed instead
+
+
+def test_pinned_memory_that_nobody_gives_back_is_used_again_once_no_tensor_has_it():
+    counted = Counted()
+    buffers = Buffers(counted)
+    part = buffers.take(100)[10:20]
+    other = buffers.take(100)
+    assert counted.nbytes == 800
+    del part
+    again = buffers.take(100)
+    assert counted.nbytes == 800 and again.data_ptr() != other.data_ptr()
+    buffers.give(torch.empty(100), already)
+    assert len(buffers.take(100)) == 100 and counted.nbytes == 1200  # memory from elsewhere is not pinned

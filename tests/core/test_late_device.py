@@ -255,8 +255,8 @@ def test_a_run_on_the_device_continues_from_any_step(states):
     assert run(2, _resume_both, states) == [(True, True, [])] * 2
 
 
-def _bucket(*devices):
-    """Three members, of which one is often late: its deltas do not count, and it follows."""
+def _bucket_steps(devices, count):
+    """Three members after each step. One is often late: its deltas do not count, and it follows."""
     world = players.World(values=600)
     members = []
     for name, device in zip("abc", devices, strict=True):
@@ -264,12 +264,17 @@ def _bucket(*devices):
         torch.nn.init.zeros_(model.weight)
         members.append(players.Player(world, name, rate=0.1 * (1 + len(members)), model=model.to(device)))
     players.meet(*members)
-    for step in range(60):
+    for step in range(count):
         for k, member in enumerate(members):
             member.step()
             if k < 2 or step % 10 == 0:
                 member.turn()
         world.now += 0.5
+        yield members
+
+
+def _bucket(*devices):
+    *_, members = _bucket_steps(devices, 60)
     outcomes = Counter(
         (o.counted, i) for i, m in enumerate(members) for _, o in m.reduce.outcomes if isinstance(o, Round)
     )
@@ -286,6 +291,24 @@ def _bucket_both(rank, devices):
 @pytest.mark.parametrize("devices", [(LATE, LATE, LATE), ("cpu", LATE, LATE)], ids=["all", "two of three"])
 def test_members_of_a_bucket_on_the_device_have_the_bits_of_members_on_the_cpu(devices):
     assert run(1, _bucket_both, devices) == [(True, True, {True, False}, [])]
+
+
+def _bucket_pinned(rank):
+    late_device.install()
+    counted, pinned = Counter(), []
+    for members in _bucket_steps((LATE, LATE, LATE), 240):
+        pinned.append([member.diloco.pinned_bytes for member in members])
+        counted.update(o.counted for _, o in members[2].reduce.outcomes if isinstance(o, Round))
+        for member in members:
+            member.reduce.outcomes.clear()  # they have the states
+    return pinned[59], pinned[239], counted
+
+
+@pytest.mark.slow
+def test_a_member_whose_deltas_do_not_count_pins_no_more_memory_in_four_times_as_many_steps():
+    ((early, late, counted),) = run(1, _bucket_pinned)
+    assert counted[False] > 10
+    assert late == early and max(late) <= 2 * min(late)
 
 
 def _counted(rank, settings):
@@ -432,7 +455,7 @@ def _memory_of_the_old_anchor(rank):
             with diloco.anchors():
                 pass
     assert fragment.state.index == 1
-    while fragment.memory.anchors.take(32).fill_(7.0) is not old:
+    while fragment.memory.anchors.take(32).fill_(7.0).data_ptr() != old.data_ptr():
         pass
     late_device.synchronize()
     return late_device.races

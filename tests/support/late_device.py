@@ -387,13 +387,15 @@ def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     if block is None:
         counters.pageable[direction] += host.nbytes
     blocks = [] if block is None else [block]
+    host = host if block is None else _alias(host)
     if isinstance(target, Late):
+        source = host
         work = _enqueue(stream, partial(_up, target.memory, source if direct else source.clone(), source.clone()),
                         reads=blocks, writes=[target.block])  # fmt: skip
     else:
         assert isinstance(source, Late)
         spoiled = _spoiled(target).clone() if direct else None
-        work = _enqueue(stream, partial(_down, target, source.memory, spoiled), reads=[source.block], writes=blocks)
+        work = _enqueue(stream, partial(_down, host, source.memory, spoiled), reads=[source.block], writes=blocks)
     if not direct and (block is not None or direction == "down"):
         _wait(work)
     return target
@@ -447,6 +449,12 @@ def _pinned_block(memory: Tensor) -> Block | None:
         return None
     alive, block = _pinned.get(memory.untyped_storage().data_ptr(), (None, None))
     return block if alive is not None and not alive.expired() else None
+
+
+def _alias(memory: Tensor) -> Tensor:
+    """The same values for a queued copy, which keeps pinned memory allocated, but not the tensors over it."""
+    storage = torch.UntypedStorage._new_with_weak_ptr(_pinned[memory.untyped_storage().data_ptr()][0].cdata)
+    return torch.empty(0, dtype=memory.dtype).set_(storage, memory.storage_offset(), memory.shape, memory.stride())
 
 
 def _allocating(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
