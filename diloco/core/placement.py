@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from diloco.codecs import device as on_device
-from diloco.codecs.codec import Codec, Float32
+from diloco.codecs.codec import Codec, Float32, is_coarse
 from diloco.codecs.kernels import Rule
 from diloco.core.lane import Upload, Wait, sleep_until
 from diloco.core.memory import Memory
@@ -102,7 +102,10 @@ class OnHost:
         return state.fingerprint()
 
     def advance(self, state: State, outer: Outer, lr: float) -> Next:
-        return NextState(state, outer, self._memory, lr, self._view.upload)
+        # What a coarse codec has lost is added on the host, before the sum goes to the device.
+        return NextState(
+            state, outer, self._memory, lr, (lambda _: ()) if is_coarse(self._codec) else self._view.upload
+        )
 
     def adopt(self, state: State) -> Uploads:
         self.state, self._uploads = state, ()

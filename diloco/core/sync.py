@@ -21,7 +21,7 @@ from diloco.core.payload import packed
 from diloco.core.placement import OnHost, Placement
 from diloco.core.stats import RoundStats
 from diloco.core.tensors import checksum, float_buffers, fsdp_modules, reshard
-from diloco.core.view import FlatView
+from diloco.core.view import FlatView, Uploads
 from diloco.errors import Mismatch, NotFinite
 from diloco.exchange.contract import FROZEN
 from diloco.exchange.mean import Packed, decode_cuts
@@ -152,9 +152,9 @@ class FragmentSync:
             self._free(old, sent)
         elif round.earlier and self.resumed.steps > self.counted.steps:
             self.counted = self.resumed
-            self._give_up(done)
+            self._give_up(done, uploads)
         else:
-            self.view.rebase(self.state.anchor, old.anchor)
+            self.view.rebase(self.state.anchor, old.anchor, uploads)
         self.in_flight = None
 
     def _with_loss(self, sent: InFlight, decoded: Tensor) -> Tensor:
@@ -186,11 +186,11 @@ class FragmentSync:
         """Set the local values to the anchor. A delta in flight remains; if it does not count, its work is lost."""
         self._give_up(done)
 
-    def _give_up(self, done: Work) -> None:
+    def _give_up(self, done: Work, uploads: Uploads = ()) -> None:
         if done.steps > self.counted.steps:
             self.lost = self.counted.steps, done.steps
         self.counted = done
-        self.view.write(self.state.anchor)
+        self.view.write(self.state.anchor, uploads)
 
     def stats(
         self, round: Round, sent: InFlight | None, *, name: str, step: int, waited: float, applying: float, overlap: int

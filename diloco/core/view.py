@@ -275,15 +275,15 @@ class FlatView:
                     upload.release()
 
     @torch.no_grad()
-    def rebase(self, new: Tensor, old: Tensor) -> None:
-        """local ← local + new − old: follow the anchor and keep all local work."""
-        for run in self.runs:
+    def rebase(self, new: Tensor, old: Tensor, uploads: Uploads = ()) -> None:
+        """local ← local + new − old: follow the anchor and keep all local work. `uploads`: of the new one."""
+        for run, upload in self._with(uploads):
             if run.holds(new):
                 run.rebase(new[run.place], old[run.place])
                 continue
-            uploads = [self._upload(run, values) for values in (new, old)]
-            run.rebase(*(upload.values() for upload in uploads))
-            for upload in uploads:
+            both = upload or self._upload(run, new), self._upload(run, old)
+            run.rebase(*(upload.values() for upload in both))
+            for upload in both:
                 upload.release()
 
     def upload(self, values: Tensor) -> Uploads:
