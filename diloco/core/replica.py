@@ -68,8 +68,10 @@ class Replica:
                 place = OnHost(view, self._outer, memory, codec, packs)
             options = {"outer": self._outer, "codec": codec, "memory": memory, "packs_for": packs}
             self.fragments.append(FragmentSync(len(self.fragments), piece, view, place, **options))
-        if not self.buffers:
-            self.buffers = sync_of_buffers(buffers, memory)
+        agreed = [fragment.state for fragment in self.buffers]  # before a restart; training has changed its own since
+        self.buffers = sync_of_buffers(buffers, memory)
+        for fragment, state in zip(self.buffers, agreed, strict=False):
+            fragment.place.replace(state, reuse=True)
         for fragment in self.buffers:
             fragment.number = len(pieces)
 

@@ -4,9 +4,11 @@ Each test runs in processes of its own, because the device is there for the rest
 """
 
 import copy
+import gc
 import re
 import threading
 import warnings
+import weakref
 from collections import Counter
 
 import pytest
@@ -575,6 +577,38 @@ def _all_applied(rank):
 @pytest.mark.slow
 def test_every_round_leaves_all_buffers_of_the_device_for_the_next():
     assert run(1, _all_applied) == [(([1], 3),) * 3]
+
+
+class Normalized(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm = torch.nn.Linear(8, 4), torch.nn.BatchNorm1d(4)
+
+
+def _restarted(rank):
+    """Whether the first lane is gone, and whether the agreed buffers are what they were."""
+    late_device.install()
+    model = Normalized().to(LATE)
+    diloco = DiLoCo(model, reducer=Script(), fragments=Balanced(1))
+    with torch.no_grad():
+        for buffer in (model.norm.running_mean, model.norm.running_var):
+            buffer.fill_(2.0)
+    diloco.join()
+    lanes = [weakref.ref(lane) for lane in diloco._replica.memory.lanes.values()]
+    (before,) = [fragment.state.anchor.tolist() for fragment in diloco._replica.buffers]
+    with torch.no_grad():
+        model.norm.running_mean.fill_(3.0)
+    diloco.step()
+    diloco.restart(sync_every=8, fragments=Balanced(2), overlap=1, codec=E3M0())
+    diloco.step()
+    gc.collect()
+    (after,) = [fragment.state.anchor.tolist() for fragment in diloco._replica.buffers]
+    return [lane() is None for lane in lanes], before == after == [2.0] * 8, model.norm.running_mean.cpu().tolist()
+
+
+@pytest.mark.slow
+def test_a_restart_leaves_nothing_of_the_first_cut_on_the_device():
+    assert run(1, _restarted) == [([True], True, [3.0] * 4)]
 
 
 def _on_device(outer):
