@@ -25,7 +25,8 @@ class Buffers:
     def __init__(self, pinned: "Pinned | None" = None, lanes: Iterable[Lane] = ()) -> None:
         self._pinned, self._lanes = pinned, tuple(lanes)
         self._free: list[tuple[Tensor, Wait]] = []
-        self._lent: dict[int, tuple[weakref.ref[Any], Tensor]] = {}  # by address, with what lives as long as in use
+        # By address: what lives as long as the memory is in use, and the whole buffer if it is pinned.
+        self._lent: dict[int, tuple[weakref.ref[Any], Tensor | None]] = {}
         self._lock = threading.Lock()
 
     def take(self, n: int) -> Tensor:
@@ -44,31 +45,31 @@ class Buffers:
             buffer = self._pinned.empty(size)
         else:
             buffer = torch.empty(size, dtype=torch.float32, device="cpu")
-        return self._lend(buffer, n) if self._pinned is not None and n else buffer
+        return self._lend(buffer, n) if n else buffer
 
     def _lend(self, buffer: Tensor, n: int) -> Tensor:
-        """The first n values, as a storage of its own: every tensor over it, even a slice, keeps the array alive."""
-        array = buffer.numpy()[:n]
+        """The first n values. If pinned, as a storage of its own: any tensor over it, even a slice, keeps the array
+        alive."""
+        array = None if self._pinned is None else buffer.numpy()[:n]
         with self._lock:
-            self._lent[buffer.data_ptr()] = weakref.ref(array), buffer
-        return torch.from_numpy(array)
+            self._lent[buffer.data_ptr()] = (
+                (weakref.ref(buffer), None) if array is None else (weakref.ref(array), buffer)
+            )
+        return buffer if array is None else torch.from_numpy(array)
 
     def _reclaim(self) -> None:
         """Take back what no tensor has. Copies may still be running."""
-        lost = [address for address, (array, _) in self._lent.items() if array() is None]
-        if lost:
+        lost = [self._lent.pop(at)[1] for at, (holder, _) in list(self._lent.items()) if holder() is None]
+        if pinned := [buffer for buffer in lost if buffer is not None]:
             copied = all_of([lane.mark() for lane in self._lanes])
-            self._free += [(self._lent.pop(address)[1], copied) for address in lost]
+            self._free += [(buffer, copied) for buffer in pinned]
 
     def give(self, buffer: Tensor, wait_for_copies: Wait) -> None:
-        """Return memory that nobody reads or writes once `wait_for_copies` has returned."""
-        if not len(buffer):
-            return
+        """Return memory that nobody reads or writes once `wait_for_copies` has returned. Memory that was not taken here
+        is not kept: it may not be pinned, and where a reducer makes the states nobody takes any."""
         with self._lock:
-            if self._pinned is None:
-                self._free.append((buffer, wait_for_copies))
-            elif lent := self._lent.pop(buffer.data_ptr(), None):  # what was not taken here is not pinned
-                self._free.append((lent[1], wait_for_copies))
+            if lent := self._lent.pop(buffer.data_ptr(), None):
+                self._free.append((buffer if lent[1] is None else lent[1], wait_for_copies))
 
 
 def rounded(n: int) -> int:

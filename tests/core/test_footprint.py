@@ -78,3 +78,12 @@ def test_pinned_memory_that_nobody_gives_back_is_used_again_once_no_tensor_has_i
     assert counted.nbytes == 800 and again.data_ptr() != other.data_ptr()
     buffers.give(torch.empty(100), already)
     assert len(buffers.take(100)) == 100 and counted.nbytes == 1200  # memory from elsewhere is not pinned
+
+
+def test_memory_that_was_not_taken_from_the_buffers_is_not_kept():
+    """As that of states which come from another rank."""
+    for buffers in (Buffers(), Buffers(Counted())):
+        states = [torch.empty(100) for _ in range(3)]
+        for state in states:
+            buffers.give(state, already)
+        assert buffers.take(100).data_ptr() not in [state.data_ptr() for state in states]
