@@ -1,5 +1,7 @@
 """Host buffers that are reused: touching fresh pages costs several times as much as a pass over them."""
 
+import mmap
+import os
 import threading
 import weakref
 from collections.abc import Iterable, Mapping
@@ -9,6 +11,7 @@ import torch
 from torch import Tensor
 
 from diloco.core.lane import Lane, Wait, all_of, already
+from diloco.errors import DiLoCoError
 
 LARGE = 1 << 20
 """Values from which on pinned buffers are rounded up."""
@@ -105,33 +108,53 @@ class Memory:
         """No more copies follow."""
         for lane in self.lanes.values():
             lane.close()
-        if self._pinned:
-            self._pinned.close()
 
 
 class Pinned:
     """Pinned host memory, which a device copies without blocking the host.
 
     torch rounds pinned memory up to a power of two, by up to 78 % for the anchors of real models, and never returns it
-    to the system. So on CUDA ordinary memory is pinned in place.
+    to the system. So on CUDA each buffer has pages of its own, which are pinned in place until it is freed.
     """
 
     def __init__(self, kind: str) -> None:
-        self._kind, self._registered, self.nbytes = kind, list[Tensor](), 0
+        self._kind, self.nbytes = kind, 0
 
     def empty(self, n: int) -> Tensor:
+        if self._kind == "cuda" and n:
+            return self._register(n)
         self.nbytes += 4 * n
-        if self._kind != "cuda":
-            return torch.empty(n, dtype=torch.float32, device="cpu", pin_memory=True)
-        buffer = torch.empty(n, dtype=torch.float32, device="cpu")
-        if n:
-            torch.cuda.check_error(_cuda().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0))
-            self._registered.append(buffer)
+        return torch.empty(n, dtype=torch.float32, device="cpu", pin_memory=n > 0)
+
+    def _register(self, n: int) -> Tensor:
+        nbytes = -(-4 * n // mmap.PAGESIZE) * mmap.PAGESIZE
+        try:
+            pages = mmap.mmap(-1, nbytes)  # shared: after a fork, a write would move private pages away from the device
+            pages.madvise(mmap.MADV_DONTFORK)  # otherwise the workers of a DataLoader keep them
+            view = memoryview(pages)
+            buffer = torch.frombuffer(view, dtype=torch.float32, count=n)
+            torch.cuda.check_error(_cuda().cudaHostRegister(buffer.data_ptr(), nbytes, 0))
+        except (OSError, RuntimeError) as error:
+            raise DiLoCoError(
+                f"cannot pin {nbytes:,} bytes of host memory, beside {self.nbytes:,} that DiLoCo has pinned: {error}. "
+                "Free host memory, or raise the memory limit of the container and `ulimit -l`. Smaller fragments and "
+                'state="device" need less.'
+            ) from error
+        self.nbytes += nbytes
+        # The view dies with the tensor. The finalizer holds the pages, which are unmapped after it.
+        weakref.finalize(view, self._unregister, pages, buffer.data_ptr(), os.getpid()).atexit = False
         return buffer
 
-    def close(self) -> None:
-        while self._registered:
-            torch.cuda.check_error(_cuda().cudaHostUnregister(self._registered.pop().data_ptr()))
+    def _unregister(self, pages: mmap.mmap, address: int, process: int) -> None:
+        if os.getpid() != process:  # a fork, which may have something else at these addresses
+            _elsewhere.append(pages)
+            return
+        self.nbytes -= len(pages)
+        torch.cuda.check_error(_cuda().cudaHostUnregister(address))
+
+
+_elsewhere: list[mmap.mmap] = []
+"""Pages that this process, a fork, does not have and must not unmap."""
 
 
 def _cuda() -> Any:
