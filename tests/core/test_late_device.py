@@ -7,6 +7,7 @@ import copy
 import gc
 import re
 import threading
+import time
 import warnings
 import weakref
 from collections import Counter
@@ -23,9 +24,9 @@ from diloco.codecs.formats import FORMATS
 from diloco.core.fragment import Piece
 from diloco.core.lane import Lane
 from diloco.core.memory import Memory
-from diloco.core.placement import OnDevice
+from diloco.core.placement import OnDevice, OnHost
 from diloco.core.view import FlatView, Span, lanes_for
-from diloco.errors import ConfigError, NotFinite
+from diloco.errors import ConfigError, DiLoCoError, NotFinite
 from diloco.exchange import local
 from diloco.exchange.mean import exact
 from diloco.exchange.reducer import Round, State
@@ -341,6 +342,8 @@ def test_training_on_the_device_waits_for_nothing_and_its_stream_copies_nothing(
     for counters, sent in run(2, _counted, settings):
         assert not any(counters.pageable.values())
         assert not any(counters.waits.values())  # the communication thread asks and sleeps
+        # So does training, once a send at most: for the copies of an earlier round from or to the memory of the delta.
+        assert counters.pending["MainThread"] <= len(sent)
         assert counters.copied[0, "up"] == counters.copied[0, "down"] == 0
         up, down = (sum(n for (_, way), n in counters.copied.items() if way == wanted) for wanted in ("up", "down"))
         # E3M0 is encoded on the device: half a byte a value, filled up to words, and 32 bytes.
@@ -611,18 +614,18 @@ def test_a_restart_leaves_nothing_of_the_first_cut_on_the_device():
     assert run(1, _restarted) == [([True], True, [3.0] * 4)]
 
 
-def _on_device(outer):
-    """600 values whose state is on the device, and the host memory of their deltas."""
+def _place(kind, codec=None, packs_for=2):
+    """600 values and their state, and the host memory of their deltas."""
     late_device.install()
     piece, tensors = (Piece("x", 0, 600),), {"x": torch.ones(600).to(LATE)}
     lanes = lanes_for([piece], tensors)
     memory = Memory(lanes)
-    return OnDevice(FlatView(piece, tensors, lanes), outer, memory, E3M0(), 2), memory
+    return kind(FlatView(piece, tensors, lanes), OUTER, memory, codec or E3M0(), packs_for), memory
 
 
 def _sent_twice(rank):
     """A round was dropped: the next delta is encoded over a payload that may still be on its way to the host."""
-    place, memory = _on_device(OUTER)
+    place, memory = _place(OnDevice)
     for _ in range(2):
         arrived = place.send(memory.deltas.take(place.size))
     arrived()
@@ -636,7 +639,7 @@ def test_a_payload_is_encoded_again_only_after_it_was_copied():
 
 def _fetched(rank):
     """The memory in which the payloads of the others were, as soon as the next round gets it."""
-    place, memory = _on_device(OUTER)
+    place, memory = _place(OnDevice)
     place.send(memory.deltas.take(place.size))()
     following = place.advance(place.state, OUTER, 1.0)
     following.add(*exact(torch.ones(600)))
@@ -654,7 +657,7 @@ def test_the_memory_of_received_payloads_is_used_again_only_after_they_were_copi
 
 
 def _offered(rank):
-    place, memory = _on_device(OUTER)
+    place, memory = _place(OnDevice)
     anchor, momentum = torch.arange(600.0), torch.arange(601.0)
     place.replace(State(1, anchor, momentum))
     prints = [place.offer().fingerprint()]
@@ -684,3 +687,138 @@ def _pairs(rank):
 @pytest.mark.slow
 def test_a_result_waits_on_the_device_only_if_that_leaves_a_buffer_for_a_send():
     assert run(1, _pairs) == [(True, True, True, 600)]
+
+
+def _in_flight(rank):
+    """Memory of deltas and payloads as soon as they are sent."""
+    place, memory = _place(OnHost)
+    other, its_memory = _place(OnDevice)
+    sent = [memory.deltas.take(place.size), its_memory.deltas.take(other.size)]
+    place.send(sent[0])
+    other.send(sent[1])
+    diloco, step = _alone(LATE, Silent())
+    for _ in range(4):
+        step()
+    sent.append(diloco._fragments[0].in_flight.memory)
+    return [bool(memory.isnan().all()) for memory in sent]
+
+
+@pytest.mark.slow
+def test_training_goes_on_before_its_delta_is_on_the_host():
+    assert run(1, _in_flight) == [[True] * 3]
+
+
+def _payload_buffer(rank):
+    """Kernels of training in all buffers, right after a send."""
+    place, memory = _place(OnHost)
+    place.send(memory.deltas.take(place.size))
+    lane = place._view.lane
+    for buffer in [lane.scratch() for _ in range(3)]:
+        buffer.fill_(7.0)
+    return late_device.races
+
+
+@pytest.mark.slow
+def test_the_buffer_of_a_payload_is_used_again_only_after_it_was_copied():
+    assert run(1, _payload_buffer) == [[]]
+
+
+def _replaced(rank):
+    """The delta after the anchor changes although it is on its way to the device already."""
+    deltas = []
+    for change in (OnHost.replace, OnHost.adopt):
+        place, memory = _place(OnHost, Float32(), packs_for=None)
+        place.prepare()
+        state = State(1, torch.full((600,), 3.0, pin_memory=True), torch.zeros(601), arriving=())
+        change(place, state)
+        delta = memory.deltas.take(600)
+        place.send(delta)()
+        deltas.append(delta.unique().tolist())
+    return deltas, late_device.races
+
+
+@pytest.mark.slow
+def test_a_delta_is_against_the_anchor_of_now_even_if_another_was_prepared():
+    assert run(1, _replaced) == [([[2.0], [2.0]], [])]
+
+
+def _replaced_on_the_device(rank):
+    """A state that arrives while a round that will be given up is computed from the old one."""
+    place, memory = _place(OnDevice)
+    place.send(memory.deltas.take(place.size))()
+    following = place.advance(place.state, OUTER, 1.0)
+    following.add(*exact(torch.ones(600)))
+    following.state(1)
+    place.replace(State(5, torch.zeros(600), torch.zeros(601)))
+    return place.state.anchor.sum().item(), late_device.races
+
+
+@pytest.mark.slow
+def test_a_state_on_the_device_is_replaced_only_after_rounds_have_read_it():
+    assert run(1, _replaced_on_the_device) == [(0.0, [])]
+
+
+def _closed(rank):
+    late_device.install()
+    lane = Lane(torch.device(LATE), 600)
+    values = torch.full((600,), 1.0, pin_memory=True)
+    upload = lane.upload(values)
+    Memory({lane.device: lane}).close()
+    values.fill_(7.0)
+    return upload.values().sum().item(), late_device.races
+
+
+@pytest.mark.slow
+def test_when_memory_is_closed_no_copy_uses_it_anymore():
+    assert run(1, _closed) == [(600.0, [])]
+
+
+def _timed(rank):
+    """Seconds of the training stream: before it gets there, afterwards, and asked again; and in rounds."""
+    late_device.install()
+    lane = Lane(torch.device(LATE), 600)
+    memory = Memory({lane.device: lane})
+    with lane.timed():
+        late_device._enqueue(lane.training, lambda: time.sleep(0.05))
+    seconds = [memory.seconds()]
+    late_device.synchronize()
+    seconds += [memory.seconds(), memory.seconds()]
+    model, optimizer, diloco = start(LATE, reducer=local.Local(local._Board(1, None), 0), sync_every=4)
+    with diloco:
+        for step in steps(model, optimizer, rank, 1, STEPS):
+            if step == STEPS // 2:
+                diloco._replica.memory.seconds = lambda: 100.0
+    return seconds, [(round.seconds_device, round.seconds_exposed) for round in diloco.stats.last]
+
+
+@pytest.mark.slow
+def test_the_time_of_the_training_stream_is_reported_once_and_as_exposed():
+    (((before, once, again), rounds),) = run(1, _timed)
+    assert before == again == 0.0 and once >= 0.05
+    assert any(0 < device < 100 for device, _ in rounds)
+    assert rounds[-1][0] == 100 < rounds[-1][1]
+
+
+def _captured(rank):
+    """Where torch says that a graph is being captured, which it asks of CUDA alone."""
+    late_device.install()
+    diloco, step = _alone(LATE, Silent())
+    (lane,) = diloco._replica.memory.lanes.values()
+    torch.cuda.is_current_stream_capturing = lambda: True
+    for _ in range(3):
+        step()
+    lane.device = torch.device("cuda")
+    try:
+        step()
+    except DiLoCoError as error:
+        message = str(error)
+    count = diloco._replica.step_count
+    torch.cuda.is_current_stream_capturing = lambda: False
+    step()
+    return message, count, diloco._replica.step_count
+
+
+@pytest.mark.slow
+def test_a_step_inside_a_captured_graph_is_refused_and_not_counted():
+    ((message, *counts),) = run(1, _captured)
+    assert "graph is being captured" in message and counts == [3, 4]

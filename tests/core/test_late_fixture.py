@@ -146,6 +146,11 @@ def _counters(rank):
     assert counters.copied == {(side.stream_id, "up"): 4 * N, (side.stream_id, "down"): 8}
     assert counters.waits == {"MainThread": 1, "other": 1}
     assert counters.kernels == {side.stream_id: 1}
+    x.add_(1)
+    event = torch.accelerator.current_stream().record_event()
+    while not event.query():
+        pass
+    assert counters.pending == {"MainThread": 1} and counters.waits == {"MainThread": 1, "other": 1}
 
 
 def _accelerator(rank):
@@ -179,5 +184,5 @@ test_streams_that_use_the_same_memory_must_wait_for_each_other = alone(_streams)
 test_waiting_for_an_event_runs_only_what_comes_before_it = alone(_only_what_is_needed)
 test_memory_that_is_freed_while_another_stream_uses_it_is_noticed = alone(_freed)
 test_pageable_memory_is_copied_at_once_and_counted = alone(_pageable)
-test_copies_are_counted_by_stream_and_waits_by_thread = alone(_counters)
+test_copies_are_counted_by_stream_and_waits_and_polls_by_thread = alone(_counters)
 test_torch_knows_the_device = alone(_accelerator)

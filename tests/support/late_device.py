@@ -51,6 +51,7 @@ class Counters:
     copied: Counter[tuple[int, str]] = field(default_factory=Counter)  # bytes, by number of the stream and direction
     pageable: Counter[str] = field(default_factory=Counter)  # of them, from ("up") or to ("down") pageable memory
     waits: Counter[str] = field(default_factory=Counter)  # for work that was not done, by the name of the thread
+    pending: Counter[str] = field(default_factory=Counter)  # events that had not happened when first asked, by thread
     kernels: Counter[int] = field(default_factory=Counter)  # by number of the stream
 
 
@@ -141,7 +142,10 @@ class Event:
             self._polls += 1
             if self._work is not None and self._polls > POLLS:
                 _finish(self._work)
-            return self._work is None or self._work.done
+            done = self._work is None or self._work.done
+            if not (done or self._timed) and self._polls == 1:  # timed ones are asked in passing, not waited for
+                counters.pending[threading.current_thread().name] += 1
+            return done
 
     def synchronize(self) -> None:
         if self._work is not None:
