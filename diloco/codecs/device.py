@@ -16,7 +16,7 @@ from diloco.codecs.formats import BLOCK, blocks
 from diloco.codecs.kernels import Rule
 
 PASS = 128 * CHUNK
-"""Values at once: enough to keep a device busy. The intermediate results take 12 bytes for each."""
+"""Values at once: enough to keep a device busy. Intermediate results take up to 18 bytes for each."""
 LARGEST = 0x7F80
 """The exponent of inf and nan, in the upper half of a float."""
 
