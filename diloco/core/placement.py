@@ -75,7 +75,9 @@ class OnHost:
         """`packs_for`: replicas for which the device encodes deltas."""
         self._view, self._memory, self._codec, self._packs_for = view, memory, codec, packs_for
         self.size = view.size if packs_for is None else room(codec, view.size, packs_for)
-        self.state = State(0, memory.anchors.take(view.size), outer.state(view.size))
+        momentum = outer.state(view.size)
+        momentum = memory.outers.take(len(momentum)).copy_(momentum)
+        self.state = State(0, memory.anchors.take(view.size), momentum)
         self._uploads: Uploads = ()  # of the anchor, ahead of the next send
         view.read(self.state.anchor)
         memory.reserve(anchor=view.size, delta=self.size)

@@ -67,7 +67,7 @@ def test_goodput_is_a_share_and_never_grows_with_a_worse_input(fleet, members, e
     for name in ("detect", "restart", "resize", "save_every"):  # repair changes the spares, in whole slices
         worse = outcome(replace(fleet, **{name: 2 * getattr(fleet, name) + 1}), members, elastic=elastic)
         # Where next to nothing gets done, members that stay away longer also fail less often.
-        assert worse.goodput <= usual.goodput + 1e-4, name
+        assert worse.goodput <= max(usual.goodput + 1e-4, 0.01), name
     assert outcome(replace(fleet, mtbf=math.inf), members, elastic=elastic).goodput == pytest.approx(1)
 
 
