@@ -25,7 +25,7 @@ _fixed = replace(_muon, outer="following", outer_lr=0.7, momentum=0.5)
 ADAMW, MUON, DEFAULTS = "data-parallel, AdamW", "data-parallel, Muon", "the trainer's defaults"
 SAME = "defaults with AdamW"
 TWO_BITS, TOPK = "defaults, 2 bits", "defaults, top-k"
-RARE = f"{TWO_BITS}, sync_every 270"
+RARE = f"{TWO_BITS}, sync_every 90"
 ONE, FOUR, EIGHT = (f"defaults, M = {replicas}" for replicas in (1, 4, 8))
 LARGEST, KEPT = "1M parameters: ", "batch and tokens × 2: "
 """Such rows are compared with those of the same prefix."""
@@ -105,7 +105,7 @@ def bars() -> list[Bar]:
         Bar("four replicas, to data-parallel Muon", gap(FOUR, MUON), high=1.0),
         Bar("eight replicas, to data-parallel Muon", gap(EIGHT, MUON), high=2.0),
         Bar("2 bits, to 4 bits", gap(TWO_BITS, DEFAULTS), high=0.2),
-        Bar("below one bit: 2 bits with sync_every 270, to 4 bits with 30", gap(RARE, DEFAULTS), high=1.0),
+        Bar("below one bit: 2 bits with sync_every 90, to 4 bits with 30", gap(RARE, DEFAULTS), high=1.0),
         Bar("below one bit: top-k, to 4 bits", gap(TOPK, DEFAULTS), high=1.0),
     ]
 
