@@ -19,6 +19,7 @@ from diloco.codecs.codec import Codec, codec_named
 from diloco.codecs.formats import FORMATS
 from diloco.core.diloco import DiLoCo
 from diloco.core.fragment import fragmenter
+from diloco.core.muon import INNERS
 from diloco.core.outer import SGD, Nesterov, Outer
 from diloco.core.schedule import Schedule
 from diloco.core.tensors import find_layers, trainable
@@ -27,7 +28,7 @@ from diloco.runs.config import TrainConfig
 from diloco.train.data.corpus import Corpus, prepare
 from diloco.train.model import Decoder, held_out_loss
 from diloco.train.settings import lr_at
-from diloco.train.setup import optimizers, set_lr
+from diloco.train.setup import set_lr
 from studies.parity.cell import BATCH, CONTEXT, SHAPES, Cell
 from studies.parity.controls import Capped, Zeroing
 from studies.parity.results import Results
@@ -74,11 +75,11 @@ class _Loop:
     def __init__(self, cell: Cell, corpus: Corpus, replica: int) -> None:
         replicas, batch, steps = max(cell.replicas, 1), BATCH * cell.batch, cell.steps
         self.cell, self.corpus = cell, corpus
-        self.config = TrainConfig(lr=cell.lr, warmup=steps // 10, weight_decay=1 / steps, steps=steps, inner=cell.inner)
+        self.config = TrainConfig(lr=cell.lr, steps=steps)
         self.model = Decoder(SHAPES[cell.width], CONTEXT)
         self.model.initialize(torch.Generator().manual_seed(cell.seed))
         self.compiled: Any = torch.compile(self.model, dynamic=False) if steps >= COMPILED else self.model
-        self.optimizers = optimizers(self.model, self.config)
+        self.optimizers = INNERS[cell.inner](self.model, cell.lr, 1 / steps)
         self.data = corpus.batches(replica, replicas, batch // replicas, CONTEXT, cell.seed)
         self.fragments = _fragments_of(self.model, cell) if cell.freeze else []
         self.schedule = Schedule(cell.sync_every, max(len(self.fragments), 1))

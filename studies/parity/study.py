@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from studies.parity.cell import Cell
-from studies.parity.results import Results, load, once
+from studies.parity.results import Results, append, load
 from studies.parity.run import can_run, check_corpus, train
 from studies.parity.spread import Noise, Spread, residual, spread
 
@@ -77,14 +77,14 @@ class Study:
         with ProcessPoolExecutor(processes, context, initializer=torch.set_num_threads, initargs=(1,)) as pool:
             names = {pool.submit(_run, self.path, cell): f"{name}, seed {cell.seed}" for name, cell in missing}
             for done in as_completed(names):
-                final = done.result()
-                print(f"{names[done]}: {'elsewhere' if final is None else f'{final:.4f}'}", flush=True)
+                print(f"{names[done]}: {done.result():.4f}", flush=True)
 
 
-def _run(path: Path, cell: Cell) -> float | None:
-    """The final loss, or None where another process does or has done this run."""
-    result = once(path, cell.key, lambda: train(cell))
-    return None if result is None else result["final"]
+def _run(path: Path, cell: Cell) -> float:
+    """The final loss."""
+    result = train(cell)
+    append(path, result)
+    return result["final"]
 
 
 def arguments(description: str | None) -> argparse.ArgumentParser:
