@@ -1,7 +1,7 @@
-"""A long way between two namespaces: a process that holds every packet for a while, between two tun devices.
+"""A long way between namespaces: a process that holds every packet for a while, between tun devices.
 
-`tc tbf` cannot add latency and netem is not in every kernel. The relay takes about 20 µs of a core for each packet, so
-it is for links of some 10 Mbit/s and for measurements in which nothing else needs the core.
+`tc tbf` cannot add latency and netem is not in every kernel. The relay takes about 20 µs of a core for each packet.
+With `offload` a packet is up to 64 kB of one connection, as between the kernel and a card that cuts it itself.
 """
 
 import contextlib
@@ -19,20 +19,24 @@ from collections.abc import Iterator
 
 from tests.support.netns import DEVICE, Network, network
 
-TUNSETIFF, IFF_TUN, IFF_NO_PI = 0x400454CA, 0x1, 0x1000
+TUNSETIFF, TUNSETOFFLOAD = 0x400454CA, 0x400454D0
+IFF_TUN, IFF_NO_PI, IFF_VNET_HDR = 0x1, 0x1000, 0x4000
+TUN_F_CSUM, TUN_F_TSO4 = 0x1, 0x2
+VNET_HEADER = 10
+"""Bytes in front of a packet with `offload`. The kernel that reads them is the one that wrote them."""
 CLONE_NEWNET = 0x40000000
-SNDBUF = 1 << 16
-"""Largest packet that is read at once."""
+LARGEST = (1 << 16) + VNET_HEADER
+"""Bytes of a packet."""
 
 
 @contextlib.contextmanager
-def far_apart(seconds: float) -> Iterator[Network]:
-    """Two hosts; a packet takes `seconds` from one to the other."""
-    with network(2) as net:
-        for host, namespace in enumerate(net.namespaces):
-            if host == 0:
-                _call(f"ip -n {namespace} link delete {DEVICE}")  # and with it the other end
-        command = [sys.executable, "-m", "studies.netlab.relay", str(seconds), *net.namespaces]
+def far_apart(seconds: float, hosts: int = 2, *, offload: bool = False) -> Iterator[Network]:
+    """A packet takes `seconds` from any host to any other."""
+    with network(hosts) as net:
+        for namespace in net.namespaces[: 1 if hosts == 2 else hosts]:  # of a cable, the other end goes too
+            _call(f"ip -n {namespace} link delete {DEVICE}")
+        words = ["offload"] if offload else []
+        command = [sys.executable, "-m", "studies.netlab.relay", str(seconds), *net.namespaces, *words]
         relay = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         try:
             assert relay.stdout and relay.stdout.readline() == "ready\n"
@@ -45,39 +49,71 @@ def far_apart(seconds: float) -> Iterator[Network]:
             relay.communicate()  # closes the pipe too
 
 
+@contextlib.contextmanager
+def behind_nat(net: Network, host: int) -> Iterator[list[str]]:
+    """A host from which all others can be reached, and which nobody can reach: `host` is its router. Yields what
+    `Network.command` would. Needs nftables."""
+    inside, router = f"diloco-{os.getpid()}-{len(net.namespaces) + 1}", net.namespaces[host]
+    masquerade = ("add table ip nat; add chain ip nat out { type nat hook postrouting priority srcnat; };"
+                  f"add rule ip nat out oifname {DEVICE} masquerade")  # fmt: skip
+    try:
+        for command in (
+            f"ip netns add {inside}",
+            f"ip -n {inside} link set lo up",
+            f"ip link add {DEVICE} netns {inside} type veth peer name inside netns {router}",
+            f"ip -n {inside} address add 192.168.77.2/24 dev {DEVICE}",
+            f"ip -n {inside} link set {DEVICE} up",
+            f"ip -n {inside} route add default via 192.168.77.1",
+            f"ip -n {router} address add 192.168.77.1/24 dev inside",
+            f"ip -n {router} link set inside up",
+            f"ip netns exec {router} sysctl -q net.ipv4.ip_forward=1",
+        ):
+            _call(command)
+        subprocess.run([*net.command(host), "nft", masquerade], check=True)
+        yield ["ip", "netns", "exec", inside]
+    finally:
+        subprocess.run(["ip", "netns", "delete", inside], check=False, capture_output=True)
+
+
 def main() -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # end with the parent
     seconds, *namespaces = sys.argv[1:]
-    devices = [tun(name) for name in namespaces]
+    offload = namespaces[-1] == "offload"
+    devices = [tun(name, offload) for name in namespaces[: -1 if offload else None]]
     print("ready", flush=True)
-    relay(devices, float(seconds))
+    relay(devices, float(seconds), VNET_HEADER if offload else 0)
 
 
-def tun(namespace: str) -> int:
+def tun(namespace: str, offload: bool) -> int:
     """A tun device in that namespace. A descriptor stays with its device, whatever namespace the process is in."""
     with open(f"/run/netns/{namespace}") as entered:
         if ctypes.CDLL(None, use_errno=True).setns(entered.fileno(), CLONE_NEWNET):
             raise OSError(ctypes.get_errno(), f"cannot enter namespace {namespace}")
     device = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
-    fcntl.ioctl(device, TUNSETIFF, struct.pack("16sH22x", DEVICE.encode(), IFF_TUN | IFF_NO_PI))
+    flags = IFF_TUN | IFF_NO_PI | (IFF_VNET_HDR if offload else 0)
+    fcntl.ioctl(device, TUNSETIFF, struct.pack("16sH22x", DEVICE.encode(), flags))
+    if offload:
+        fcntl.ioctl(device, TUNSETOFFLOAD, TUN_F_CSUM | TUN_F_TSO4)
     return device
 
 
-def relay(devices: list[int], seconds: float) -> None:
-    held: list[deque[tuple[float, bytes]]] = [deque(), deque()]
+def relay(devices: list[int], seconds: float, header: int) -> None:
+    """`header`: bytes before the IP header. The last byte of a destination is the number of its device, from 1."""
+    held: deque[tuple[float, bytes]] = deque()
     while True:
-        due = min((queue[0][0] for queue in held if queue), default=None)
-        wait = None if due is None else max(0.0, due - time.monotonic())
+        wait = max(0.0, held[0][0] - time.monotonic()) if held else None
         for device in select.select(devices, [], [], wait)[0]:
-            with contextlib.suppress(BlockingIOError):
+            with contextlib.suppress(OSError):  # it is empty, or down
                 for _ in range(64):
-                    packet = os.read(device, SNDBUF)
-                    held[devices.index(device)].append((time.monotonic() + seconds, packet))
+                    packet = os.read(device, LARGEST)
+                    held.append((time.monotonic() + seconds, packet))
         now = time.monotonic()
-        for source, queue in enumerate(held):
-            while queue and queue[0][0] <= now:
-                with contextlib.suppress(OSError):  # a device that is full or down loses packets, as a link does
-                    os.write(devices[1 - source], queue.popleft()[1])
+        while held and held[0][0] <= now:
+            packet = held.popleft()[1]
+            if packet[header] >> 4 != 4 or not 0 < (number := packet[header + 19]) <= len(devices):
+                continue  # IPv6, multicast, or an address that nobody has
+            with contextlib.suppress(OSError):  # a device that is full or down loses packets, as a link does
+                os.write(devices[number - 1], packet)
 
 
 def _call(command: str) -> None:
