@@ -16,6 +16,7 @@ import json
 import os
 import statistics
 import time
+from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -75,6 +76,7 @@ def targets(values: Record) -> list[Target]:
     return out
 
 
+@cache
 def group() -> Group:
     speed = measured()
     return Group(
@@ -84,7 +86,7 @@ def group() -> Group:
 
 def recommended(gbit: float) -> Settings:
     model = model_of_layers(LAYERS * WIDTH**2, LAYERS)
-    return choose(model, group(), 1e9 * gbit, Limits()).settings
+    return choose(model, lambda codec: group(), 1e9 * gbit, Limits()).settings
 
 
 def planned(settings: Settings, gbit: float) -> float:

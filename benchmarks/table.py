@@ -112,7 +112,6 @@ RECORDS: dict[str, tuple[Path, Callable[[Record], dict[str, str]]]] = {
     "netlab": (STUDIES / "netlab/results.json", netlab),
     "autopilot": (STUDIES / "autopilot/results.json", autopilot),
     "bucket": (STUDIES / "bucket/results.json", none),
-    "restarts": (STUDIES / "bucket/restarts.json", none),
     "chaos": (STUDIES / "bucket/chaos.json", chaos),
 }
 

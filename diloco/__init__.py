@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from diloco.codecs.codec import TwoBit as TwoBit
     from diloco.core.diloco import DiLoCo as DiLoCo
     from diloco.core.fragment import Balanced as Balanced
-    from diloco.core.fragment import Named as Named
     from diloco.core.fragment import Sequential as Sequential
     from diloco.core.fragment import Strided as Strided
     from diloco.core.muon import muon as muon
@@ -34,7 +33,7 @@ _HOME = {
     "core.diloco": ("DiLoCo",),
     "errors": ("ConfigError", "DiLoCoError", "Diverged", "Mismatch", "NotFinite", "PeerLost"),
     "core.muon": ("muon",),
-    "core.fragment": ("Balanced", "Named", "Sequential", "Strided"),
+    "core.fragment": ("Balanced", "Sequential", "Strided"),
     "exchange.first_rank": ("FirstRank",),
     "exchange.launch": ("replica",),
     "core.outer": ("SGD", "Nesterov"),

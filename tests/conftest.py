@@ -77,7 +77,7 @@ def whole(place):
         if missing:
             (place / "recipe.toml").write_text(
                 'model = "nano"\ndata = ["corpus.txt"]\nsteps = 7\nbatch = 4\ncontext = 32\nsync_every = 10\n'
-                'fragments = "balanced:3"\noverlap = 2\neval_every = 1000\neval_tokens = 512\ncompile = false\n'
+                'fragments = "balanced:3"\noverlap = 2\neval_every = 1000\ncompile = false\n'
             )
             words = ["--name", "whole", "--steps", "40", "--save-every", "20", "--json"]
             code, out, err = run(place, "train", "recipe.toml", *words)

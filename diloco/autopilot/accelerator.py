@@ -106,7 +106,7 @@ def _steps(device: torch.device) -> tuple[float, float, int, int]:
                 alone.append(period())
             attached.append(period())
     values = sum(p.numel() for p in model.parameters())
-    return statistics.median(alone), statistics.median(attached), values, diloco.pinned_bytes
+    return statistics.median(alone), statistics.median(attached), values, diloco.replica.memory.pinned_bytes
 
 
 def _bandwidth(device: torch.device) -> tuple[float, float]:

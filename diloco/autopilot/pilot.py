@@ -6,20 +6,20 @@ with them. After that only the overlap follows the link, with `overlap="auto"` (
 
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
 from diloco.autopilot import speed
 from diloco.codecs.codec import codec_named, name_of
-from diloco.codecs.formats import FORMATS
 from diloco.core.diloco import DiLoCo
 from diloco.core.fragment import Balanced, Sequential, Strided, fragmenter
 from diloco.core.tensors import find_layers, trainable
 from diloco.errors import ConfigError
 from diloco.exchange.collective import Collective
-from diloco.plan.choose import ENOUGH, Choice, Limits, Settings, choose
+from diloco.plan.choose import Choice, Limits, Settings, choose
 from diloco.plan.methods import Model
 from diloco.plan.simulate import Group
 from diloco.plan.traffic import ROUND_SECONDS
@@ -30,8 +30,6 @@ FIRST_STEPS = 10
 """Steps whose median is the step time. The first ones compile and fill caches."""
 SHORTEST = 500
 """Steps. A shorter run is planned as if it had this many, which limits sync_every to 10."""
-CODEC_LADDER = ("e3m0", "twobit")
-"""The one with the least loss first."""
 Say = Callable[[str, Mapping[str, Any]], None]
 log = logging.getLogger("diloco")
 
@@ -133,7 +131,8 @@ class Autopilot:
 
     def _begin(self, facts: Facts) -> None:
         """Choose, and adopt the choice of the first replica: another processor may round differently."""
-        agreed = self._reducer.gather(asdict(pick(self._model, facts, self._replicas, self._limits())))[0]
+        own = choose(self._model, partial(facts.group, replicas=self._replicas), facts.rate, self._limits())
+        agreed = self._reducer.gather(asdict(own))[0]
         settings, diloco = Settings(**agreed["settings"]), self._diloco
         self.choice = choice = Choice(**{**agreed, "settings": settings})
         codec = diloco.codec if "codec" in self._keep else codec_named(settings.codec)
@@ -182,25 +181,6 @@ def worst(measured: Sequence[Mapping[str, Any]]) -> Facts:
         codec_ns={name: max(f.codec_ns[name] for f in facts) for name in facts[0].codec_ns},
         hook_ns=max(f.hook_ns for f in facts),
     )
-
-
-def pick(model: Model, facts: Facts, replicas: int, limits: Limits) -> Choice:
-    """The planner's choice, with a reason for each setting."""
-    choices = []
-    for codec in (limits.codec,) if limits.codec else CODEC_LADDER:
-        choices.append(choose(model, facts.group(codec, replicas), facts.rate, replace(limits, codec=codec)))
-        if choices[-1].utilization >= ENOUGH:
-            break
-    choice = choices[-1]
-    if limits.codec is not None:
-        return choice
-    reason = f"{8 * FORMATS[choice.settings.codec].nbytes(1 << 20) / (1 << 20):.3g} bits per value"
-    if len(choices) == 1:
-        reason += ", without visible loss"
-    else:
-        best = units.percent(choices[0].utilization, digits=1)
-        reason += f"; {CODEC_LADDER[0]} reaches at most {best} utilization"
-    return replace(choice, reasons=choice.reasons | {"codec": reason})
 
 
 def lines(choice: Choice, facts: Facts) -> list[str]:

@@ -1,34 +1,29 @@
-"""Nanoseconds that this machine takes per value of a round: measured in a fraction of a second, then cached.
+"""Nanoseconds that this machine takes per value of a round.
 
-The planner assumes the same for the machines that will train, unless their figures are set. The estimate is rough: one
-core, the best of a few runs. benchmarks/ measures complete rounds.
+The estimate is rough, and low: one core, the best of a few runs. benchmarks/ measures complete rounds.
 """
 
-import json
-import os
-import platform
-import sys
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
 
-from diloco import __version__, codecs
+import torch
+
+from diloco.codecs.codec import codec_named, pack, weighted
 from diloco.codecs.formats import FORMATS, gathers
+from diloco.core.fragment import Piece
+from diloco.core.memory import Memory
+from diloco.core.next_state import NextState
+from diloco.core.outer import Nesterov
+from diloco.core.view import FlatView
+from diloco.exchange.mean import Encoded
+from diloco.exchange.reducer import State
 
 VALUES = 1 << 19
 """Values to encode or decode: few enough for the CPU cache, because the communication thread has just received them."""
 MODEL = 1 << 22
 """Values that the hook copies and the outer step updates: too many for the CPU cache."""
 TIMES = 5
-
-
-def default_cache() -> Path:
-    """The folder `diloco` in the user's cache directory."""
-    base = os.environ.get("XDG_CACHE_HOME") or ("~/Library/Caches" if sys.platform == "darwin" else "~/.cache")
-    return Path(base).expanduser() / "diloco"
 
 
 @dataclass(frozen=True)
@@ -56,46 +51,8 @@ class Speed:
         return f"{self.codec_ns('e3m0', 2):.1f} ns per value while training runs, {self.hook:.1f} ns of training"
 
 
-def measured(folder: Path | None = None, *, again: bool = False) -> Speed:
-    """This machine's speed: cached, or measured now and then cached. `again` measures it even if it is cached."""
-    file, key = (folder or default_cache()) / "speed.json", _key()
-    cache: Any = None
-    with suppress(OSError, ValueError):
-        cache = json.loads(file.read_text(encoding="utf-8"))
-    cache = cache if isinstance(cache, dict) else {}  # machines that share the folder have an entry each
-    with suppress(KeyError, TypeError):
-        cached = Speed(**cache[key])
-        if cached.encode.keys() == FORMATS.keys() and not again:
-            return cached
-    speed = _measure()
-    with suppress(OSError):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(cache | {key: asdict(speed)}), encoding="utf-8")
-    return speed
-
-
-def _key() -> str:
-    """Version, processor, and whether compiled kernels run; without importing torch."""
-    processor = platform.processor()
-    with suppress(OSError):
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        processor = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), processor)
-    compiled = Path(codecs.__file__).with_name("_kernels.so").exists()
-    return f"{__version__}; {platform.machine()} {processor}; {os.environ.get('DILOCO_KERNELS') or compiled}"
-
-
-def _measure() -> Speed:
-    import torch  # not at the top: a plan on a known machine must start quickly
-
-    from diloco.codecs.codec import codec_named, pack, weighted
-    from diloco.core.fragment import Piece
-    from diloco.core.memory import Memory
-    from diloco.core.next_state import NextState
-    from diloco.core.outer import Nesterov
-    from diloco.core.view import FlatView
-    from diloco.exchange.mean import Encoded
-    from diloco.exchange.reducer import State
-
+def measured() -> Speed:
+    """This machine's speed, in about two seconds."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -127,8 +84,7 @@ def _measure() -> Speed:
 
 
 def _best(act: Callable[[], object], values: int) -> float:
-    """Nanoseconds per value in the best of several runs. Thread time, because the result is cached and this thread may
-    have to share its core just now."""
+    """Nanoseconds per value in the best of several runs. Thread time: this thread may have to share its core."""
     seconds = []
     for _ in range(TIMES):
         began = time.thread_time()

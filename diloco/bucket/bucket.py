@@ -25,8 +25,8 @@ from diloco.bucket.round_store import RoundStore
 from diloco.bucket.rounds import layout_of
 from diloco.bucket.run import Run, Session, backend_of_shard, contract_of, find_or_create, read_run
 from diloco.bucket.snapshots import Snapshots
-from diloco.bucket.store import Task, Write, together
-from diloco.bucket.store.backend import Backend, Failure, open_store
+from diloco.bucket.store import Task, together
+from diloco.bucket.store.backend import Backend, open_store
 from diloco.bucket.store.contract import probe
 from diloco.bucket.store.envelope import Envelope
 from diloco.bucket.store.store import Closed, Store
@@ -181,11 +181,10 @@ class Bucket:
         session.phases = lambda: (fragment.machine.phase for fragment in fragments)
         for f, (state, codec, initial) in enumerate(zip(job.states, job.codecs, self.run.snapshots, strict=True)):
             layout = layout_of(codec, len(state.anchor))
-            rounds = RoundStore(f, layout, envelope, session.reject)
-            rounds.source = session.source
-            snapshots = Snapshots(rounds, envelope, f, state, initial, session.reject, layout.nbytes)
+            rounds = RoundStore(f, layout, envelope, session.reject, session.source)
+            snapshots = Snapshots(rounds, envelope, f, state, initial, session.reject)
             advance = partial(advanced, replace(job, states=()), f)  # which would keep the memory of the start
-            self._fragments.append(Fragment(f, layout, rounds, snapshots, session, advance))
+            self._fragments.append(Fragment(f, rounds, snapshots, session, advance))
 
     def entering(self, states: Sequence[State]) -> Task[list[State | None]]:
         """Take the state of the run."""
@@ -243,11 +242,7 @@ class Bucket:
         if self.session is None or not self._threads:
             return
         self._end_threads()
-        for operation in self.session.leave():
-            assert isinstance(operation, Write)
-            last = threading.Thread(target=self._try, args=(operation,), daemon=True)
-            last.start()
-            last.join(5.0)
+        self._end_with(self.session.leave())
 
     def lease(self, ranges: Ranges) -> Leases:
         """Take ranges of the corpus, on a thread of their own. Call it after join()."""
@@ -262,10 +257,13 @@ class Bucket:
 
     def release(self, leases: Leases) -> None:
         """Tell the others what this member has done of its leases, before or after it leaves."""
-        store, task = Store(self._backend), leases.release()
-        last = threading.Thread(target=lambda: store.run(task, self._lock.behind), daemon=True)
-        last.start()
-        last.join(5.0)
+        self._end_with(leases.release())
+
+    @property
+    def incarnation(self) -> int:
+        """How often a member of this name has joined the run before."""
+        assert self.session is not None
+        return self.session.entry.incarnation
 
     @property
     def ended(self) -> bool:
@@ -359,8 +357,6 @@ class Bucket:
                 store.run(tick(), self._lock.behind)
                 with self._lock.behind:
                     self._lock.notify_all()
-                    if self.session is not None and self.session.members.stranger:
-                        self._wakes[0].set()
                 wake.wait(pause())
                 wake.clear()
         except Closed:
@@ -381,6 +377,15 @@ class Bucket:
         if self.session is not None:
             self.session.carrier.close()
 
-    def _try(self, operation: Write) -> None:
-        with contextlib.suppress(Failure, DiLoCoError):
-            self._backend.attempt(operation)
+    def _end_with(self, task: Task[None]) -> None:
+        """Run a last task, for a few seconds if the store does not answer."""
+        store = Store(self._backend)
+
+        def run() -> None:
+            with contextlib.suppress(Closed, DiLoCoError):
+                store.run(task, self._lock.behind)
+
+        last = threading.Thread(target=run, daemon=True)
+        last.start()
+        last.join(5.0)
+        store.close()

@@ -7,59 +7,19 @@ Then the machine makes it part of the round: it is final.
 """
 
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any
 
-from diloco.bucket import rules
-from diloco.bucket.machine import (
-    Average,
-    Averaged,
-    Close,
-    Collect,
-    CountVotes,
-    Deliver,
-    Done,
-    Effect,
-    Encode,
-    Event,
-    GaveUp,
-    HandOver,
-    Inspect,
-    Inspected,
-    Listed,
-    Load,
-    Look,
-    LookFar,
-    Machine,
-    Missing,
-    Offer,
-    Polled,
-    ReadDeltas,
-    ReadHeads,
-    Recheck,
-    SeeWhetherFollowed,
-    Sent,
-    Stepped,
-    TakeDelta,
-)
+from diloco.bucket import machine, rules
+from diloco.bucket.machine import Averaged, Done, Effect, Event, HandOver, Inspected, Listed, Machine, Missing
 from diloco.bucket.round_store import RoundStore
-from diloco.bucket.rounds import (
-    Contribution,
-    EncodedDelta,
-    Layout,
-    Record,
-    delta_fields,
-    digests_of,
-    folder,
-    seal_delta,
-    snapshot_index,
-)
+from diloco.bucket.rounds import EncodedDelta, delta_fields, digests_of, folder, seal_delta, snapshot_index
 from diloco.bucket.run import Session
 from diloco.bucket.shares import Averaging, mean_in_parts
 from diloco.bucket.snapshots import Snapshots
 from diloco.bucket.store import List, Task, Work, together
-from diloco.bucket.store.envelope import put
+from diloco.bucket.store.envelope import Invalid, put
 from diloco.errors import DiLoCoError
 from diloco.exchange.mean import Encoded
 from diloco.exchange.reducer import Delta, Outcome, State, unchanged
@@ -74,16 +34,14 @@ class Fragment:
     def __init__(
         self,
         number: int,
-        layout: Layout,
         rounds: RoundStore,
         snapshots: Snapshots,
         session: Session,
         advance: Callable[..., State],
     ) -> None:
         self.number, self.rounds, self.snapshots, self.session = number, rounds, snapshots, session
-        self.machine = Machine(number, layout, session)
-        rounds.void = self.machine.void
-        self._layout, self._advance = layout, advance
+        self.machine = Machine(number, rounds.layout, session, rounds.void)
+        self._layout, self._advance = rounds.layout, advance
         self._averaging: Averaging | None = None
         self._unit_agreed = False
 
@@ -95,13 +53,13 @@ class Fragment:
         return timing.idle if self.machine.is_quiet else timing.poll
 
     def should_send(self, steps: int, scheduled: bool) -> bool:
-        return isinstance(self._handle(Stepped(steps, scheduled)), TakeDelta)
+        return isinstance(self._handle(machine.Stepped(steps, scheduled)), machine.TakeDelta)
 
     def send(self, index: int, delta: Callable[[], Delta]) -> None:
-        self._handle(Sent(index, delta))
+        self._handle(machine.Sent(index, delta))
 
     def poll(self, index: int) -> Outcome | None:
-        handed_over = self._handle(Polled(index))
+        handed_over = self._handle(machine.Polled(index))
         if not isinstance(handed_over, HandOver):
             return None
         if handed_over.offer is not None:
@@ -109,13 +67,13 @@ class Fragment:
         return handed_over.outcome
 
     def give_up(self) -> None:
-        self._handle(GaveUp())
+        self._handle(machine.GaveUp())
 
-    def _offer(self, offer: Offer) -> None:
+    def _offer(self, offer: machine.Offer) -> None:
         session, now, index = self.session, self.session.clock(), offer.state.index
         wanted = session.members.wanted(self.number, index, now)
-        timeout = session.straggler_timeout(index, now)
-        self.snapshots.consider(offer.state, offer.record, wanted, offer.first, now, timeout)
+        timeout = 0.0 if offer.record.by == session.name else session.straggler_timeout(index, now)
+        self.snapshots.consider(offer.state, offer.link, len(offer.record.entries), wanted, now, timeout)
 
     def start(self, state: State) -> Task[State | None]:
         """Choose the state that this member starts with: None for its own, if that belongs to the run and is recent,
@@ -146,23 +104,27 @@ class Fragment:
         head, link = judged
         if base == state.index and head.header["fingerprint"] != fingerprint:
             return None
+        contested = yield from rounds.contested(range(base + 1, state.index + 2))
         for index in range(base + 1, state.index + 1):
             yield from rounds.records_ahead(range(index, state.index + 2))
-            record, _, _ = yield from rounds.record(index, link)
+            record = (yield from rounds.record(index, link, final=index in contested)).record
             if record is None:
                 self.session.event("behind", fragment=self.number, index=state.index, closed=index - 1)
                 log.warning("fragment %d: this member holds round %d, but the store ends at round %d: the store was "
                             "rolled back, or the checkpoint is from another run; continuing from the store",
                             self.number, state.index, index - 1)  # fmt: skip
                 return None
-            snapshots.followed(record)
             link = record.digest
-        following, _, _ = yield from rounds.record(state.index + 1, link)
-        return None if following is not None and following.fingerprint != fingerprint else link
+        following = (yield from rounds.record(state.index + 1, link, final=state.index + 1 in contested)).record
+        if following is None:  # only the others' deltas can tell whether a bit was flipped since the state was computed
+            differs = yield from rounds.outvoted(state.index + 1, fingerprint)
+        else:
+            differs = following.fingerprint != fingerprint
+        return None if differs else link
 
     def tick(self) -> Task[None]:
         """Do everything that the background has to do now."""
-        effect = self._handle(Look())
+        effect = self._handle(machine.Look())
         while effect is not None:
             effect = self._handle(Done(effect, (yield from self._perform(effect))))
         yield from self.snapshots.tick(self.machine.frontier, self.session.clock(), self.session.somebody_joins)
@@ -173,44 +135,35 @@ class Fragment:
     def _perform(self, effect: Effect) -> Task[Any]:
         rounds = self.rounds
         match effect:
-            case Encode(sent):
+            case machine.Encode(sent):
                 return (yield from self._encode(sent))
-            case Deliver(index, delta):
+            case machine.Deliver(index, delta):
                 return (yield from self._deliver(index, delta))
-            case Inspect():
+            case machine.Inspect():
                 return (yield from self._inspect(effect))
-            case ReadDeltas(names, values):
+            case machine.ReadDeltas(names, values):
                 read = yield from rounds.deltas([*names]) if values else rounds.heads([*names])
                 return dict(zip(names, read, strict=True))
-            case Close(record, attempt, heads):
+            case machine.Close(record, attempt, heads):
                 if heads:
                     record = replace(record, heads=(yield from rounds.put_heads(record.index, [*heads])))
                 return (yield from rounds.close(record, attempt))
-            case ReadHeads(record):
-                return (yield from rounds.heads_of(record))
-            case Average(record, deltas, before):
-                mean = yield Work(lambda: mean_in_parts(record, deltas, self._layout))
-                digests = yield Work(lambda: digests_of([*deltas.values()], self._layout))
-                received = sum(delta.nbytes for delta in deltas.values() if delta.member != self.session.name)
-                return (yield from self._averaged(record, mean, before, received, digests))
-            case Collect():
-                return (yield from self._collect(effect))
-            case SeeWhetherFollowed(record):
-                return (yield from rounds.record(record.index + 1, record.digest)).record is not None
-            case CountVotes(record):
-                return (yield from rounds.outvoted(record))
-            case Recheck(links):
+            case machine.Average(record):
+                return (yield from self._average(effect) if record.heads else self._average_all(effect))
+            case machine.CountVotes(record):
+                final = (yield from rounds.record(record.index, record.previous, final=True)).record
+                if final is not None and final.digest != record.digest:
+                    return True
+                return (yield from rounds.outvoted(record.index, record.fingerprint))
+            case machine.Recheck(links):
                 return (yield from self._recheck(dict(links)))
-            case Load(target):
+            case machine.Load(target):
                 return (yield from self.snapshots.load(target.least, target.before))
-            case LookFar(closed):
-                if closed is not None and not (yield from rounds.reaches(closed)):
-                    return None
-                yield from self.snapshots.refresh()
-                return self.snapshots.newest
+            case machine.SeeWhetherClosed(index):
+                return (yield from rounds.reaches(index))
         raise TypeError(f"{effect} is not for the background")
 
-    def _encode(self, sent: Sent) -> Task[EncodedDelta | None]:
+    def _encode(self, sent: machine.Sent) -> Task[EncodedDelta | None]:
         delta: Delta = yield Work(sent.delta)
         if delta.weight and not self._unit_agreed:  # a delta without work has no unit
             yield from self.session.agree("tokens" if delta.tokens else "steps")
@@ -219,17 +172,11 @@ class Fragment:
 
     def _sealed(self, index: int, delta: Delta) -> EncodedDelta | None:
         """The delta as objects, and as the others will read it. None if it has non-finite values."""
-        name, layout = self.session.name, self._layout
-        payloads, finite = layout.pack(delta.unpacked())
+        payloads, finite = self._layout.pack(delta.unpacked())
         if not finite:
             return None
-        fields = delta_fields(self.number, index, name, delta.fingerprint, delta.weight, delta.lr)
-        sealed = seal_delta(self.session.envelope, layout, fields, payloads)
-        contribution = Contribution(
-            name, sealed.head.digest, delta.fingerprint, delta.weight, payloads, sealed.nbytes, delta.lr,
-            pieces=sealed.pieces, head=sealed.head.body if layout.cut else b"",
-        )  # fmt: skip
-        return EncodedDelta(sealed, contribution, delta.needs_own)
+        fields = delta_fields(self.number, index, self.session.name, delta.fingerprint, delta.weight, delta.lr)
+        return seal_delta(self.session.envelope, self._layout, fields, payloads, delta.needs_own)
 
     def _deliver(self, index: int, delta: EncodedDelta) -> Task[bool]:
         """Put the pieces first: once the head exists, all of the delta does."""
@@ -238,14 +185,14 @@ class Fragment:
             return self.machine.is_stale(index)
 
         began = self.session.clock()
-        self.session.carrier.offer(self.number, index, delta.sealed.payloads)
-        stored = all((yield from together([put(part, stale) for part in delta.sealed.objects])))
-        stored = stored and (yield from put(delta.sealed.head, stale))
+        self.session.carrier.offer(self.number, index, delta.payloads)
+        stored = all((yield from together([put(part, stale) for part in delta.objects])))
+        stored = stored and (yield from put(delta.head, stale))
         # Note the time even if the round was closed meanwhile: then the others' straggler timeout was too short.
         self.session.timing.uploaded(self.number, self.session.clock() - began)
         return stored
 
-    def _inspect(self, inspect: Inspect) -> Task[Inspected]:
+    def _inspect(self, inspect: machine.Inspect) -> Task[Inspected]:
         """If this round and the next are closed, read the objects of both and of the following ones at once."""
         names: Collection[str] | None = None
         listing, place = self.session.listing, (self.number, inspect.index)
@@ -257,30 +204,33 @@ class Fragment:
         yield from self.rounds.read_ahead(listing.closed(*place))
         return Inspected((yield from self.rounds.record(inspect.index, inspect.previous, names)), names)
 
-    def _collect(self, collect: Collect) -> Task[Averaged | Missing | None]:
-        averaging, record = self._averaging, collect.record
+    def _average_all(self, average: machine.Average) -> Task[Averaged]:
+        record, deltas = average.record, average.deltas
+        mean = yield Work(lambda: mean_in_parts(record, deltas, self._layout))
+        digests = yield Work(lambda: digests_of([*deltas.values()], self._layout))
+        received = sum(delta.nbytes for delta in deltas.values() if delta.member != self.session.name)
+        return Averaged((yield from self._state_after(average, mean)), received, digests)
+
+    def _average(self, average: machine.Average) -> Task[Averaged | Missing | Invalid | None]:
+        averaging, record = self._averaging, average.record
         if averaging is None or averaging.record is not record:
-            averaging = self._averaging = Averaging(record, collect.heads, self._layout, self.session, collect.own)
+            averaging = self._averaging = Averaging(record, self.rounds, self.session, average.deltas)
         try:
             mean = yield from averaging.tick()
-        except Missing as missing:
+        except (Missing, Invalid) as reason:
             self._averaging = None
-            return missing
+            return reason
         if mean is None:
             return None
-        return (yield from self._averaged(record, mean, collect.before, averaging.received, {}))
+        return Averaged((yield from self._state_after(average, mean)), averaging.received, {})
 
-    def _averaged(
-        self, record: Record, mean: tuple[Encoded, ...], before: State, received: int, digests: Mapping[str, int]
-    ) -> Task[Averaged]:
+    def _state_after(self, average: machine.Average, mean: tuple[Encoded, ...]) -> Task[State]:
         def advance() -> State:
-            if not any(record.members.values()):
-                return unchanged(before)
-            return self._advance(before, mean, lr=record.lr, last=False)
+            if not any(average.record.members.values()):
+                return unchanged(average.before)
+            return self._advance(average.before, mean, lr=average.record.lr, last=False)
 
-        state = yield Work(advance)
-        self.snapshots.followed(record)
-        return Averaged(state, received, digests)
+        return (yield Work(advance))
 
     def _recheck(self, links: dict[int, str]) -> Task[int | None]:
         self.rounds.forget()

@@ -14,10 +14,9 @@ Two things run concurrently, each with its own state:
 docs/bucket-protocol.md draws all transitions.
 """
 
-import logging
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
 from math import inf
@@ -25,17 +24,7 @@ from typing import Any
 
 from diloco.bucket import rules
 from diloco.bucket.members import Phase
-from diloco.bucket.rounds import (
-    Attempts,
-    Contribution,
-    EncodedDelta,
-    Followed,
-    Layout,
-    Record,
-    delta_name,
-    member_of,
-    place_of,
-)
+from diloco.bucket.rounds import Attempts, Contribution, EncodedDelta, Layout, Record, delta_name, member_of, place_of
 from diloco.bucket.run import Session
 from diloco.bucket.store.envelope import Invalid
 from diloco.errors import Diverged
@@ -43,11 +32,8 @@ from diloco.exchange.reducer import Cost, Delta, Dropped, Jump, Outcome, Round, 
 
 AHEAD = 2
 """Maximum rounds kept ready for training, each with its state."""
-LINKS = 16
-"""Rounds whose links are kept, to check them against the store."""
 MISSED = 8
 """Deltas in a row without a record that names them, after which an event reports it."""
-log = logging.getLogger("diloco")
 
 
 # Events of the training thread.
@@ -107,12 +93,12 @@ class TakeDelta:
 
 @dataclass(frozen=True)
 class Offer:
-    """The state that training takes with an outcome, which may serve as a snapshot. `record`: digest of the record that
-    led to it; `first`: this member closed the round."""
+    """A state that may serve as a snapshot, because the next record has confirmed its bits. Otherwise a member with a
+    flipped bit could spread it to all that join before the next round is closed."""
 
     state: State
-    record: str
-    first: bool
+    link: str  # digest of the record that led to the state
+    record: Record  # the one that has confirmed it
 
 
 @dataclass(frozen=True)
@@ -155,7 +141,7 @@ class Listed(Enum):
 
 @dataclass(frozen=True)
 class Inspect:
-    """Look what is in the round, and whether it is closed. → Inspected"""
+    """Look what is in a round, and whether it is closed. → Inspected"""
 
     index: int
     previous: str
@@ -205,27 +191,12 @@ class Close:
 
 @dataclass(frozen=True)
 class Average:
-    """Compute the mean of a record's deltas, and the state after it. → Averaged"""
+    """Compute the mean of a record's deltas, and the state after it; if members average shares, make those whose turn
+    it is, and read the others. → Averaged; Missing; Invalid if the record misstates its deltas; None if some shares are
+    not there yet"""
 
     record: Record
-    deltas: Mapping[str, Contribution]  # by digest
-    before: State
-
-
-@dataclass(frozen=True)
-class ReadHeads:
-    """→ {digest: Contribution}; Invalid; None if the object is missing"""
-
-    record: Record
-
-
-@dataclass(frozen=True)
-class Collect:
-    """Average the shares whose turn it is, and read the others. → Averaged; Missing; None if some are not there yet"""
-
-    record: Record
-    heads: Mapping[str, Contribution]  # by digest
-    own: Mapping[str, Contribution]  # this member's deltas, by digest
+    deltas: Mapping[str, Contribution]  # by digest: all, or only this member's if members average shares
     before: State
 
 
@@ -236,15 +207,17 @@ class Averaged:
     digests: Mapping[str, int]  # of the deltas, by member; empty if no member has read all of them
 
 
-class Missing(Exception):
-    """An object that a round needs is missing."""
-
-
 @dataclass(frozen=True)
-class SeeWhetherFollowed:
-    """→ whether some member has followed a record whose deltas are missing"""
+class Followed:
+    """A closed round, ready to be applied."""
 
     record: Record
+    averaged: Averaged
+    at: float  # by this member's clock
+
+
+class Missing(Exception):
+    """An object that a round needs is missing."""
 
 
 # Leaving and finding the run.
@@ -260,7 +233,7 @@ class CountVotes:
 @dataclass(frozen=True)
 class Target:
     """A snapshot to take, of at least the index `least`. `until`: when to stop waiting for one and follow the rounds
-    again. `before`: the first round that was read wrongly, so that an earlier snapshot is taken."""
+    again. `before`: the first round whose state may be wrong, so that an earlier snapshot is taken."""
 
     least: int
     until: float = inf
@@ -275,16 +248,16 @@ class Load:
 
 
 @dataclass(frozen=True)
-class LookFar:
-    """→ index of the newest snapshot; None if the round `closed` is still open: then this member is not far behind"""
+class SeeWhetherClosed:
+    """→ whether a round is closed, judged by the first attempt alone"""
 
-    closed: int | None
+    index: int
 
 
 Event = Stepped | Sent | Polled | GaveUp | Look | Done
 Effect = (
     TakeDelta | HandOver | Encode | Deliver | Inspect | Recheck | ReadDeltas | Close | Average
-    | ReadHeads | Collect | SeeWhetherFollowed | CountVotes | Load | LookFar
+    | CountVotes | Load | SeeWhetherClosed
 )  # fmt: skip
 
 
@@ -330,14 +303,15 @@ class Seen:
     first_delta_at: float | None = None
     attempt: int = 0  # the next one at a record
     record: Record | None = None  # once the round is closed
-    heads: Mapping[str, Contribution] = field(default_factory=dict)  # of the record's deltas, to average shares
     rechecked: bool = False  # the last rounds were not closed differently
     lacking_since: float | None = None  # when an object of the record was first missing
     void: Record | None = None  # the record to replace, because its deltas are lost
+    voids: str = ""  # digest of a record of this round that does not count, so that everybody knows
 
 
 class Machine:
-    def __init__(self, number: int, layout: Layout, session: Session) -> None:
+    def __init__(self, number: int, layout: Layout, session: Session, void: set[str]) -> None:
+        """`void`: digests of records that do not count, although they are well formed."""
         self.number, self.session, self._layout = number, session, layout
         self.sending, self.following = Phase.IDLE, Phase.OPEN
         self.held = self.frontier = 0
@@ -345,7 +319,7 @@ class Machine:
         self.previous = ""  # what the next record must refer to
         self.own, self.seen = OwnDelta(), Seen(1)
         self.ready: deque[Followed | Jump | Dropped] = deque()
-        self.void: set[str] = set()  # digests of records that do not count, although they are well formed
+        self.void = void
         self.caught_up = False  # the round after the frontier was seen open
         self._links: dict[int, str] = {}  # of the last rounds followed
         self._late = False  # too far behind: discard the local work at the frontier
@@ -409,7 +383,7 @@ class Machine:
             case Inspect(), Phase.OPEN:
                 return self._inspected(answer, now)
             case Recheck(), Phase.OPEN:
-                return self._next(now) if answer is None else self._left_the_run(answer)
+                return self._next(now) if answer is None else self._left_the_run(answer, now)
             case ReadDeltas(), Phase.OPEN:
                 self._note_deltas(answer, now)
                 return self._considered(effect.complete, now)
@@ -417,18 +391,16 @@ class Machine:
                 return self._average(answer, now)
             case Close(), Phase.OPEN:
                 return self._closed(answer, now)
-            case ReadHeads(record), Phase.COMMITTED:
-                return self._heads_read(record, answer, now)
-            case Average(record) | Collect(record), Phase.COMMITTED | Phase.AVERAGING:
+            case Average(record), Phase.COMMITTED | Phase.AVERAGING:
                 return self._averaged(record, answer, now)
-            case SeeWhetherFollowed(record), Phase.COMMITTED | Phase.AVERAGING:
-                return self._replace(record, answer, now)
+            case Inspect(), Phase.COMMITTED | Phase.AVERAGING if self.seen.record is not None:
+                return self._replace(self.seen.record, answer.attempts.record is not None, now)
             case CountVotes(record), Phase.JUDGING if record is self._against:
                 return self._judged(record, answer, now)
             case Load(target), Phase.JUMPING if target is self._target:
                 return self._loaded(target, answer, now)
-            case LookFar(), Phase.OPEN:
-                self._looked_far(answer)
+            case SeeWhetherClosed(), Phase.OPEN if answer:
+                return self._leap(now)
             case _:
                 pass
         return self._next(now)
@@ -446,7 +418,7 @@ class Machine:
         if self.following is Phase.ENDED or len(self.ready) >= AHEAD:
             return None
         if self.following is Phase.AVERAGING and self.seen.record is not None:
-            return Collect(self.seen.record, self.seen.heads, self.own.encoded, self._frontier_state)
+            return Average(self.seen.record, self.own.encoded, self._frontier_state)
         return Inspect(self.seen.index, self.previous, self._listed(now))
 
     # This member's delta.
@@ -508,7 +480,7 @@ class Machine:
         return record is not None and record.index == index == self.held + 1 and record.fingerprint != self.fingerprint
 
     def _delivered(self, effect: Deliver, stored: bool, now: float) -> None:
-        contribution, sealed = effect.delta.contribution, effect.delta.sealed
+        contribution = effect.delta.contribution
         if contribution.digest not in self.own.encoded:
             return  # training has already got the outcome of its round
         if not stored:
@@ -516,9 +488,9 @@ class Machine:
             return
         self._send(Phase.DELIVERED)  # even if a newer one was about to replace it
         self.own.delivered, self.own.delivered_at, self.own.waiting = contribution, now, None
-        self.own.nbytes += sealed.nbytes
+        self.own.nbytes += contribution.nbytes
         if effect.index == self.seen.index:
-            self._note_deltas({sealed.head.name: contribution}, now)
+            self._note_deltas({effect.delta.head.name: contribution}, now)
 
     def _clear(self, counted: bool) -> None:
         """The round is over, or no longer waited for."""
@@ -550,7 +522,7 @@ class Machine:
         return HandOver(outcome)
 
     def _handed_over(self, followed: Followed, index: int) -> Effect | None:
-        record, own = followed.record, self.own
+        record, averaged, own = followed.record, followed.averaged, self.own
         assert record.index == index
         if self._differs is not None and index >= self._differs:
             self._differs = self._differs_since = None
@@ -562,17 +534,18 @@ class Machine:
         if own.encoded and self._missed == MISSED:
             self.session.event("not counted", fragment=self.number, index=index, rounds=MISSED)
         seconds = max(followed.at - self._sent_at, 0.0) if own.encoded else 0.0
-        cost = Cost(bytes_sent=own.nbytes, bytes_received=followed.received, seconds=seconds)
+        cost = Cost(bytes_sent=own.nbytes, bytes_received=averaged.received, seconds=seconds)
         self._clear(counted=delta is not None)
-        self.session.compare(followed.digests)
-        self._hold(followed.state)
+        self.session.compare(averaged.digests)
+        confirmed, link = self._held_state, self._links.get(self.held)
+        self._hold(averaged.state)
         earlier = delta is None and self.session.name in record.members
         outcome = Round(
-            followed.state, record.members, counted=delta is not None, earlier=earlier, own=values, cost=cost
+            averaged.state, record.members, counted=delta is not None, earlier=earlier, own=values, cost=cost
         )
-        if self.held != self.frontier:
-            return HandOver(outcome)  # catching up: `previous` no longer belongs to this state
-        return HandOver(outcome, Offer(followed.state, self.previous, record.by == self.session.name))
+        if self.held != self.frontier or link is None:
+            return HandOver(outcome)  # catching up: a newer state follows at once
+        return HandOver(outcome, Offer(confirmed, link, record))
 
     # The open round.
 
@@ -603,7 +576,7 @@ class Machine:
 
     def _inspected(self, inspected: Inspected, now: float) -> Effect | None:
         record, seen = inspected.attempts.record, self.seen
-        seen.attempt = inspected.attempts.free
+        seen.attempt, seen.voids = inspected.attempts.free, inspected.attempts.voids
         if inspected.attempts.branched and not seen.rechecked:
             seen.rechecked = True
             return Recheck(self._links)
@@ -680,8 +653,8 @@ class Machine:
         if not self._agrees(now):
             return None
         entries = rules.entries_of(deltas, session.max_work, own.digest)
-        void = seen.void.digest if seen.void else ""
-        record = Record(self.number, seen.index, self.previous, self.fingerprint, session.name, entries, voids=void)
+        voids = seen.void.digest if seen.void else seen.voids
+        record = Record(self.number, seen.index, self.previous, self.fingerprint, session.name, entries, voids=voids)
         named = {entry.digest for entry in entries}
         heads = [delta for delta in deltas if delta.digest in named] if by_shares else ()
         return Close(record, seen.attempt, heads)
@@ -696,7 +669,7 @@ class Machine:
             return True
         if self._differs is None or differ > agree:
             if self._may_be_wrong(self.seen.index, now):
-                self._target = Target(0)
+                self._target = self._before_state(self.seen.index - 1, now)
                 self._diverged(self.seen.index, Phase.JUMPING)
             return False
         waited = now - (self.seen.first_delta_at or 0.0)
@@ -717,7 +690,8 @@ class Machine:
         if record.heads and not self._layout.cut:
             return self._discard(record, now)
         if record.heads:
-            return ReadHeads(record)
+            self._follow(Phase.AVERAGING)
+            return self._next(now)
         known = {name for name, delta in self.seen.deltas.items() if delta.payloads is not None}
         missing = [name for name in _names(record) if name not in known]
         return ReadDeltas(missing) if missing else self._average({}, now)
@@ -734,17 +708,6 @@ class Machine:
             return self._discard(record, now)
         return Average(record, deltas, self._frontier_state)
 
-    def _heads_read(
-        self, record: Record, heads: Mapping[str, Contribution] | Invalid | None, now: float
-    ) -> Effect | None:
-        if heads is None:
-            return self._lacks(record, now)
-        if isinstance(heads, Invalid) or not rules.is_truthful(record, heads, self.session.max_work):
-            return self._discard(record, now)
-        self.seen.heads = heads
-        self._follow(Phase.AVERAGING)
-        return self._next(now)
-
     def _discard(self, record: Record, now: float) -> Effect | None:
         """The record misstates its deltas."""
         self.void.add(record.digest)
@@ -752,20 +715,23 @@ class Machine:
         self._follow(Phase.OPEN)
         return self._next(now)
 
-    def _averaged(self, record: Record, average: Averaged | Missing | None, now: float) -> Effect | None:
+    def _averaged(self, record: Record, average: Averaged | Missing | Invalid | None, now: float) -> Effect | None:
         if average is None:
             return None  # some shares are not there yet
         if isinstance(average, Missing):
             return self._lacks(record, now)
+        if isinstance(average, Invalid):
+            return self._discard(record, now)
         self._follow(Phase.OPEN)
-        self.ready.append(Followed(record, average.received, now, average.state, average.digests))
+        self.ready.append(Followed(record, average, now))
         self.session.members.closed(record.members)
         self._advance(average.state, record.digest, record.members)
-        behind = self.frontier - self._reached > 1
+        recomputes = self._differs is not None  # and must not take a state that somebody else has computed
+        behind = self.frontier - self._reached > 1 and not recomputes
         if behind and not self._late:
-            return LookFar(rules.too_far(self._reached))
+            return SeeWhetherClosed(rules.too_far(self._reached))
         if behind and self.frontier % (2 * rules.BEHIND) == 0:
-            return LookFar(None)  # it has asked: an occasional look is enough
+            return self._leap(now)  # it has asked for a snapshot: an occasional look is enough
         return self._next(now)
 
     def _lacks(self, record: Record, now: float) -> Effect | None:
@@ -775,11 +741,9 @@ class Machine:
         if seen.lacking_since is None:
             seen.lacking_since = now
             self.session.event("gone", fragment=self.number, index=seen.index)
-            log.warning("fragment %d: an object of round %d is missing from the store; waiting for it, or for a "
-                        "snapshot of a member that has followed the round", self.number, seen.index)  # fmt: skip
         sends = self.own.delivered is not None and self.held == self.frontier
         if sends and rules.may_replace(now - seen.lacking_since, followed=False):
-            return SeeWhetherFollowed(record)
+            return Inspect(record.index + 1, record.digest, Listed.NOT)  # has anybody followed it?
         return self._wait_for_snapshot(now)
 
     def _wait_for_snapshot(self, now: float) -> Effect | None:
@@ -804,23 +768,21 @@ class Machine:
         first = self.ready[0] if self.ready else None
         return first.state.index if isinstance(first, Jump) else self.held
 
-    def _looked_far(self, newest: int | None) -> None:
-        """If this member is far behind, take a snapshot that is far ahead, or ask the others for one and follow the
-        rounds meanwhile. At the frontier this member discards its local work, which belongs to an old anchor."""
-        if newest is None:
-            return
+    def _leap(self, now: float) -> Effect | None:
+        """This member is far behind: take a snapshot that is far ahead, or ask the others for one and follow the rounds
+        meanwhile. At the frontier this member discards its local work, which belongs to an old anchor."""
         self._late = True
-        if newest >= rules.too_far(self.frontier):
-            self._target = Target(self.frontier + 1, until=-inf)
-            self._follow(Phase.JUMPING)
-        else:
-            self.session.want(self.number, rules.too_far(self.frontier))
+        self._target = Target(rules.too_far(self.frontier), until=-inf)
+        self._follow(Phase.JUMPING)
+        return self._next(now)
 
     def _loaded(self, target: Target, snapshot: tuple[State, str] | None, now: float) -> Effect | None:
         """Jump to a snapshot; if there is none yet, ask the others for one."""
         if snapshot is None and target.before is not None:
-            raise Diverged(f"fragment {self.number}: this member read round {target.before} differently than the "
-                           "others, and no earlier snapshot is left: restart this member")  # fmt: skip
+            if now < target.until:
+                return None  # it may be readable again soon
+            raise Diverged(f"fragment {self.number}: the others hold other bits than this member from round "
+                           f"{target.before} on, and no earlier snapshot is left: restart this member")  # fmt: skip
         if snapshot is None:
             self.session.want(self.number, target.least)
             if now < target.until:
@@ -837,14 +799,19 @@ class Machine:
         self.session.event("jump", fragment=self.number, index=state.index)
         return self._next(now)
 
-    def _left_the_run(self, index: int) -> Effect | None:
-        """The store has closed a round differently than this member read it: a reply was wrong. Go back to an earlier
-        snapshot."""
+    def _left_the_run(self, index: int, now: float) -> Effect | None:
+        """The store has closed a round differently than this member read it: a reply was wrong, or the record was
+        replaced. Go back to an earlier snapshot."""
+        first = self.ready[0] if self.ready else None
+        if isinstance(first, Followed) and first.record.index == index and first.record.fingerprint != self.fingerprint:
+            self._against = first.record  # training has not taken it
+            self._diverged(index, Phase.JUDGING)
+            return self._next(now)
         self._branches += 1
         if self._branches > 1:
             raise Diverged(f"fragment {self.number}: this member read round {index} differently than the others, for "
                            "the second time: check the path to the store for a proxy or a cache")  # fmt: skip
-        self._target = Target(0, before=index)
+        self._target = self._before_state(index, now)
         self._diverged(index, Phase.JUMPING)
         return None
 
@@ -858,7 +825,7 @@ class Machine:
             self._late = False
             self._advance(self._held_state, self._links[self.held])
         elif self._may_be_wrong(record.index, now):
-            self._target = Target(0)
+            self._target = self._before_state(record.index - 1, now)
             self._follow(Phase.JUMPING)
         else:
             return None
@@ -879,6 +846,11 @@ class Machine:
             )
         return False
 
+    def _before_state(self, index: int, now: float) -> Target:
+        """A snapshot from which to recompute a state that the others hold with other bits. Not one of that state:
+        whoever is wrong may have put it."""
+        return Target(0, until=now + self.session.options.ttl, before=max(index, 1))
+
     def _diverged(self, index: int, phase: Phase) -> None:
         """The run has other bits, or other records, than this member."""
         self.session.event("diverged", fragment=self.number, index=index)
@@ -890,11 +862,12 @@ class Machine:
         """`state` is the newest computed here; training may still hold an older one."""
         self._frontier_state, self.frontier, self.previous = state, state.index, link
         self.seen = Seen(state.index + 1, tuple(members))
-        self._links = {index: link for index, link in self._links.items() if index > state.index - LINKS}
+        self._links = {index: link for index, link in self._links.items() if index > state.index - rules.LINKS}
         self._links[state.index] = link
 
     def _hold(self, state: State) -> None:
-        self._held_state, self.held, self.fingerprint = state, state.index, state.fingerprint()
+        self.held, self.fingerprint = state.index, state.fingerprint()
+        self._held_state = replace(state, cached_fingerprint=self.fingerprint)  # whatever happens to its memory
         self.session.holds(self.number, self.held)
 
     def _is_over(self, index: int) -> bool:

@@ -8,15 +8,15 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
 from itertools import islice
 from math import inf
+from typing import NamedTuple
 
 from diloco.bucket.rounds import MEMBER
 from diloco.bucket.rules import expected
-from diloco.bucket.store import All, Delete, List, Read, Task, Write, create
+from diloco.bucket.store import All, Delete, List, Read, Task, Write, create, in_batches
 from diloco.bucket.store.envelope import PREFIX, Envelope, Invalid, Opened, Reject, flag, integer, number, refuses, text
 from diloco.errors import ConfigError, DiLoCoError
 
@@ -146,7 +146,6 @@ class Members:
         self._alive: tuple[float, float, dict[str, Member]] | None = None  # for a ttl, until a time: the members
         self._expected: set[str] | None = None  # None: no closed round was seen yet
         self.active: set[str] = set()  # members that have delivered since the last update
-        self.stranger = False  # an unknown member has delivered
         self.all_seen = False  # every entry was read at least once
 
     def update(self, members: Iterable[Member], now: float) -> list[Member]:
@@ -167,7 +166,6 @@ class Members:
                     self._expect(member.name)
             elif member.left and not (known and known.member.left):
                 new.append(member)
-        self.stranger = False
         self.active.clear()
         return new
 
@@ -211,7 +209,6 @@ class Members:
     def delivered(self, name: str) -> None:
         self._expect(name)
         self.active.add(name)
-        self.stranger |= name not in self._seen and name != self.name
 
     def _expect(self, name: str) -> None:
         if self._expected is not None:
@@ -229,47 +226,40 @@ class Members:
         return max((index for number, index in pairs if number == fragment and index <= held), default=-1)
 
 
+class _Page(NamedTuple):
+    """What was last read of an entry."""
+
+    look: int  # that read it
+    member: Member | None  # None: it was invalid
+    same: int  # reads in a row that have shown the same
+
+
 class Roll:
     """Reads the entries of the members, some at every heartbeat."""
 
     def __init__(self) -> None:
-        self._read_at: dict[str, int] = {}  # entry: the look that read it last
-        self._left: set[str] = set()  # final entries, of members that have left
-        self._invalid: dict[str, tuple[int, int]] = {}  # entry: the look that tries it again, and the pause until then
-        self._still: dict[str, tuple[int, int]] = {}  # entry: its counter, and how many reads have shown the same one
+        self._pages: dict[str, _Page] = {}  # by entry
         self._looks = 0
         self.spread = 1  # looks needed to see everybody
         self.through = False  # everybody was looked at
-        self.hidden = False  # an entry turned out invalid, so the next look reads an older one of that member
 
     def read(self, envelope: Envelope, reject: Reject, active: Collection[str] = ()) -> Task[list[Member]]:
         """The newest incarnations of some members, or of all if they are few; each in its turn, new ones first.
         `active`: members that have delivered, and so are alive."""
-        self._looks, self.hidden = self._looks + 1, False
+        self._looks += 1
         names = yield List(MEMBERS)
         for name in names:
             if not _PLACE.fullmatch(name):
                 reject(name, Invalid("it does not have the name of a member's entry"))
         paths, seldom = self._due(incarnations(names), active)
         self.spread = max(1, -(-len(paths) // SAMPLE))
-        members, chosen = [], [*paths[:SAMPLE], *seldom[:SELDOM]]
-        answers = yield All([Read(path, ENTRY) for path in chosen])
-        self.through = all(path in self._read_at for path in paths[SAMPLE:])
-        for path, data in zip(chosen, answers, strict=True):
-            self._read_at[path] = self._looks
-            try:
-                if data is not None:
-                    members.append(read_member(envelope.open(path, "member", data, 0)))
-                    self._left |= {path} if members[-1].left else set()
-                    self._invalid.pop(path, None)
-                    counter, same = self._still.get(path, (-1, 0))
-                    self._still[path] = members[-1].counter, same + 1 if members[-1].counter == counter else 0
-            except Invalid as reason:
-                self.hidden |= path not in self._invalid
-                pause = 2 * self._invalid[path][1] if path in self._invalid else SAMPLE
-                self._invalid[path] = self._looks + pause, pause
-                reject(path, reason)
-        return members
+        chosen = [*paths[:SAMPLE], *seldom[:SELDOM]]
+        members = yield from _read_entries(envelope, chosen, reject)
+        self.through = all(path in self._pages for path in paths[SAMPLE:])
+        for path, member in zip(chosen, members, strict=True):
+            last = self._pages.get(path)
+            self._pages[path] = _Page(self._looks, member, last.same + 1 if last and last.member == member else 0)
+        return [member for member in members if member is not None]
 
     def _due(self, entries: Mapping[str, list[str]], active: Collection[str]) -> tuple[list[str], list[str]]:
         """The entries to read, least recently read first: the newest valid one of each member. And those to read
@@ -277,16 +267,19 @@ class Roll:
         often, seldom = list[str](), list[str]()
         for name, paths in entries.items():
             for path in paths:
-                if path in self._invalid:
-                    seldom += [path] if self._invalid[path][0] <= self._looks else []
-                    continue
-                if path not in self._left and (name in active or self._still.get(path, (0, 0))[1] < STILL):
+                page = self._pages.get(path)
+                if page is None:
                     often.append(path)
-                elif path not in self._left and self._read_at[path] <= self._looks - SAMPLE:
+                    break
+                left = page.member is not None and page.member.left
+                if page.member is not None and not left and (name in active or page.same < STILL):
+                    often.append(path)
+                elif not left and page.look <= self._looks - SAMPLE:
                     seldom.append(path)
-                break
+                if page.member is not None:
+                    break
         for paths in (often, seldom):
-            paths.sort(key=lambda path: (self._read_at.get(path, 0), path))
+            paths.sort(key=lambda path: (self._pages[path].look if path in self._pages else 0, path))
         return often, seldom
 
 
@@ -299,23 +292,29 @@ def incarnations(names: Iterable[str]) -> dict[str, list[str]]:
     return entries
 
 
+def _read_entries(envelope: Envelope, paths: Sequence[str], reject: Reject) -> Task[list[Member | None]]:
+    """None for each that is invalid or gone."""
+    members = list[Member | None]()
+    for path, data in zip(paths, (yield All([Read(path, ENTRY) for path in paths])), strict=True):
+        try:
+            members.append(None if data is None else read_member(envelope.open(path, "member", data, 0)))
+        except Invalid as reason:
+            members.append(reject(path, reason))
+    return members
+
+
 def read_members(envelope: Envelope, reject: Reject) -> Task[list[Member]]:
     """The newest incarnation of every member."""
-    members: dict[str, Member] = {}
-    roll = Roll()
-    for _ in range(SAMPLE**2):
-        sample = yield from roll.read(envelope, reject)
-        if all(m.name in members for m in sample) and roll.through and not roll.hidden:
-            break
-        members |= {m.name: m for m in sample}
-    return [members[name] for name in sorted(members)]
+    entries = incarnations((yield List(MEMBERS)))
+    newest = [_newest(envelope, entries[name], reject) for name in sorted(entries)]
+    return [member for member in (yield from in_batches(newest, SAMPLE)) if member is not None]
 
 
 def register(envelope: Envelope, name: str, nonce: float) -> Task[Member]:
     """Begin a new incarnation: the first free number after the newest valid one. `nonce` tells this process's entry
     from another's. Deletes all earlier entries but the last."""
     paths = incarnations((yield List(f"{MEMBERS}{name}/"))).get(name, [])
-    newest = yield from _newest(envelope, paths)
+    newest = yield from _newest(envelope, paths, lambda name, reason: None)
     first, taken = 0 if newest is None else newest.incarnation + 1, set(paths)
     yield All([Delete(path) for path in paths if newest is not None and path < newest.object_name])
     candidates = (Member(name, k, published={"nonce": nonce}) for k in range(first, INCARNATIONS))
@@ -327,14 +326,12 @@ def register(envelope: Envelope, name: str, nonce: float) -> Task[Member]:
                       "keep joining under this name, or the store alters objects")  # fmt: skip
 
 
-def _newest(envelope: Envelope, paths: Sequence[str]) -> Task[Member | None]:
+def _newest(envelope: Envelope, paths: Sequence[str], reject: Reject) -> Task[Member | None]:
     """The newest valid entry, even behind many invalid ones."""
     for start in range(0, len(paths), SAMPLE):
-        batch = paths[start : start + SAMPLE]
-        for path, data in zip(batch, (yield All([Read(path, ENTRY) for path in batch])), strict=True):
-            with suppress(Invalid):
-                if data is not None:
-                    return read_member(envelope.open(path, "member", data, 0))
+        members = yield from _read_entries(envelope, paths[start : start + SAMPLE], reject)
+        if valid := [member for member in members if member is not None]:
+            return valid[0]
     return None
 
 

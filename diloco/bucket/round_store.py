@@ -37,18 +37,7 @@ from diloco.bucket.rounds import (
     seal_heads,
     sizes,
 )
-from diloco.bucket.store import (
-    All,
-    Fetch,
-    List,
-    Read,
-    Size,
-    Task,
-    Work,
-    create,
-    in_batches,
-    together,
-)
+from diloco.bucket.store import All, Fetch, List, Read, Size, Task, Work, create, in_batches, together
 from diloco.bucket.store.envelope import (
     HEADER,
     PART,
@@ -65,10 +54,9 @@ from diloco.bucket.store.envelope import (
 from diloco.codecs.codec import Float32
 
 RECORD = PREFIX.size + HEADER + (1 << 20)
-SMALL = 64 << 10
-"""Maximum bytes of an object worth reading ahead: beyond that, bytes cost more time than the request."""
-OBJECTS, BYTES = 64, 1 << 20
-"""Maximum objects and bytes read ahead at once, so that unchecked data cannot fill the memory."""
+OBJECTS, SMALL = 64, 64 << 10
+"""Objects read ahead at once, and the maximum bytes of one: beyond that, bytes cost more time than the request, and
+unchecked data must not fill the memory."""
 AT_ONCE = 16
 """Deltas or records read concurrently: unchecked data must not fill the memory."""
 REMEMBERED = 10_000
@@ -83,23 +71,30 @@ Source = Callable[[str, str, int], Fetch | None]
 
 
 class RoundStore:
-    def __init__(self, fragment: int, layout: Layout, envelope: Envelope, reject: Reject) -> None:
+    def __init__(
+        self,
+        fragment: int,
+        layout: Layout,
+        envelope: Envelope,
+        reject: Reject,
+        source: Source = lambda owner, digest, size: None,
+    ) -> None:
         self.fragment, self.layout, self._envelope, self._reject = fragment, layout, envelope, reject
-        self._ahead = dict[str, bytes]()
+        self.source = source
         self.void: set[str] = set()  # digests of records that do not count, although they are well formed
-        self.source: Source = lambda owner, digest, size: None
+        self._ahead = dict[str, bytes]()
         self._invalid: dict[str, Invalid] = {}  # by name: attempts that are not valid records
 
     @classmethod
-    def reader(cls, fragment: int, envelope: Envelope) -> "RoundStore":
-        """A store that only reads records."""
-        return cls(fragment, layout_of(Float32(), 0), envelope, lambda name, reason: None)
+    def reader(cls, fragment: int, envelope: Envelope, reject: Reject = lambda name, reason: None) -> "RoundStore":
+        """Only reads records."""
+        return cls(fragment, layout_of(Float32(), 0), envelope, reject)
 
     def read_ahead(self, sizes: Mapping[str, int]) -> Task[None]:
         """Read the small objects of consecutive closed rounds at once, instead of round by round. Objects never change,
         so it does not matter when they are read. Each answer is used once: an object that is rejected is read again
         from the store. Does nothing if the first object is still there."""
-        names = _first_small(sizes)
+        names = [name for name, size in sizes.items() if size <= SMALL][:OBJECTS]
         if not names or names[0] in self._ahead:
             return
         answers = yield All([Read(name, SMALL) for name in names])
@@ -110,16 +105,45 @@ class RoundStore:
         """The same for records alone, as far as they exist."""
         yield from self.read_ahead({record_name(self.fragment, index, 0): 0 for index in indices})
 
-    def record(self, index: int, previous: str | None, names: Collection[str] | None = None) -> Task[Attempts]:
+    def record(
+        self, index: int, previous: str | None, names: Collection[str] | None = None, *, final: bool = False
+    ) -> Task[Attempts]:
         """Look for the record of a round. A record after a gap does not count: a correct member never writes one there.
-        `names`: a listing of the round. Without it, read the first attempt, and list the others only if that one is not
-        the round's record."""
+
+        Args:
+            names: a listing of the round. Without it, read the first attempt, and list the others only if that one is
+                not the round's record.
+            final: list the others anyway, because one of them may replace the first.
+        """
         void = self.void
         read = yield from self._read_attempts(
-            index, previous, names, lambda read: rules.record_of_round(read, void)[0] is not None
+            index, previous, names, lambda read: not final and rules.record_of_round(read, void)[0] is not None
         )
         record, branched = rules.record_of_round(read, void)
-        return Attempts(record, len(read), branched)
+        replaced, _ = rules.record_of_round(read, ())
+        voids = replaced.digest if replaced is not None and replaced.digest in void else ""
+        return Attempts(record, len(read), branched, voids)
+
+    def contested(self, indices: Sequence[int]) -> Task[set[int]]:
+        """The rounds that have a second attempt at a record."""
+        sizes = yield All([Size(record_name(self.fragment, index, 1)) for index in indices])
+        return {index for index, size in zip(indices, sizes, strict=True) if size is not None}
+
+    def is_final(self, record: Record, contested: Collection[int]) -> Task[bool]:
+        """Whether no later attempt replaces this record, or one that it follows. `contested`: the rounds to check."""
+        lowest = min(contested, default=record.index + 1)
+        while record.index >= lowest:
+            if record.index in contested:
+                final = (yield from self.record(record.index, record.previous, final=True)).record
+                if final is None or final.digest != record.digest:
+                    return False
+            if record.index == lowest:
+                break
+            previous = yield from self.find(record.index - 1, record.previous)
+            if previous is None:
+                return False
+            record = previous
+        return True
 
     def find(self, index: int, digest: str) -> Task[Record | None]:
         """The record with this digest."""
@@ -176,7 +200,9 @@ class RoundStore:
                 return None
             if sealed.digest in self.void:
                 return None
-            yield from create(name, sealed.body, RECORD)
+            data = yield from create(name, sealed.body, RECORD)
+            if isinstance(data, bytes):
+                self._ahead[name] = data
             stored = yield from self._read_attempt(record.index, attempt, record.previous)
             if isinstance(stored, Record) and stored.digest not in self.void:
                 if stored.voids == record.voids:
@@ -185,10 +211,10 @@ class RoundStore:
                     return None
             if stored is not None:  # a later attempt may be the record of the round
                 names = yield List(folder(self.fragment, record.index))
-                final, free, _ = yield from self.record(record.index, record.previous, names)
-                if final is not None and final.digest != record.voids:
-                    return final
-                attempt = max(attempt + 1, free)
+                attempts = yield from self.record(record.index, record.previous, names)
+                if attempts.record is not None and attempts.record.digest != record.voids:
+                    return attempts.record
+                attempt = max(attempt + 1, attempts.free)
 
     def _read_attempt(self, index: int, attempt: int, previous: str | None) -> Task[Record | Invalid | None]:
         """Invalid records are read once, because anybody may put any number of them."""
@@ -208,11 +234,11 @@ class RoundStore:
                 self._invalid.pop(next(iter(self._invalid)))
         return result
 
-    def outvoted(self, record: Record) -> Task[bool]:
-        """Whether the deltas in the store contradict the record."""
-        names = yield List(folder(self.fragment, record.index))
+    def outvoted(self, index: int, fingerprint: int) -> Task[bool]:
+        """Whether the deltas of a round in the store contradict the state before it."""
+        names = yield List(folder(self.fragment, index))
         heads = yield from self.heads(sorted(filter(member_of, names)))
-        return rules.is_outvoted(record, (head for head in heads if isinstance(head, Contribution)))
+        return rules.is_outvoted(fingerprint, (head for head in heads if isinstance(head, Contribution)))
 
     def reaches(self, index: int) -> Task[bool]:
         """Whether the round was closed, judged by the first attempt alone."""
@@ -292,18 +318,6 @@ class RoundStore:
 
         read = Read(name, PREFIX.size + HEADER + PART, patient=True)
         return (yield from read_twice(read, opened, self._reject, self._ahead.pop(name, None)))
-
-
-def _first_small(sizes: Mapping[str, int]) -> list[str]:
-    names, total = [], 0
-    for name, size in sizes.items():
-        if size > SMALL:
-            continue
-        total += size
-        if len(names) == OBJECTS or total > BYTES:
-            break
-        names.append(name)
-    return names
 
 
 def _place_of_delta(name: str) -> tuple[int, int]:

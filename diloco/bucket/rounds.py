@@ -11,7 +11,7 @@ import re
 import struct
 import zlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -38,7 +38,6 @@ from diloco.bucket.store.envelope import (
 )
 from diloco.codecs.codec import Codec, chunks, is_finite, pack_checked, unpack
 from diloco.exchange.mean import codec_of_mean
-from diloco.exchange.reducer import State
 
 LARGEST_LR = 1e9
 MOST = 4096
@@ -222,49 +221,46 @@ def delta_fields(
 
 
 @dataclass(frozen=True)
-class SealedDelta:
-    """The objects to put: first the pieces, packed into as few objects as possible, then the head."""
+class EncodedDelta:
+    """A member's delta, as the others will read it, and the objects to put: first the pieces, packed into as few
+    objects as possible, then the head. `needs_own`: its round must return it."""
 
+    contribution: Contribution
     head: Sealed
-    objects: tuple[Sealed, ...]
-    pieces: tuple[Piece, ...]
+    objects: tuple[Sealed, ...] = ()
+    needs_own: bool = False
 
     @property
     def payloads(self) -> dict[str, memoryview]:
         """The pieces by digest."""
-        bodies = [memoryview(sealed.body) for sealed in self.objects]
-        cut = zip(self.pieces, places(self.pieces), strict=True)
+        bodies, pieces = [memoryview(sealed.body) for sealed in self.objects], self.contribution.pieces
+        cut = zip(pieces, places(pieces), strict=True)
         return {piece.digest: bodies[part][at : at + piece.size] for piece, (part, at) in cut}
 
-    @property
-    def nbytes(self) -> int:
-        return self.head.nbytes + sum(sealed.nbytes for sealed in self.objects)
 
-
-def seal_delta(envelope: Envelope, layout: Layout, fields: dict[str, Any], payloads: Sequence[Tensor]) -> SealedDelta:
+def seal_delta(
+    envelope: Envelope, layout: Layout, fields: dict[str, Any], payloads: tuple[Tensor, ...], needs_own: bool = False
+) -> EncodedDelta:
     fragment, index, member = fields["fragment"], fields["index"], fields["member"]
     name, bodies = delta_name(fragment, index, member), [payload.numpy().tobytes() for payload in payloads]
-    if not layout.cut:
-        return SealedDelta(envelope.seal(name, "delta", fields, bodies[0]), (), ())
-    bodies = [envelope.seal(_piece_name(fragment, index, member, k), "piece", {}, b).body for k, b in enumerate(bodies)]
-    pieces = tuple(Piece(len(body), digest_of(body)) for body in bodies)
-    rows = [[piece.size, piece.digest] for piece in pieces]
-    head = envelope.seal(name, "delta", {**fields, "pieces": rows})
-    parts: dict[int, list[bytes]] = {}
-    for (part, _), body in zip(places(pieces), bodies, strict=True):
-        parts.setdefault(part, []).append(body)
+    pieces, parts = tuple[Piece, ...](), dict[int, list[bytes]]()
+    if layout.cut:
+        for k, body in enumerate(bodies):
+            bodies[k] = envelope.seal(_piece_name(fragment, index, member, k), "piece", {}, body).body
+        pieces = tuple(Piece(len(body), digest_of(body)) for body in bodies)
+        for (part, _), body in zip(places(pieces), bodies, strict=True):
+            parts.setdefault(part, []).append(body)
+        head = envelope.seal(name, "delta", {**fields, "pieces": [[piece.size, piece.digest] for piece in pieces]})
+    else:
+        head = envelope.seal(name, "delta", fields, bodies[0])
     names = [pieces_name(fragment, index, member, head.digest, part) for part in parts]
     objects = tuple(Sealed(name, "", b"".join(parts[part]), ()) for part, name in enumerate(names))
-    return SealedDelta(head, objects, pieces)
-
-
-@dataclass(frozen=True)
-class EncodedDelta:
-    """A member's delta, ready to be put, and as the others will read it. `needs_own`: its round must return it."""
-
-    sealed: SealedDelta
-    contribution: Contribution
-    needs_own: bool
+    contribution = Contribution(
+        member, head.digest, fields["fingerprint"], fields["tokens"], payloads,
+        nbytes=head.nbytes + sum(sealed.nbytes for sealed in objects), lr=fields["lr"], pieces=pieces,
+        head=head.body if layout.cut else b"",
+    )  # fmt: skip
+    return EncodedDelta(contribution, head, objects, needs_own)
 
 
 def digests_of(deltas: Sequence[Contribution], layout: Layout) -> dict[str, int]:
@@ -380,7 +376,7 @@ class Record:
     entries: tuple[Entry, ...]
     digest: str = ""
     heads: str = ""  # digest of the object with the heads of its deltas, if each member averages a share
-    voids: str = ""  # digest of an earlier record that it replaces, because that one's deltas are lost
+    voids: str = ""  # digest of an earlier record that it replaces, because that one does not count
 
     def sealed(self) -> tuple[dict[str, Any], bytes]:
         """Fields and payload of the object."""
@@ -404,23 +400,13 @@ class Record:
         return {e.member: share for e, share in zip(self.entries, self.shares, strict=True)}
 
 
-@dataclass(frozen=True)
-class Followed:
-    """A closed round, ready to be applied."""
-
-    record: Record
-    received: int  # bytes
-    at: float  # by this member's clock
-    state: State  # after the round
-    digests: Mapping[str, int]  # of the deltas, by member; empty if no member has read all of them
-
-
 class Attempts(NamedTuple):
     """The attempts at a record that were read."""
 
     record: Record | None  # of the round
     free: int  # the first attempt that nobody has made
     branched: bool  # whether some record follows another one than the known one
+    voids: str = ""  # digest of the void record that the next attempt must name; empty if there is none
 
 
 class Branched(Invalid):

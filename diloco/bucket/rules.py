@@ -26,6 +26,8 @@ BEHIND = 8
 """Maximum rounds by which a member may be behind and keep its local work."""
 VOID = 900.0
 """Seconds for which a delta of a record must be missing before another record may replace that record."""
+LINKS = 16
+"""Rounds back from the newest one in which a member looks for a record that was replaced after it had been followed."""
 ALL_EVERY = 4
 """One round in this many waits for all living members."""
 
@@ -49,7 +51,7 @@ def record_of_round(attempts: Iterable[Record | Invalid], void: Collection[str])
             record = attempt if attempt.voids == record.digest else record
         elif isinstance(attempt, Record) and attempt.digest not in void:
             record = attempt
-    return record, branched
+    return (None if record is not None and record.digest in void else record), branched
 
 
 def is_truthful(record: Record, deltas: Mapping[str, Contribution], max_work: float) -> bool:
@@ -130,10 +132,10 @@ def count_votes(deltas: Iterable[Contribution], fingerprint: int) -> tuple[int, 
     return votes.pop(fingerprint, 0), max(votes.values(), default=0)
 
 
-def is_outvoted(record: Record, deltas: Iterable[Contribution]) -> bool:
-    """Whether more members sent a delta trained from one other state than from that of the record: then it was closed
-    by a machine that computes other bits, and does not count (2). At a tie the record counts."""
-    agree, differ = count_votes(deltas, record.fingerprint)
+def is_outvoted(fingerprint: int, deltas: Iterable[Contribution]) -> bool:
+    """Whether more members sent a delta trained from one other state than from this one: then a machine that computes
+    other bits has made it, and a record closed against it does not count (2). At a tie it counts."""
+    agree, differ = count_votes(deltas, fingerprint)
     return differ > agree
 
 

@@ -13,23 +13,13 @@ from torch import Tensor
 
 from diloco.bucket.carriers import digest_of, shortened
 from diloco.bucket.machine import Missing
-from diloco.bucket.round_store import AT_ONCE
+from diloco.bucket.round_store import AT_ONCE, RoundStore
 from diloco.bucket.rounds import Contribution, Layout, Record, check_finite, pieces_name, places, read_piece, share_name
-from diloco.bucket.rules import turns
+from diloco.bucket.rules import is_truthful, turns
 from diloco.bucket.run import Session
 from diloco.bucket.store import Create, Read, Task, Work, in_batches, together, until_there
-from diloco.bucket.store.envelope import (
-    HEADER,
-    PREFIX,
-    Answer,
-    Envelope,
-    Invalid,
-    Opened,
-    Sealed,
-    read_twice,
-    refuses,
-)
-from diloco.codecs.codec import pack
+from diloco.bucket.store.envelope import HEADER, PREFIX, Answer, Envelope, Invalid, Opened, Sealed, read_twice, refuses
+from diloco.codecs.codec import Codec, pack
 from diloco.exchange.mean import Encoded
 
 GROUP = 16
@@ -54,29 +44,12 @@ def mean_in_parts(record: Record, deltas: Mapping[str, Contribution], layout: La
     return tuple(parts)
 
 
-class Average:
-    """The mean of one share, from pieces that arrive in groups, in the order of the record. Invalid pieces count as
-    zeros. Groups are added one after another, so every member gets the same bits."""
-
-    def __init__(self, record: Record, share: int, layout: Layout) -> None:
-        self._record, self._layout, self._n = record, layout, layout.count(share)
-        self._total = torch.zeros(self._n, dtype=torch.float32, device="cpu")
-        self._weights = dict(zip((e.digest for e in record.entries), record.shares, strict=True))
-
-    def groups(self) -> list[Sequence[str]]:
-        """The digests of the deltas whose pieces are added together."""
-        digests = [e.digest for e in self._record.entries]
-        return [digests[at : at + GROUP] for at in range(0, len(digests), GROUP)]
-
-    def add(self, pieces: Mapping[str, Tensor | None]) -> None:
-        valid = {digest: piece for digest, piece in pieces.items() if piece is not None}
-        if valid:
-            weights = [self._weights[digest] for digest in valid]
-            self._total += Encoded(0, self._n, self._layout.codec, list(valid.values()), weights).values()
-
-    def payload(self) -> Tensor:
-        """The mean, encoded again."""
-        return pack(self._layout.mean_codec, self._total)
+def add_group(total: Tensor, codec: Codec, pieces: Sequence[Tensor | None], weights: Sequence[float]) -> None:
+    """Add the pieces of some deltas to the sum of a share. Invalid ones (None) count as zeros."""
+    valid = [(piece, weight) for piece, weight in zip(pieces, weights, strict=True) if piece is not None]
+    if valid:
+        payloads, factors = [piece for piece, _ in valid], [weight for _, weight in valid]
+        total += Encoded(0, len(total), codec, payloads, factors).values()
 
 
 def seal_share(envelope: Envelope, record: Record, share: int, attempt: int, payload: Tensor) -> Sealed:
@@ -106,21 +79,28 @@ class Averaging:
     def __init__(
         self,
         record: Record,
-        heads: Mapping[str, Contribution],
-        layout: Layout,
+        rounds: RoundStore,
         session: Session,
         own: Mapping[str, Contribution],
     ) -> None:
         """`own`: this member's deltas that are still in memory, by digest."""
-        self.record, self._heads, self._layout, self._session = record, heads, layout, session
+        self.record, self._rounds, self._layout, self._session = record, rounds, rounds.layout, session
         self._own, self._envelope = own, session.envelope
+        self._heads: Mapping[str, Contribution] | None = None  # of the record's deltas, by digest
         self._since = session.clock()
         self._shares: dict[int, Encoded] = {}
         self._attempts = [0] * len(self._layout.cuts)
         self.received = 0  # bytes
 
     def tick(self) -> Task[tuple[Encoded, ...] | None]:
-        """The complete mean, once all shares exist. Raises Missing."""
+        """The complete mean, once all shares exist. Raises Missing; Invalid if the record does not count."""
+        if self._heads is None:
+            heads = yield from self._rounds.heads_of(self.record)
+            if heads is None or isinstance(heads, Invalid):  # perhaps only as this member reads them
+                raise Missing
+            if not is_truthful(self.record, heads, self._session.max_work):
+                raise Invalid("it misstates its deltas")
+            self._heads = heads
         missing = self._missing()
         due = self._due(missing)
         first = [share for share in missing if share not in due][:1]  # until it exists, do not ask for the others
@@ -198,13 +178,16 @@ class Averaging:
         return header + values
 
     def _average(self, share: int) -> Task[Tensor]:
-        """The payload of a share, from the deltas. Raises Missing."""
-        average = Average(self.record, share, self._layout)
-        for digests in average.groups():
-            pieces = yield from together([self._piece(self._heads[digest], share) for digest in digests])
-            group = dict(zip(digests, pieces, strict=True))
-            yield Work(lambda group=group: average.add(group))
-        return (yield Work(average.payload))
+        """The payload of a share, from the deltas in the order of the record. Groups are added one after another, so
+        every member gets the same bits. Raises Missing."""
+        assert self._heads is not None
+        heads, codec, weights = self._heads, self._layout.codec, self.record.shares
+        total = torch.zeros(self._layout.count(share), dtype=torch.float32, device="cpu")
+        for at in range(0, len(weights), GROUP):
+            entries = self.record.entries[at : at + GROUP]
+            pieces = yield from together([self._piece(heads[entry.digest], share) for entry in entries])
+            yield Work(partial(add_group, total, codec, pieces, weights[at : at + GROUP]))
+        return (yield Work(lambda: pack(self._layout.mean_codec, total)))
 
     def _make(self, share: int) -> Task[None]:
         """Average a share and put it."""

@@ -1,18 +1,13 @@
 """Snapshots: a fragment's anchor and outer state after a round, and deletion of objects that newer ones replace."""
 
+from collections.abc import Collection
+from typing import Any
+
 import torch
 
 from diloco.bucket import rules
 from diloco.bucket.round_store import RoundStore
-from diloco.bucket.rounds import (
-    FINGERPRINTS,
-    PIECES,
-    ROUNDS,
-    Record,
-    round_prefix,
-    snapshot_folder,
-    snapshot_index,
-)
+from diloco.bucket.rounds import FINGERPRINTS, PIECES, ROUNDS, round_prefix, snapshot_folder, snapshot_index
 from diloco.bucket.store import All, Delete, List, Read, Task, Work, together
 from diloco.bucket.store.envelope import (
     DIGEST,
@@ -31,15 +26,11 @@ from diloco.bucket.store.envelope import (
 )
 from diloco.exchange.reducer import State
 
-EVERY = 100
-"""Maximum rounds of a fragment between two snapshots."""
-MOVED = 25
-"""Put a snapshot once the members have moved this many times its bytes since the last one, and a new member would have
-to read more than its bytes: so snapshots are at most 4 % of the traffic."""
-STRIDE = 16
-"""Put snapshots after rounds whose index is a multiple of this, so that several members that put one put the same. If a
-member waits for one, put it at once, but only once in this many rounds: a member that keeps asking must not make the
-others upload without end."""
+EVERY, STRIDE = 100, 16
+"""Rounds of two members between two snapshots. With more members it is fewer rounds, because each moves deltas, but at
+least STRIDE: so snapshots are about 4 % of the traffic. They follow rounds whose index is a multiple of STRIDE, so that
+several members that put one put the same. If a member waits for one, put it at once, but only once in STRIDE rounds: a
+member that keeps asking must not make the others upload without end."""
 KEEP = 3600.0
 """Seconds before a superfluous object is deleted: a member may still be reading it."""
 FIELDS, CHECKSUM = 1024, 68
@@ -92,52 +83,39 @@ class Snapshots:
     """The snapshots of one fragment."""
 
     def __init__(
-        self, rounds: RoundStore, envelope: Envelope, fragment: int, state: State, initial: str, reject: Reject,
-        delta: int,
-    ) -> None:  # fmt: skip
-        """`state`: any state of the fragment, for its shape. `initial`: name of the run's first snapshot. `delta`: its
-        bytes."""
+        self, rounds: RoundStore, envelope: Envelope, fragment: int, state: State, initial: str, reject: Reject
+    ) -> None:
+        """`state`: any state of the fragment, for its shape. `initial`: name of the run's first snapshot."""
         self._rounds, self.envelope, self.fragment, self._initial = rounds, envelope, fragment, initial
-        self.reject, self._delta = reject, delta
+        self.reject = reject
         self.anchor, self.outer = len(state.anchor), len(state.outer)
         self.newest = -1  # highest known index
-        self._since: dict[int, tuple[int, int]] = {}  # round after the newest snapshot: its cost, in deltas
         self._demanded = -STRIDE  # the last round whose snapshot is for a waiting member
         self._due_since: float | None = None
         self._waiting: tuple[State, str] | None = None  # a copy to put, and its record
         self._floors: list[tuple[float, int]] = []  # (time, index) since when objects up to the index are superfluous
         self._collected = 0
 
-    def followed(self, record: Record) -> None:
-        """Note the cost of a round: how many deltas a member reads that follows it later (all, or the averaged shares),
-        and how many the members moved in it."""
-        members = len(record.entries)
-        self._since[record.index] = (1, 3 * members) if record.heads else (members, members**2)
+    def consider(self, state: State, link: str, members: int, wanted: int, now: float, timeout: float) -> None:
+        """Copy a state if a snapshot is due, or if a member waits for one of at least the index `wanted`.
 
-    @property
-    def _is_due(self) -> bool:
-        """Whether the rounds since the newest snapshot cost enough for another one. Headers count too: those of small
-        deltas, with their records, are larger than the values."""
-        self._since = {index: cost for index, cost in self._since.items() if index > self.newest}
-        snapshot, delta = 4 * (self.anchor + self.outer) + FIELDS, self._delta + FIELDS
-        read, moved = (delta * sum(cost[i] for cost in self._since.values()) for i in (0, 1))
-        return len(self._since) >= EVERY or (moved >= MOVED * snapshot and read >= snapshot)
-
-    def consider(
-        self, state: State, record: str, wanted: int, first: bool, now: float, straggler_timeout: float
-    ) -> None:
-        """Copy a new state if a snapshot is due, or if a member waits for one of at least the index `wanted`. `first`:
-        this member closed the round, so it puts the snapshot at once. The others do so after the straggler timeout, if
-        there is still none."""
-        if self.newest >= self._demanded and wanted > self.newest and state.index >= self._demanded + STRIDE:
-            self._demanded = state.index
-        if self.newest >= self._demanded and not (self._is_due and state.index % STRIDE == 0):
-            self._due_since = self._due_since if self._is_due else None
+        Args:
+            link: digest of the record that led to the state.
+            members: of the last round.
+            timeout: seconds for which others may put the snapshot first. 0 for the member that closed the last round.
+        """
+        index = state.index
+        if self.newest >= self._demanded and wanted > self.newest and index >= self._demanded + STRIDE:
+            self._demanded = index
+        due = index - self.newest >= max(2 * EVERY // max(members, 2), STRIDE)
+        if self.newest >= self._demanded and not (due and index % STRIDE == 0):
+            self._due_since = self._due_since if due else None
             return
         if self._due_since is None:
             self._due_since = now
-        if first or now - self._due_since > straggler_timeout:
-            self._waiting = State(state.index, state.anchor.clone(), state.outer.clone()), record
+        if not timeout or now - self._due_since > timeout:
+            copy = State(index, state.anchor.clone(), state.outer.clone(), state.cached_fingerprint)
+            self._waiting = copy, link
 
     def tick(self, frontier: int, now: float, busy: bool) -> Task[None]:
         """`busy`: a member is joining and may be reading superfluous objects."""
@@ -170,9 +148,13 @@ class Snapshots:
     def judge(self, name: str) -> Task[tuple[Opened, str] | None]:
         """The header, and what the next record must refer to, if the snapshot belongs to the run."""
         index = snapshot_index(name) or 0
-        records = self._rounds.records_ahead(range(max(index, 1), index + 2))
-        head, _ = yield from together([self.peek(name), records])
-        link = None if head is None else (yield from self.link_of(head))
+        reading: list[Task[Any]] = [
+            self.peek(name),
+            self._rounds.contested(range(max(index - rules.LINKS, 1), index + 2)),
+            self._rounds.records_ahead(range(max(index, 1), index + 2)),
+        ]
+        head, contested, _ = yield from together(reading)
+        link = None if head is None else (yield from self.link_of(head, contested))
         return None if head is None or link is None else (head, link)
 
     def peek(self, name: str) -> Task[Opened | None]:
@@ -188,17 +170,19 @@ class Snapshots:
         except Invalid as reason:
             return self.reject(name, reason)
 
-    def link_of(self, head: Opened) -> Task[str | None]:
-        """What the next record must refer to, if the snapshot fits the closed rounds: its record exists, and the next
-        record continues from its bits."""
+    def link_of(self, head: Opened, contested: Collection[int]) -> Task[str | None]:
+        """What the next record must refer to, if the snapshot fits the closed rounds: its record exists and counts, and
+        the next record continues from its bits. `contested`: see `RoundStore.contested`."""
         index, digest = head.header["index"], head.header["record"]
         record = (yield from self._rounds.find(index, digest)) if index else None
+        if record is not None and not (yield from self._rounds.is_final(record, contested)):
+            return self.reject(head.name, Invalid("the run continued from another record"))
         link = "" if record is None else record.digest
-        following, _, branched = yield from self._rounds.record(index + 1, link)
+        following, _, branched, _ = yield from self._rounds.record(index + 1, link, final=index + 1 in contested)
         fingerprint = head.header["fingerprint"]
         outvoted = False
         if following is not None and following.fingerprint != fingerprint:
-            outvoted = yield from self._rounds.outvoted(following)
+            outvoted = yield from self._rounds.outvoted(index + 1, following.fingerprint)
         try:
             return rules.link_after(index, fingerprint, record, following, branched, outvoted)
         except Invalid as reason:

@@ -21,7 +21,6 @@ COMMANDS = {
     "compare": "run several methods at equal tokens, side by side",
     "report": "list runs; show or compare them, here and in an HTML file",
     "dashboard": "serve a live page of all runs",
-    "stop": "stop a run as Ctrl-C would, with a checkpoint",
     "watch": "watch a run in a bucket, live, from anywhere",
     "sample": "continue a text with the model of a run",
     "export": "write the agreed weights as a Hugging Face folder",

@@ -11,7 +11,7 @@ from diloco.errors import ConfigError
 from diloco.runs import folder as folders
 from diloco.runs import units
 from diloco.runs.config import METHODS, TrainConfig, distinguishes
-from diloco.runs.flags import flag, parse, stored
+from diloco.runs.flags import flag, parse
 from diloco.runs.reader import read_summary
 
 
@@ -70,7 +70,7 @@ def _finished(folder: Path) -> bool:
 
 def _check_same(cell: TrainConfig, folder: Path) -> None:
     """Raise unless the run in the folder was started with the same settings."""
-    before = parse(TrainConfig, stored(folder / "config.toml"))
+    before = parse(TrainConfig, [str(folder / "config.toml")])
     for field in fields(TrainConfig):
         now, was = getattr(cell, field.name), getattr(before, field.name)
         if distinguishes(field.name) and now is not None and now != was:

@@ -10,8 +10,7 @@ import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from diloco.autopilot import speed
-from diloco.errors import ConfigError, DiLoCoError
+from diloco.errors import DiLoCoError
 from diloco.exchange.world import World, cores, own_world
 from diloco.runs import units
 from diloco.runs.flags import flag
@@ -20,6 +19,8 @@ SMALL_DISK = 10e9
 """Free bytes below which doctor warns."""
 CLOCK_SKEW = 1.0
 """Seconds above which doctor warns."""
+MESSAGE = 8_000_000
+"""Bytes of the message or object that measures bandwidth."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +28,6 @@ class DoctorConfig:
     """Check this machine; under torchrun also the links between replicas, and their clocks."""
 
     bucket: str | None = flag(None, "Also check a folder or s3://, gs://, az:// address for a bucket run.")
-    megabytes: float = flag(8.0, "Size of the message or object used to measure bandwidth.")
     device: bool = flag(False, "Also measure, in half a minute, what DiLoCo costs the accelerator.")
     json: bool = flag(False, "Print the findings as JSON.")
 
@@ -51,18 +51,16 @@ class Finding:
 
 
 def main(config: DoctorConfig) -> int:
-    if not 0 < config.megabytes < 1e6:
-        raise ConfigError(f"megabytes={config.megabytes:g}: must be above 0 and below 1e6")
-    size, world = int(config.megabytes * 1e6), own_world(1, None)
+    world = own_world(1, None)
     findings = check_machine()
     if config.bucket is not None:
-        findings.append(_bucket(config.bucket, size))
+        findings.append(_bucket(config.bucket))
     report = ""
     if config.device:
         more, report = check_accelerator()
         findings += more
     if world and world.size > 1:
-        findings += measure_links(world, size)
+        findings += measure_links(world)
     if world is None or world.rank == 0:
         show(findings, config.json)
         if report and not config.json:
@@ -90,10 +88,10 @@ def check_machine() -> list[Finding]:
         nccl = dist.is_nccl_available()
         remedy = "needed for --shards only; install a torch build with NCCL"
         findings.append(Finding("nccl", "yes" if nccl else "no", nccl, remedy))
-    # Measured even if it is cached: `diloco plan` uses the new figures from now on.
-    pace = Finding("a round of 2 replicas", str(speed.measured(again=True)))
-    port = [] if own_world(1, None) else [_port()]  # under torchrun it is torchrun that uses the port
-    return [*findings, _kernels(), pace, _disk(), _hostname(), *port]
+    from diloco.autopilot import speed
+
+    pace = Finding("a round of 2 replicas", str(speed.measured()))
+    return [*findings, _kernels(), pace, _disk(), _hostname()]
 
 
 def _kernels() -> Finding:
@@ -123,10 +121,11 @@ def check_accelerator() -> tuple[list[Finding], str]:
 
     cost = accelerator.measure(device)
     steps = f"{units.duration(cost.alone)} a step alone, {units.duration(cost.attached)} with DiLoCo"
-    copies = f"{units.size(cost.up)}/s up, {units.size(cost.down)}/s down (--bus)"
+    slower = units.size(min(cost.up, cost.down)).replace(" ", "")
+    copies = f"{units.size(cost.up)}/s up, {units.size(cost.down)}/s down: diloco plan --bus {slower}/s"
     bits = f"other bits than here: {', '.join(cost.other_bits)}" if cost.other_bits else "the bits of this host"
     return [
-        Finding("cost on the accelerator", f"{steps}: {cost.hook_ns:.2f} ns a value and round (--hook-ns)"),
+        Finding("cost on the accelerator", f"{steps}: diloco plan --hook-ns {cost.hook_ns:.2f}"),
         Finding("copies", copies, cost.pinned or None, "the memory is not pinned, so they stop training"),
         Finding("codecs on it", bits, None if cost.other_bits else True, "replicas may differ: please report it"),
     ], cost.line()
@@ -145,29 +144,20 @@ def _hostname() -> Finding:
     return Finding("host name", f"{name} is {address}")
 
 
-def _port() -> Finding:
-    with socket.socket() as s:
-        try:
-            s.bind(("", 29500))
-        except OSError:
-            return Finding("port 29500", "in use", None, "pass another --master_port to torchrun")
-    return Finding("port 29500", "free")
-
-
-def _bucket(url: str, size: int) -> Finding:
+def _bucket(url: str) -> Finding:
     """Whether this machine can use the store, whether the store is suitable, and its bandwidth."""
     from diloco.bucket.store import Delete, Read, Write
     from diloco.bucket.store.backend import open_store, patiently
     from diloco.bucket.store.contract import broken_promises, probe
 
-    name, body = f"probe/{secrets.token_hex(8)}", bytes(size)
+    name, body = f"probe/{secrets.token_hex(8)}", bytes(MESSAGE)
     try:
         store = open_store(url, create=False)
         probe(store)
         start = time.perf_counter()
         patiently(lambda: store.attempt(Write(name, body)), url)
         written = time.perf_counter()
-        copy = patiently(lambda: store.attempt(Read(name, size)), url)
+        copy = patiently(lambda: store.attempt(Read(name, MESSAGE)), url)
         end = time.perf_counter()
         patiently(lambda: store.attempt(Delete(name)), url)
     except DiLoCoError as error:
@@ -176,11 +166,11 @@ def _bucket(url: str, size: int) -> Finding:
         return Finding(f"bucket {url}", "an object was read back with different contents", False, "use another store")
     if broken := list(broken_promises(store)):
         return Finding(f"bucket {url}", f"breaks what a bucket needs: {' '.join(broken)}", False, "use another store")
-    up, down = (units.rate(8 * size / seconds) for seconds in (written - start, end - written))
+    up, down = (units.rate(8 * MESSAGE / seconds) for seconds in (written - start, end - written))
     return Finding(f"bucket {url}", f"{up} up, {down} down")
 
 
-def measure_links(world: World, size: int) -> list[Finding]:
+def measure_links(world: World) -> list[Finding]:
     """Round trip, bandwidth with both directions busy, and clocks, between the first replica and each of the others."""
     import torch
     import torch.distributed as dist
@@ -192,9 +182,9 @@ def measure_links(world: World, size: int) -> list[Finding]:
     for other in range(1, world.size):
         if world.rank in (0, other):
             peer = other if world.rank == 0 else 0
-            byte, message = torch.zeros(1, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
+            byte, message = torch.zeros(1, dtype=torch.uint8), torch.zeros(MESSAGE, dtype=torch.uint8)
             trip = _best_seconds(peer, byte, 5)
-            rate = 8 * size / (_best_seconds(peer, message, 3) - trip / 2) / 1e6
+            rate = 8 * MESSAGE / (_best_seconds(peer, message, 3) - trip / 2) / 1e6
             link = f"round trip {trip * 1e3:.2f} ms, {rate:.0f} Mbit/s each way"
             _exchange(peer, byte)  # so that both read their clocks at the same moment
             findings += [Finding(f"replica 0 ↔ {other}", link), _clocks(other, peer, trip)]

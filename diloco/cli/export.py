@@ -4,7 +4,6 @@ import contextlib
 import copy
 import sys
 import tempfile
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from diloco.errors import ConfigError, DiLoCoError
 from diloco.exchange.world import World, own_world, started_here
 from diloco.runs import folder as folders
 from diloco.runs.config import TrainConfig
-from diloco.runs.flags import REQUIRED, flag, parse, stored
+from diloco.runs.flags import REQUIRED, flag, parse
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +33,7 @@ def main(config: ExportConfig) -> int:
     checkpoint, step = checkpoint_of(config.run, config.step)
     if config.to.exists() and not (config.to.is_dir() and not any(config.to.iterdir())):
         raise ConfigError(f"{config.to} is not an empty folder: use another --to, or empty it first")
-    settings: TrainConfig = parse(TrainConfig, stored(config.run / "config.toml"))
+    settings: TrainConfig = parse(TrainConfig, [str(config.run / "config.toml")])
     if not started_here():
         print(f"export: writing the anchors of {config.run}, step {step}; loading torch takes a few seconds",
               file=sys.stderr)  # fmt: skip
@@ -43,7 +42,9 @@ def main(config: ExportConfig) -> int:
     else:
         from diloco.train.model import export
 
-        with_anchors(settings, checkpoint, lambda model, tokenizer: export(model, tokenizer, config.to))
+        model, tokenizer, rank = load_anchors(settings, checkpoint)
+        if rank == 0:
+            export(model, tokenizer, config.to)
     if not started_here():
         print(config.to)
         print(f'export: done. Try it: diloco sample {config.to} "text". Load it: '
@@ -64,10 +65,10 @@ def checkpoint_of(run: Path, step: int | None) -> tuple[Path, int]:
     return paths[step], step
 
 
-def with_anchors(settings: TrainConfig, checkpoint: Path, use: Callable[[Any, Any], None]) -> None:
-    """Call `use` with a model that holds the anchors of a checkpoint, and with the tokenizer.
+def load_anchors(settings: TrainConfig, checkpoint: Path) -> tuple[Any, Any, int]:
+    """A model that holds the anchors of a checkpoint, its tokenizer, and the rank of this process.
 
-    A sharded run needs one process per rank, as `_start_ranks` starts them; the first of them calls `use`.
+    A sharded run needs one process per rank, as `_start_ranks` starts them; only the first of them has the anchors.
     """
     import torch.distributed as dist
 
@@ -87,8 +88,7 @@ def with_anchors(settings: TrainConfig, checkpoint: Path, use: Callable[[Any, An
         meet(world)
         _load_anchors(model, settings, checkpoint, world, None)
         dist.destroy_process_group()
-    if world.rank == 0:
-        use(model, tokenizer)
+    return model, tokenizer, world.rank
 
 
 def _load_anchors(model: Any, settings: TrainConfig, checkpoint: Path, world: World, reduce: Any) -> None:

@@ -2,20 +2,19 @@
 
 import json
 import sys
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Literal
 
-from diloco.autopilot import speed
 from diloco.codecs.formats import FORMATS, format_named
 from diloco.errors import ConfigError
 from diloco.plan import laws, quantity, table
-from diloco.plan.choose import Limits, Settings, choose
-from diloco.plan.costs import Conditions, rows
+from diloco.plan.choose import CODEC_LADDER, Limits, Settings, choose
+from diloco.plan.costs import CODEC_NS, HOOK_NS, PCIE, PRICES, Conditions, Prices, rows
 from diloco.plan.methods import Model, model_of_layers, model_of_preset
 from diloco.plan.simulate import Group
-from diloco.plan.traffic import ROUND_SECONDS, bus_bytes
-from diloco.runs.flags import REQUIRED, flag
+from diloco.plan.traffic import ENCODED_ON_DEVICE, ROUND_SECONDS, Place
+from diloco.runs.flags import REQUIRED, flag, spelled
 from diloco.runs.presets import PRESETS
 from diloco.runs.units import amount
 
@@ -43,13 +42,15 @@ class PlanConfig:
     round_trip: str = _replicas("0ms", "Round trip between replicas, such as 80ms.")
     reduce: Literal["collective", "bucket"] = _replicas("collective",
         "collective: replicas exchange deltas directly. bucket: through a folder or object store.")
+    prices: tuple[float, ...] = _replicas((), "With a bucket: dollars per million PUTs, per million GETs, and per GB "
+        "that leaves the store.", why="5 0.4 0.09: S3 in us-east-1, November 2026")
     codec_ns: float | None = _replicas(None, "Nanoseconds of the communication thread per value of a round: encode, "
-        "decode, mean, outer step.", why="as measured on this machine", expert=True)
+        "decode, mean, outer step.", why=f"{CODEC_NS:g}; 0 with --state device", expert=True)
     hook_ns: float | None = _replicas(None, "Nanoseconds of the training thread per value of a round, to take the "
-        "delta and write the result.", why="as measured on this machine; 0 with --bus", expert=True)
-    bus: str | None = _replicas(None, "Set it if the model is on accelerators: the rate at which a rank copies to and "
-        "from its own, such as 25GB/s for PCIe 4 x16. `diloco doctor --device` measures it.",
-        why="the model is on the host")
+        "delta and write the result.", why=f"0; {HOOK_NS:g} with --bus none", expert=True)
+    bus: str | None = _replicas(None, "Rate at which a rank copies to and from its accelerator, as `diloco doctor "
+        "--device` prints it; none: the model is on CPUs.", why=f"{PCIE}, cautious for PCIe 4 x16")
+    state: Place = _replicas("host", "Where anchors and outer momentum are: the host's memory, or the accelerator's.")
     shards: int = _replicas(1, "Ranks over which a replica is sharded. --codec-ns, --hook-ns and --bus are per rank.")
     sync_every: int | None = _sync(None, "Steps between two syncs of the same fragment.", why="chosen")
     fragments: str | None = _sync(None, "strided:N, sequential:N or balanced:N.", why="chosen")
@@ -65,7 +66,7 @@ class PlanConfig:
 CONFIG = PlanConfig
 EXAMPLES = (
     "diloco plan --model 1b --step-seconds 1 --link 100mbit --round-trip 80ms",
-    "diloco plan --model hf:meta-llama/Llama-3.1-8B --shards 8 --bus 25GB/s --rehearse --step-seconds 4 --link 1gbit",
+    "diloco plan --model hf:meta-llama/Llama-3.1-8B --shards 8 --rehearse --step-seconds 4 --link 1gbit",
     "diloco plan --parameters 7b --layers 32 --step-seconds 4 --link 50mbit",
 )
 
@@ -84,9 +85,8 @@ def main(config: PlanConfig) -> int:
         codec=config.codec,
         steps=conditions.steps,
     )
-    ns = _nanoseconds(config)  # last, because it may take seconds to measure them
-    conditions = replace(conditions, group=replace(conditions.group, **{k: v / config.shards for k, v in ns.items()}))
-    choice = choose(model, conditions.group, conditions.rate, limits, reduce=config.reduce)
+    codecs = CODEC_LADDER if config.state == "host" else ENCODED_ON_DEVICE[:1]
+    choice = choose(model, conditions.group_of, conditions.rate, limits, reduce=config.reduce, codecs=codecs)
     methods = rows(conditions, choice.settings)
     answer, notes = table.verdict(conditions, methods), table.notes(conditions, choice)
     rehearsal = _rehearsal(config, choice.settings) if config.rehearse else None
@@ -102,23 +102,46 @@ def main(config: PlanConfig) -> int:
 
 
 def _conditions(config: PlanConfig) -> Conditions:
-    for name in ("codec_ns", "hook_ns"):
-        if (value := getattr(config, name)) is not None and value < 0:
+    bus = None if config.bus == "none" else quantity.bandwidth(config.bus or PCIE)
+    encoded = format_named(config.codec or "e3m0").name in ENCODED_ON_DEVICE
+    if config.state == "device" and not (bus and config.reduce == "collective" and encoded):
+        raise ConfigError("state='device': needs accelerators, --reduce collective and --codec "
+                          f"{' or '.join(ENCODED_ON_DEVICE)}; use --state host")  # fmt: skip
+    defaults = {"codec_ns": CODEC_NS if config.state == "host" else 0.0, "hook_ns": 0.0 if bus else HOOK_NS}
+    assumed = {name: value for name, value in defaults.items() if getattr(config, name) is None}
+    ns = {name: getattr(config, name) for name in defaults if name not in assumed} | assumed
+    for name, value in ns.items():
+        if value < 0:
             raise ConfigError(f"{name}={value}: must be 0 or more nanoseconds per value")
     model = _read_model(config)
     seconds = config.step_seconds if config.step_seconds[-1:].isalpha() else f"{config.step_seconds}s"
-    step_seconds = quantity.seconds(seconds, "step_seconds", zero=False)
-    round_trip = quantity.seconds(config.round_trip)
     return Conditions(
         model=model,
-        group=Group(step_seconds, config.replicas, round_trip, round_seconds=ROUND_SECONDS),
+        group=Group(
+            quantity.seconds(seconds, "step_seconds", zero=False),
+            config.replicas,
+            quantity.seconds(config.round_trip),
+            round_seconds=ROUND_SECONDS,
+            **{name: value / config.shards for name, value in ns.items()},
+        ),
         rate=quantity.rate(config.link),
         steps=laws.steps(model.parameters, config.replicas, config.context, config.batch, config.tokens),
         reduce=config.reduce,
-        measured_here=config.codec_ns is None or (config.hook_ns is None and config.bus is None),
         shards=config.shards,
-        accelerator=config.bus is not None,
+        bus=bus,
+        prices=_prices(config.prices),
+        state=config.state,
+        assumed=(
+            *(f"{spelled(name)} {value:g}" for name, value in assumed.items() if value),
+            *([] if config.bus else [f"--bus {PCIE}"]),
+        ),
     )
+
+
+def _prices(prices: tuple[float, ...]) -> Prices:
+    if prices and (len(prices) != 3 or min(prices) < 0):
+        raise ConfigError(f"prices={prices}: give three numbers, 0 or more, such as 5 0.4 0.09 for S3")
+    return Prices(*prices) if prices else PRICES["S3"]
 
 
 def _read_model(config: PlanConfig) -> Model:
@@ -140,19 +163,10 @@ def _read_model(config: PlanConfig) -> Model:
 def _rehearsal(config: PlanConfig, settings: Settings) -> dict[str, float]:
     if config.model is None:
         raise ConfigError("--rehearse needs a whole model: set --model to a preset or to hf:PATH_OR_ID")
-    if config.bus is None:
-        raise ConfigError("--rehearse is about accelerators: set --bus")
+    if config.bus == "none":
+        raise ConfigError("--rehearse is about accelerators: leave out --bus none")
     from diloco.train.rehearsal import empty_model, rehearse
 
     model = empty_model(config.model.lower() if config.model.lower() in PRESETS else config.model, config.context)
-    return asdict(rehearse(model, settings, replicas=config.replicas, shards=config.shards, reduce=config.reduce))
-
-
-def _nanoseconds(config: PlanConfig) -> dict[str, float]:
-    """Nanoseconds that a rank spends on each value of a round: see `Group`."""
-    codec, hook_ns, copy_ns = format_named(config.codec or "e3m0").name, config.hook_ns, 0.0
-    if config.bus is not None:
-        hook_ns = hook_ns or 0.0
-        copy_ns = bus_bytes(codec, config.reduce) / quantity.bandwidth(config.bus) * 1e9
-    codec_ns = speed.measured().codec_ns(codec, config.replicas) if config.codec_ns is None else config.codec_ns
-    return {"codec_ns": codec_ns, "hook_ns": speed.measured().hook if hook_ns is None else hook_ns, "copy_ns": copy_ns}
+    place = {"replicas": config.replicas, "shards": config.shards, "reduce": config.reduce, "state": config.state}
+    return asdict(rehearse(model, settings, **place))

@@ -8,7 +8,7 @@ import functools
 import runpy
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,13 +24,13 @@ class RunConfig:
     """Run an unchanged transformers or Lightning script as a replica. Start one process per replica with torchrun."""
 
     script: tuple[str, ...] = flag(REQUIRED, "The script and its arguments, or -m MODULE and its arguments.",
-        positional=True, rest=True)  # fmt: skip
+        positional=True)  # fmt: skip
     sync_every: int = flag(100, "Steps between two syncs of the same fragment.")
     overlap: int = flag(1, "Steps between sending a fragment and applying the result.")
     fragments: str = flag("strided:3", "How to cut the model: strided:N, sequential:N or balanced:N.")
     codec: str = flag("e3m0", "Format of the deltas on the wire.", choices=FORMATS)
     outer: str = flag("nesterov", "Outer optimizer, such as nesterov:0.4,0.9 or sgd:1.")
-    shard: bool = flag(True, "Divide the training data over the replicas.")
+    shard: bool = flag(True, "Do not divide the training data over the replicas.")
 
 
 CONFIG = RunConfig
@@ -38,6 +38,16 @@ EXAMPLES = (
     "torchrun --nproc_per_node 2 -m diloco run --sync-every 50 train.py --output_dir out",
     "torchrun --nproc_per_node 2 -m diloco run -m trl.scripts.sft --model_name_or_path gpt2",
 )
+
+
+def complete(words: Sequence[str]) -> list[str]:
+    """Put -- before the script: flags after it belong to the script."""
+    first = 0
+    while words[first : first + 1] and words[first].startswith("--"):
+        if words[first] == "--":
+            return [*words]
+        first += 1 if words[first] in ("--no-shard", "--shard") or "=" in words[first] else 2
+    return [*words[:first], "--", *words[first:]]
 
 
 def main(config: RunConfig) -> int:

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import logging
+import shlex
 import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,12 +11,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from diloco.cli import stop, supervise
+from diloco.cli import supervise
 from diloco.errors import ConfigError, DiLoCoError, Mismatch
 from diloco.exchange.world import World, alone, own_world, started_here
 from diloco.runs import folder as folders
-from diloco.runs.config import TUNED, TrainConfig, names
-from diloco.runs.flags import config_file, parse, parse_values, stored, to_toml
+from diloco.runs.config import TUNED, TrainConfig
+from diloco.runs.flags import config_file, parse, parse_values, to_toml
+from diloco.runs.reader import read, read_config, status
 from diloco.runs.schema import Summary, to_summary
 
 CONFIG = TrainConfig
@@ -32,9 +34,10 @@ def complete(words: Sequence[str]) -> list[str]:
     autopilot chooses: all that are not set explicitly, here or in the config file."""
     explicit = parse_values(TrainConfig, words)
     complete_words = _with_stored(words, explicit) if explicit.get("resume") else list(words)
-    if "--auto" not in complete_words:  # in a config file it has names
+    chosen = parse_values(TrainConfig, complete_words).get("auto") or (TUNED if "--auto" in words else ())
+    in_config = "--auto" not in words and complete_words == list(words)  # where it has names already
+    if in_config or not chosen:
         return complete_words
-    chosen = parse_values(TrainConfig, complete_words)["auto"] or TUNED
     return [*complete_words, "--auto", *(name for name in chosen if name not in explicit)]
 
 
@@ -46,7 +49,7 @@ def _with_stored(words: Sequence[str], explicit: Mapping[str, Any]) -> list[str]
         return list(words)
     try:
         folder = folders.existing(explicit.get("out", folders.RUNS), explicit.get("name"))
-        return [*stored(folder / "config.toml"), *words]
+        return [str(folder / "config.toml"), *words]
     except ConfigError:
         return list(words)  # starting the run raises the same error
 
@@ -86,7 +89,7 @@ def run_here(config: TrainConfig, *, show: bool = True) -> tuple[int, Path]:
     size = config.replicas * config.shards
     folder = _folder(config)
     if config.resume:
-        _check_resume(config, folder)
+        settings.check_resume(config, folder)
     settings.check(config, size)
     settings.print_notes(config, size)
     if config.dry_run:
@@ -105,7 +108,7 @@ def run_here(config: TrainConfig, *, show: bool = True) -> tuple[int, Path]:
     if reason:
         print(f"diloco: {reason}", file=sys.stderr)
     if code == 130:
-        print(f"diloco: {stop.sentence(folder)}", file=sys.stderr)
+        print(f"diloco: {stop_report(folder)}", file=sys.stderr)
     if code in (2, 130) and not (folder / "config.toml").exists():
         shutil.rmtree(folder)  # refused, or stopped before there was anything to save
     if show and (folder / "summary.json").exists() and (code == 0 or (code == 130 and config.json)):
@@ -117,22 +120,6 @@ def _folder(config: TrainConfig) -> Path:
     if config.resume:
         return folders.existing(config.out, config.name)
     return folders.new(config.out, config.name, f"{config.model}-{config.method}")
-
-
-def _check_resume(config: TrainConfig, folder: Path) -> None:
-    from diloco.train import settings
-
-    before = parse(TrainConfig, stored(folder / "config.toml"))
-    settings.check_resume(config, folder, before)
-    pairs = ((name, getattr(before, name), getattr(config, name)) for name in names("run", "member"))
-    changed = [f"{name} {was} → {now}" for name, was, now in pairs if was != now]
-    text = f"; changed: {', '.join(changed)}" if changed else ""
-    print(f"resume with the settings of {folder / 'config.toml'}{text}", file=sys.stderr)
-    unchanged = [f"{name} {getattr(config, name)}" for name in ("warmup", "weight_decay", "eval_every")
-            if getattr(config, name) == getattr(before, name)]  # fmt: skip
-    if config.steps != before.steps and unchanged:
-        print(f"note: {', '.join(unchanged)} stay as they were for {before.steps} steps, unless you set them",
-              file=sys.stderr)  # fmt: skip
 
 
 def _run_rank(config: TrainConfig, world: World) -> int:
@@ -158,11 +145,7 @@ def _run_rank(config: TrainConfig, world: World) -> int:
             summary = train(config, world, folder)
         dist.barrier()  # until all have written their last records
         if world.rank == 0:
-            write_summary(folder, summary)
-            if leads and summary.stopped and not config.json:
-                print(f"diloco: {stop.sentence(folder)}", file=sys.stderr)
-            elif leads:
-                show_run(folder, config.json)
+            _conclude(folder, summary, config.json, show=leads)
         dist.destroy_process_group()
         return 0
     except BaseException as error:
@@ -212,8 +195,8 @@ def _run_member(config: TrainConfig) -> int:
     config = adopt_settings(config)
     folder, resume = member_folder(config)
     config = replace(config, name=folder.name, resume=resume)
-    if resume and config.share == "auto" and (folder / "config.toml").exists():  # the batch of its earlier lives
-        before = parse(TrainConfig, stored(folder / "config.toml"))
+    if resume and config.share == "auto" and (folder / "config.toml").exists():  # keep its batch
+        before = parse(TrainConfig, [str(folder / "config.toml")])
         config = replace(config, share=before.share or "auto", accumulate=before.accumulate)
     busy = f"member {member_name(config)!r} already trains here, in {folder}: use another --member for this one"
     with folders.locked(folder, busy) if world.shard == 0 else contextlib.nullcontext():
@@ -229,13 +212,7 @@ def _run_member(config: TrainConfig) -> int:
             dist.destroy_process_group()
         if world.rank > 0:
             return 0
-        write_summary(folder, summary)
-        if summary.stopped and not config.json:
-            print(f"diloco: {stop.sentence(folder)}", file=sys.stderr)
-        elif not summary.steps and not config.json:
-            print(f"took the result of the run, with a loss of {summary.loss:.4f}; nothing was trained here")
-        else:
-            show_run(folder, config.json)
+        _conclude(folder, summary, config.json)
     return 130 if summary.stopped else 0
 
 
@@ -248,6 +225,28 @@ def _progress(config: TrainConfig, folder: Path) -> Iterator[None]:
     (folder / "phase").unlink(missing_ok=True)
     with shown_in_background(live):
         yield
+
+
+def stop_report(folder: Path) -> str:
+    """Say at which step the run stopped, what is saved, and how to resume."""
+    run, saved = status(folder), _saved(folder)
+    if not run.step:
+        return "stopped before the first step; there is nothing to resume"
+    of = f" of {run.steps}" if run.steps else ""
+    if saved is None:
+        return f"stopped at step {run.step}{of}; no checkpoint was saved, so there is nothing to resume"
+    state = "which is saved" if saved == run.step else f"the newest checkpoint is of step {saved}"
+    if read_config(folder).get("bucket"):
+        return f"stopped at step {run.step}, {state}; the same command rejoins the run"
+    out = "" if folder.parent == folders.RUNS else f" --out {shlex.quote(str(folder.parent))}"
+    command = f"diloco train --resume --name {shlex.quote(folder.name)}{out}"
+    return f"stopped at step {run.step}{of}, {state}; continue with: {command}"
+
+
+def _saved(folder: Path) -> int | None:
+    """The newest step for which every replica here has a checkpoint."""
+    steps = [set(folders.checkpoints(replica / "checkpoints")) for replica in folder.glob("replica-*")]
+    return max(set.intersection(*steps), default=None) if steps else None
 
 
 class _Stderr(logging.StreamHandler[Any]):
@@ -270,11 +269,20 @@ def _backend() -> str:
     return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
 
 
-def write_summary(folder: Path, summary: Summary) -> None:
+def _conclude(folder: Path, summary: Summary, as_json: bool, *, show: bool = True) -> None:
+    """Write the summary and the report, and print the result."""
     from diloco.report import html
 
     (folder / "summary.json").write_text(json.dumps(to_summary(summary), indent=1))
     html.write([folder], folder / "report.html")
+    if not show:
+        return
+    if as_json or (summary.steps and not summary.stopped):
+        show_run(folder, as_json)
+    elif summary.stopped:
+        print(f"diloco: {stop_report(folder)}", file=sys.stderr)
+    else:
+        print(f"took the result of the run, with a loss of {summary.loss:.4f}; nothing was trained here")
 
 
 def show_run(folder: Path, as_json: bool) -> None:
@@ -284,6 +292,5 @@ def show_run(folder: Path, as_json: bool) -> None:
     from rich.console import Console
 
     from diloco.report import terminal
-    from diloco.runs.reader import read
 
     Console().print(terminal.table(read(folder)))

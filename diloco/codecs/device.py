@@ -48,12 +48,6 @@ def encode(codec: Codec, x: Tensor, payload: Tensor) -> Tensor:
     return most < LARGEST
 
 
-def mean(codec: Codec, payloads: Sequence[Tensor], factors: Sequence[float], out: Tensor) -> None:
-    """out ← Σ factor · decoded payload, as `weighted` does."""
-    for start, chunks, size in _runs(len(out)):
-        out[start : start + chunks * size] = _mean(codec, payloads, factors, start, chunks, size)
-
-
 def advance(
     codec: Codec,
     payloads: Sequence[Tensor],

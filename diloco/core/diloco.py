@@ -6,8 +6,6 @@ After each inner step, for each fragment that is due:
 """
 
 import contextlib
-import enum
-import time
 from collections.abc import Callable, Iterator, Sequence
 from math import inf
 from typing import Any, Literal, Self
@@ -18,29 +16,21 @@ from torch import nn
 from diloco.codecs.codec import E3M0, Codec
 from diloco.core import checks
 from diloco.core.fragment import Fragment, Fragmenter, Strided
-from diloco.core.hook import Hooks, Optimizers, as_list, eager, evaluate, evaluation_mode, lr_of
+from diloco.core.hook import Hooks, Optimizers, as_list, eager, evaluate
+from diloco.core.life import Life
 from diloco.core.outer import Nesterov, Outer
 from diloco.core.overlap import Overlap
 from diloco.core.placement import Where
 from diloco.core.replica import Replica
 from diloco.core.schedule import Schedule
 from diloco.core.stats import Stats
-from diloco.core.sync import FragmentSync, InFlight, Work, advance_of, anchors_inside
-from diloco.errors import ConfigError, DiLoCoError, NotFinite
-from diloco.exchange.reducer import Dropped, Join, Jump, NonFinite, Reducer, Round, Shard
+from diloco.core.sync import FragmentSync
+from diloco.errors import DiLoCoError
+from diloco.exchange.reducer import Dropped, Jump, NonFinite, Reducer, Round, Shard
 
 CATCH_UP = 2
 """Rounds of a fragment that are applied after one step: a replica that was away catches up over many steps, instead of
 in one long one (53 rounds: 0.23 s). With 1 it might never, if the others close a round in every step."""
-
-
-class _Life(enum.Enum):
-    APART = enum.auto()  # not with the others yet, or not since a state was loaded
-    JOINED = enum.auto()
-    ANCHORS = enum.auto()  # inside anchors(): the model does not hold the local values
-    FINISHING = enum.auto()  # rounds in flight are applied regardless of overlap
-    FINISHED = enum.auto()
-    LEFT = enum.auto()  # by an error
 
 
 class DiLoCo:
@@ -82,42 +72,34 @@ class DiLoCo:
     ) -> None:
         checks.check_model(model)
         checks.check_settings(fragments=fragments, codec=codec, outer=outer, keep_local=keep_local)
-        self._optimizers = as_list(optimizer)
-        self._replica = Replica(model, outer)
-        self.model = self._replica.model
-        self.reducer = _default_reducer(self._replica.shard) if reducer is None else reducer
-        checks.check_reducer(self.reducer, auto=overlap == "auto")
         Schedule(sync_every)  # checked before the model is cut
-        self._replica.cut(fragments, codec, self.reducer.identity.packs_for, state)
-        self._where: Where = state
+        self.replica = Replica(model, as_list(optimizer), outer, state)
+        self.model = self.replica.model
+        self.reducer = _default_reducer(self.replica.shard) if reducer is None else reducer
+        checks.check_reducer(self.reducer, auto=overlap == "auto")
+        self.replica.cut(fragments, codec, self.reducer)
         self.fragmenter, self.codec, self.outer, self.keep_local = fragments, codec, outer, keep_local
         self.schedule = Schedule(sync_every, len(self._fragments))
         self._overlap = Overlap(overlap, len(self._fragments), sync_every)
         self.after_step: Callable[[], None] | None = None
-        self._reset_step: int | None = None  # of the last reset for inf or nan, until a delta counts again
-        self._last_round = False
-        self._life = _Life.APART
-        self._hooks = Hooks(self._optimizers, before=self.join, after=self._step)
+        self._life = Life.APART
+        self._hooks = Hooks(self.replica.optimizers, before=self.join, after=self._step)
 
     @eager
     def _step(self) -> None:
         """One iteration of Algorithm 2, after the inner optimizer has stepped."""
-        if self._life is not _Life.JOINED:
+        if self._life is not Life.JOINED:
             self._meet()  # without join(): the model has moved, so the start is what it held at construction
         with self._overlap.between_steps():
-            replica = self._replica
-            replica.check_not_captured()
-            replica.step_count += 1
-            replica.work += Work(0.0 if replica.counts_tokens else 1.0, lr_of(self._optimizers), steps=1)
+            self.replica.count_step()
             try:
                 self._apply(self._fragments, most=CATCH_UP)
             finally:  # even if a peer is lost: a delta that is taken now is saved, and sent again when all resume
                 for fragment in self._due():
-                    fragment.take_delta(self.step_count, replica.work)
-                    self._send(fragment)
+                    fragment.send(self.replica.work)
             if self.overlap == 0:
                 self._apply(self._fragments)
-            replica.prepare(self.schedule)
+            self.replica.prepare(self.schedule)
             if self.after_step:
                 self.after_step()
 
@@ -129,15 +111,8 @@ class DiLoCo:
             if self.reducer.should_send(fragment.number, step - fragment.sent_step, scheduled):
                 due.append(fragment)
         if self._fragments[0] in due:  # once a period, because it looks at every module
-            self._replica.check_trained(self._optimizers)
+            self.replica.check_trained()
         return due
-
-    def _send(self, fragment: FragmentSync) -> None:
-        """Start the round of the delta in flight."""
-        sent = fragment.in_flight
-        assert sent is not None
-        delta = fragment.delta_later(sent, tokens=self._replica.counts_tokens, last=self._last_round)
-        self.reducer.send(fragment.number, sent.index, delta)
 
     def _apply(self, fragments: Sequence[FragmentSync], most: float = inf) -> None:
         """Apply the rounds that have arrived, at most this many of each fragment, in turn: a replica that is behind
@@ -147,51 +122,29 @@ class DiLoCo:
 
     def _apply_next(self, fragment: FragmentSync) -> bool:
         """`overlap` steps after the send, or at once if nothing is in flight. False: nothing to apply."""
-        sent, finishing = fragment.in_flight, self._life is _Life.FINISHING
-        if sent is not None and self.step_count < sent.step + self.overlap and not finishing:
+        sent, finishing = fragment.in_flight, self._life is Life.FINISHING
+        if sent is not None and self.step_count < sent.done.steps + self.overlap and not finishing:
             return False
-        began = time.perf_counter()
-        outcome = self.reducer.poll(fragment.number, fragment.state.index + 1)
-        arrived = time.perf_counter()
+        outcome = fragment.poll()
         match outcome:
             case Round():
-                fragment.apply(outcome, self.keep_local, self._replica.work)
-                self._record(fragment, outcome, sent, waited=arrived - began, applying=time.perf_counter() - arrived)
+                cost = fragment.apply(outcome, self.keep_local, self.replica.work, overlap=self.overlap)
+                self.replica.record(cost)
+                if sent is not None and not finishing:
+                    self._overlap.observe(seconds=cost.seconds, apart=cost.seconds_apart, waited=cost.seconds_waited)
             case Dropped():
                 fragment.in_flight = None
                 if outcome.reset:
-                    self._reset(outcome.non_finite)
+                    self.replica.reset(outcome, self.schedule.sync_every)
             case Jump():
-                fragment.jump(outcome.state, self._replica.work)
+                fragment.jump(outcome.state, self.replica.work)
             case NonFinite():
                 fragment.fail(outcome)
         return outcome is not None
 
-    def _record(
-        self, fragment: FragmentSync, round: Round, sent: InFlight | None, *, waited: float, applying: float
-    ) -> None:
-        if round.counted:
-            self._reset_step = None
-        if self._replica.counts_tokens and not self._replica.work.amount and not any(round.members.values()):
-            checks.warn_no_tokens()
-        cost = {"step": self.step_count, "waited": waited, "applying": applying, "overlap": self.overlap}
-        self.stats.add(fragment.stats(round, sent, name=str(self.reducer.identity.name), **cost))
-        if sent is not None and fragment in self._fragments and self._life is not _Life.FINISHING:
-            self._overlap.observe(seconds=round.cost.seconds, apart=round.cost.seconds_apart, waited=waited)
-
-    def _reset(self, non_finite: bool) -> None:
-        """Give up local work. If a delta was not finite, by now its cause is in all fragments and moments."""
-        since = self._reset_step
-        if non_finite and since is not None and self.step_count - since > self.schedule.sync_every:
-            raise NotFinite(f"step {self.step_count}: inf or nan again, after going back to the anchors at step "
-                            f"{since}. A lower learning rate or gradient clipping may prevent it.")  # fmt: skip
-        if non_finite and since is None:
-            self._reset_step = self.step_count
-        self._replica.reset(self._optimizers)
-
     def step(self) -> None:
         """Call this after each inner step if you passed no optimizer; otherwise the hook does it."""
-        if self._optimizers:
+        if self.replica.optimizers:
             raise DiLoCoError("the optimizer's hook already counts steps: remove this call of step()")
         self._step()
 
@@ -202,71 +155,51 @@ class DiLoCo:
 
         Where weights differ, all take the first replica's, or those of a replica that is ahead after a resume.
         """
-        if self._life is _Life.JOINED:
+        if self._life is Life.JOINED:
             return
-        self._check_open()
-        self._replica.check_weights()
-        self._replica.find_buffers()
-        if not self._replica.started:
-            self._replica.read_start()
+        self._life.check_open()
+        self.replica.read_start()
         self._meet()
         # Rounds that the others finished before this replica came.
-        self._apply([fragment for fragment in self._replica.all if fragment.in_flight is None])
+        self._apply([fragment for fragment in self.replica.all if fragment.in_flight is None])
 
     def _meet(self) -> None:
-        self._check_open()
-        replica, fragments = self._replica, self._replica.all
-        replica.check_trained(self._optimizers)
-        checks.check_ranks(replica.parameters, self.reducer, self.reducer.identity)
+        self._life.check_open()
+        self.replica.check_trained()
+        checks.check_ranks(self.replica.parameters, self.reducer, self.reducer.identity)
         checks.claim(self.model, self.reducer, self)
-        job = Join(
-            contract=replica.contract(self.schedule.sync_every, self.codec),
-            states=[fragment.place.offer() for fragment in fragments],
-            codecs=[fragment.codec for fragment in fragments],
-            advance=advance_of(fragments),
-            sync_every=self.schedule.sync_every,
-            shard=replica.shard,
-        )
-        for fragment in fragments:  # the reducer may write to the anchors
-            fragment.view.mark()()
-        states = self.reducer.join(job)
-        self._life = _Life.JOINED
-        for fragment, state in zip(fragments, states, strict=True):
-            if state is not None:
-                fragment.jump(state, replica.work)
-        replica.reshard()
-        # Deltas in flight when the state was saved are sent again, in the same order: equal deltas, equal mean.
-        in_flight = [(sent.step, fragment.number) for fragment in fragments if (sent := fragment.in_flight) is not None]
-        for _, number in sorted(in_flight):
-            self._send(fragments[number])
+        states = self.reducer.join(self.replica.offer(self.schedule.sync_every, self.codec))
+        self._life = Life.JOINED
+        self.replica.take(states)
 
     @torch.no_grad()
     def finish(self) -> None:
         """Sync every fragment a last time and detach. Then all replicas are equal, whatever their step counts were."""
-        if self._life is _Life.FINISHED:
+        if self._life is Life.FINISHED:
             return
-        self.join()
-        self._replica.check_trained(self._optimizers)
-        self._replica.check_counted()
-        if not self._replica.started:
+        last = self._stop_training()
+        if not self.replica.started:
             checks.warn_no_step()
-        self._hooks.detach()
-        all_done = self.reducer.drain()
-        self._life = _Life.FINISHING
-        fragments = self._replica.all
-        self._replica.find_buffers()
+        self.replica.find_buffers()
+        fragments = self.replica.all
         self._apply(fragments)
-        evaluate(self._optimizers)
-        self._last_round = all_done
+        evaluate(self.replica.optimizers)
         for fragment in fragments:
-            fragment.take_delta(self.step_count, self._replica.work)
-            self._send(fragment)
+            fragment.send(self.replica.work, last=last)
         self._apply(fragments)
-        for fragment in fragments:
-            fragment.view.write(fragment.state.anchor)
-        self._replica.reshard()
+        self.replica.write_anchors()
         self.leave()
-        self._life = _Life.FINISHED
+        self._life = Life.FINISHED
+
+    def _stop_training(self, seconds: float | None = None) -> bool:
+        """No step follows, only rounds. Returns whether they are the last ones of all replicas."""
+        self.join()
+        self.replica.check_trained()
+        self.replica.check_counted()
+        self._hooks.detach()
+        last = self.reducer.drain(seconds)
+        self._life = Life.FINISHING
+        return last
 
     @torch.no_grad()
     def flush(self, seconds: float) -> int:
@@ -278,31 +211,26 @@ class DiLoCo:
         if self.reducer.identity.replicas is not None:
             raise DiLoCoError("flush() is for a member of a bucket. Fixed replicas stop after the same step and lose "
                               "nothing: save and leave()")  # fmt: skip
-        self.join()
-        self._replica.check_trained(self._optimizers)
-        self._hooks.detach()
-        self.reducer.drain(seconds)
-        self._life = _Life.FINISHING
-        steps, indices = self._replica.work.steps, None
+        self._stop_training(seconds)
+        indices = None
         # Again if a round was closed without this delta, as long as rounds are closed in time.
-        while indices != self.indices and (open := [f for f in self._fragments if f.counted.steps < steps]):
+        while indices != self.indices and (behind := self.replica.uncounted()):
             indices = self.indices
-            for fragment in open:
+            for fragment in behind:
                 if fragment.in_flight is None:
-                    fragment.take_delta(self.step_count, self._replica.work)
-                    self._send(fragment)
-            self._apply(open)
-        self._replica.reshard()
-        return steps - self.counted_steps
+                    fragment.send(self.replica.work)
+            self._apply(behind)
+        self.replica.reshard()
+        return self.step_count - self.replica.counted_steps
 
     def leave(self) -> None:
         """Detach and leave the others without a last sync, so that they do not wait for this replica."""
-        if self._life not in (_Life.FINISHED, _Life.LEFT):
+        if self._life not in (Life.FINISHED, Life.LEFT):
             self._hooks.detach()
             checks.release(self.model, self.reducer, self)
-            self._life = _Life.LEFT
+            self._life = Life.LEFT
             self.reducer.leave()
-            self._replica.close()
+            self.replica.close()
 
     def __enter__(self) -> Self:
         self.join()
@@ -317,21 +245,11 @@ class DiLoCo:
 
     def count(self, tokens: float) -> None:
         """Count tokens: in the mean, replicas weigh by tokens since the last sync. Without it they weigh by steps."""
-        if not self._replica.counts_tokens and self._replica.work.amount:
-            raise DiLoCoError("count() was first called after a step: call it before every step, or never")
-        if not 0 <= float(tokens) < inf:
-            raise ConfigError(f"count({tokens}): pass the number of tokens of this step, 0 or more")
-        self._replica.counts_tokens = True
-        self._replica.work += Work(float(tokens))
+        self.replica.count_tokens(tokens)
 
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
+    def paused(self) -> contextlib.AbstractContextManager[None]:
         """Ignore optimizer steps inside, such as those with which torch.distributed.checkpoint fills an optimizer."""
-        self._hooks.paused = True
-        try:
-            yield
-        finally:
-            self._hooks.paused = False
+        return self._hooks.paused()
 
     @contextlib.contextmanager
     def anchors(self) -> Iterator[None]:
@@ -341,27 +259,27 @@ class DiLoCo:
         this replica's own inside too: only finish() averages them. A schedule-free optimizer is in evaluation mode
         inside, so that its eval() does not move the anchors.
         """
-        if self._life is _Life.ANCHORS:
-            self._check_open()
+        if self._life is Life.ANCHORS:
+            self._life.check_open()
         self._check_counted()
-        before, self._life = self._life, _Life.ANCHORS
+        before, self._life = self._life, Life.ANCHORS
         try:
-            with anchors_inside(self._fragments, self.model), evaluation_mode(self._optimizers):
+            with self.replica.holding_anchors():
                 yield
         finally:
-            self._life = before if self._life is _Life.ANCHORS else self._life
+            self._life = before if self._life is Life.ANCHORS else self._life
 
     @torch.no_grad()
     def restart(self, *, sync_every: int, fragments: Fragmenter, overlap: int, codec: Codec) -> None:
         """Change the settings after all: on all replicas after the same step, before the first round is sent. An
         automatic overlap starts from this one."""
-        if any(self.indices) or self.in_flight or self._life is not _Life.JOINED:
+        if any(self.indices) or self.in_flight or self._life is not Life.JOINED:
             raise DiLoCoError("settings can change only before the first round is sent")
         with self.anchors():  # the new fragments start from the agreed state, not from what was trained since
-            self._replica.cut(fragments, codec, self.reducer.identity.packs_for, self._where)
+            self.replica.cut(fragments, codec, self.reducer)
         self.fragmenter, self.codec, self.schedule = fragments, codec, Schedule(sync_every, len(self._fragments))
         self._overlap = self._overlap.restarted(overlap, len(self._fragments), sync_every)
-        self._life = _Life.APART  # the next step compares the settings
+        self._life = Life.APART  # the next step compares the settings
 
     def state_dict(self) -> dict[str, Any]:
         """Anchors, outer state, step, statistics, and the deltas in flight, which are sent again on resume. Never
@@ -373,25 +291,24 @@ class DiLoCo:
         which join() refuses a model of another state. The tensors are the live ones, not copies.
         """
         self._check_counted()
-        overlap = self.overlap if self._overlap.auto else None
-        state = {"replica": self.reducer.identity.name, "overlap": overlap} | self._replica.state_dict()
-        return {str(self._replica.shard): state}  # torch.distributed.checkpoint takes equal keys for equal values
+        state = self.replica.state_dict() | {"overlap": self.overlap, "replica": self.reducer.identity.name}
+        return {str(self.replica.shard): state}  # torch.distributed.checkpoint takes equal keys for equal values
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from a saved state: on every replica, before the next step. Also load the model and the optimizer
         that this replica saved with it; in any order, before join()."""
-        checks.check_saved(state_dict, str(self._replica.shard))
-        self._check_open()
-        state = state_dict[str(self._replica.shard)]
+        checks.check_saved(state_dict, str(self.replica.shard))
+        self._life.check_open()
+        state = state_dict[str(self.replica.shard)]
         checks.check_saved_replica(state["replica"], self.reducer.identity.name)
-        self._replica.load_state_dict(state)
-        if self._overlap.auto and state["overlap"] is not None:
+        self.replica.load_state_dict(state)
+        if self._overlap.auto:
             self._overlap = self._overlap.restarted(state["overlap"], len(self._fragments), self.schedule.sync_every)
-        self._life = _Life.APART
+        self._life = Life.APART
 
     def __repr__(self) -> str:
-        count = sum(p.numel() for p in self._replica.parameters)
+        count = sum(p.numel() for p in self.replica.parameters)
         return (
             f"DiLoCo({count:,} parameters in {len(self._fragments)} fragments, sync_every={self.schedule.sync_every}, "
             f"overlap={self.overlap}{' (auto)' if self._overlap.auto else ''}, keep_local={self.keep_local:g}, "
@@ -401,22 +318,11 @@ class DiLoCo:
 
     @property
     def step_count(self) -> int:
-        return self._replica.step_count
-
-    @property
-    def counted_steps(self) -> int:
-        """Steps whose work rounds of every fragment have counted, unless it was given up."""
-        return min(fragment.counted.steps for fragment in self._fragments)
-
-    @property
-    def lost_steps(self) -> tuple[int, int]:
-        """The last steps whose work was given up: after the first number, up to the second."""
-        end = max(fragment.lost[1] for fragment in self._fragments)
-        return min(fragment.lost[0] for fragment in self._fragments if fragment.lost[1] == end), end
+        return self.replica.work.steps
 
     @property
     def stats(self) -> Stats:
-        return self._replica.stats
+        return self.replica.stats
 
     @property
     def overlap(self) -> int:
@@ -441,34 +347,15 @@ class DiLoCo:
     @property
     def in_flight(self) -> int:
         """Rounds that were sent and not applied yet."""
-        return sum(fragment.in_flight is not None for fragment in self._replica.all)
-
-    @property
-    def pinned_bytes(self) -> int:
-        """Host memory from and to which accelerators copy; 0 for a model on the host."""
-        return self._replica.memory.pinned_bytes
-
-    @property
-    def placement(self) -> str:
-        """Where the state is, and why."""
-        return f"{self._replica.where}: {self._replica.why}"
+        return sum(fragment.in_flight is not None for fragment in self.replica.all)
 
     @property
     def _fragments(self) -> list[FragmentSync]:
-        return self._replica.fragments
+        return self.replica.fragments
 
     def _check_counted(self) -> None:
-        if self._life is _Life.JOINED:
-            self._replica.check_counted()
-
-    def _check_open(self) -> None:
-        if self._life is _Life.ANCHORS:
-            raise DiLoCoError(
-                "inside anchors() the model holds the anchors: leave it before optimizer.step(), finish(), "
-                "load_state_dict() or another anchors()"
-            )
-        if self._life not in (_Life.APART, _Life.JOINED):
-            raise DiLoCoError("this DiLoCo has left the other replicas, by finish() or an error: create a new one")
+        if self._life is Life.JOINED:
+            self.replica.check_counted()
 
 
 def _default_reducer(shard: Shard) -> Reducer:

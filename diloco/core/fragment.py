@@ -8,7 +8,6 @@ the same code.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatch
 from itertools import accumulate
 from typing import Protocol
 
@@ -78,27 +77,6 @@ class Balanced:
         return _pieces(names, cut([_rows(shapes[n]) for n in names], self.fragments))
 
 
-@dataclass(frozen=True)
-class Named:
-    """One fragment for each group of name patterns (`layers.0.*`). Parameters that match none get their own."""
-
-    groups: tuple[tuple[str, ...], ...]
-
-    def split(self, shapes: Shapes, layers: Sequence[Sequence[str]]) -> list[Fragment]:
-        chosen: list[list[str]] = [[] for _ in self.groups]
-        for name in shapes:
-            for group, patterns in zip(chosen, self.groups, strict=True):
-                if any(fnmatch(name, pattern) for pattern in patterns):
-                    group.append(name)
-                    break
-        for group, patterns in zip(chosen, self.groups, strict=True):
-            if not group:
-                raise ConfigError(
-                    f"no parameter matches {patterns}: change the pattern; there are {', '.join(list(shapes)[:8])}, …"
-                )
-        return _with_rest(shapes, chosen)
-
-
 def _check_positive(name: str, value: int) -> None:
     if value < 1:
         raise ConfigError(f"{name}={value}: give a whole number of at least 1")
@@ -152,23 +130,15 @@ def sequential(layers: int, per_fragment: int) -> list[list[int]]:
 
 
 def fragmenter(text: str) -> Fragmenter:
-    """The fragmenter that a flag or a recipe names. In `named:`, "," separates the patterns of one fragment and ";"
-    the fragments.
+    """The fragmenter that a flag or a config names.
 
-    >>> fragmenter("strided:3"), fragmenter("named:embed*,head*;layers.*")
-    (Strided(layers=3), Named(groups=(('embed*', 'head*'), ('layers.*',))))
+    >>> fragmenter("strided:3")
+    Strided(layers=3)
     """
-    kind, _, rest = text.partition(":")
-    if kind == "named" and rest:
-        groups = tuple(tuple(filter(None, group.split(","))) for group in rest.split(";"))
-        if all(groups):
-            return Named(groups)
-    if kind not in _BY_NUMBER or not rest.isdecimal() or int(rest) < 1:
-        raise ConfigError(
-            f"fragments={text!r}: give strided:N, sequential:N or balanced:N with N of at least 1, or "
-            'named:PATTERN,PATTERN;PATTERN with ";" between fragments'
-        )
-    return _BY_NUMBER[kind](int(rest))
+    kind, _, number = text.partition(":")
+    if kind not in _BY_NUMBER or not number.isdecimal() or int(number) < 1:
+        raise ConfigError(f"fragments={text!r}: give strided:N, sequential:N or balanced:N with N of at least 1")
+    return _BY_NUMBER[kind](int(number))
 
 
 _BY_NUMBER = {"strided": Strided, "sequential": Sequential, "balanced": Balanced}

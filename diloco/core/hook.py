@@ -36,23 +36,31 @@ class Hooks:
         if optimizers:  # without them, this cycle would keep a dropped DiLoCo, and its claim on the model, for a while
             self._before, self._after = before, after
         self._stepped: set[int] = set()
-        self.paused = False
+        self._paused = False
         self._handles = [optimizer.register_step_pre_hook(self._pre) for optimizer in optimizers]
         self._handles += [optimizer.register_step_post_hook(self._post) for optimizer in optimizers]
         for optimizer in optimizers:
             _disarm(optimizer)
 
     def _pre(self, *_: object) -> None:
-        if not self.paused:
+        if not self._paused:
             self._before()
 
     def _post(self, optimizer: Any, *_: object) -> None:
-        if self.paused:
+        if self._paused:
             return
         self._stepped.add(id(optimizer))
         if len(self._stepped) == len(self._optimizers):
             self._stepped.clear()
             self._after()
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        self._paused = True
+        try:
+            yield
+        finally:
+            self._paused = False
 
     def detach(self) -> None:
         """The first step afterwards gives a warning, unless something else is attached by then."""

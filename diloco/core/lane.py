@@ -8,8 +8,10 @@ Nothing waits on the host. What follows a copy waits for its event on the device
 
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from math import inf
 
 import torch
 from torch import Tensor
@@ -19,7 +21,10 @@ BUFFERS = 3
 AHEAD = BUFFERS - 1
 """Free buffers that a copy leaves to the send and the apply that may come before anybody needs it."""
 
-Wait = Callable[[], None]
+CLOSING = 60.0
+"""Seconds to wait for the last copies: a device that does not answer must not keep a process from ending."""
+
+Wait = Callable[[], object]
 
 
 def already() -> None:
@@ -147,8 +152,10 @@ class Lane:
         return sum(began.elapsed_time(ended) for began, ended in done) / 1000
 
     def close(self) -> None:
-        """Wait for all copies."""
-        self.mark()()
+        """Wait for all copies, unless the device hangs."""
+        if not sleep_until(self.copies.record_event(), CLOSING):
+            warnings.warn(f"copies to and from {self.device} have not ended in {CLOSING:g} s: it may hang, and the "
+                          "memory that they use must not be used again", stacklevel=2)  # fmt: skip
 
     def __del__(self) -> None:  # the buffers are freed for the training stream
         self.training.wait_stream(self.copies)
@@ -192,8 +199,12 @@ class Upload:
             self._lane.give(self._buffer, self.arrived)
 
 
-def sleep_until(event: torch.Event) -> None:
-    """Wait for an event without keeping a core busy, as `Event.synchronize` does on CUDA: at most 10 % too long."""
+def sleep_until(event: torch.Event, most: float = inf) -> bool:
+    """Wait for an event without keeping a core busy, as `Event.synchronize` does on CUDA: at most 10 % too long.
+    Returns whether it happened within `most` seconds."""
     began = time.perf_counter()
     while not event.query():
-        time.sleep(min(max((time.perf_counter() - began) / 10, 1e-4), 0.02))
+        if (waited := time.perf_counter() - began) > most:
+            return False
+        time.sleep(min(max(waited / 10, 1e-4), 0.02))
+    return True

@@ -51,8 +51,7 @@ class Buffers:
         return self._lend(buffer, n) if n else buffer
 
     def _lend(self, buffer: Tensor, n: int) -> Tensor:
-        """The first n values. If pinned, as a storage of its own: any tensor over it, even a slice, keeps the array
-        alive."""
+        """The first n values. If pinned, in their own storage: any tensor over it, even a slice, keeps it alive."""
         array = None if self._pinned is None else buffer.numpy()[:n]
         with self._lock:
             self._lent[buffer.data_ptr()] = (
@@ -87,7 +86,7 @@ class Memory:
 
     def __init__(self, lanes: Mapping[torch.device, Lane] | None = None, *, pinned: "Pinned | None" = None) -> None:
         self.lanes = lanes or {}
-        self._pinned = Pinned(next(iter(lanes)).type) if lanes else pinned
+        self._pinned = Pinned(next(iter(lanes)).type, lanes.values()) if lanes else pinned
         self.deltas, self.anchors = (Buffers(self._pinned, self.lanes.values()) for _ in range(2))
         self.outers = Buffers()
 
@@ -117,8 +116,8 @@ class Pinned:
     to the system. So on CUDA each buffer has pages of its own, which are pinned in place until it is freed.
     """
 
-    def __init__(self, kind: str) -> None:
-        self._kind, self.nbytes = kind, 0
+    def __init__(self, kind: str, lanes: Iterable[Lane] = ()) -> None:
+        self._kind, self._lanes, self.nbytes = kind, tuple(lanes), 0
 
     def empty(self, n: int) -> Tensor:
         if self._kind == "cuda" and n:
@@ -149,6 +148,8 @@ class Pinned:
         if os.getpid() != process:  # a fork, which may have something else at these addresses
             _elsewhere.append(pages)
             return
+        for lane in self._lanes:  # nobody need have closed them
+            lane.close()
         self.nbytes -= len(pages)
         torch.cuda.check_error(_cuda().cudaHostUnregister(address))
 

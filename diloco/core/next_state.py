@@ -6,7 +6,7 @@ an outer optimizer or codec that they do not know, `Outer.step` gives the same b
 """
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -17,6 +17,13 @@ from diloco.core.outer import SGD, Nesterov, Outer, Stage, lr_before
 from diloco.core.view import Uploads
 from diloco.exchange.mean import Encoded, decode, exact
 from diloco.exchange.reducer import State, fingerprint, words
+
+
+@dataclass(frozen=True, eq=False)
+class Made(State):
+    """A state in memory of the core."""
+
+    uploads: Uploads = ()  # of the anchor
 
 
 class NextState:
@@ -56,10 +63,10 @@ class NextState:
             anchor.copy_(self._old.anchor)
             outer.copy_(self._old.outer)
             self._outer.step(anchor, decode(self._parts), outer, self._stage)
-            return State(index, anchor, outer, arriving=self._upload(anchor))
+            return Made(index, anchor, outer, uploads=self._upload(anchor))
         if self._rule.momentum is not None:
             outer[len(anchor) :] = self._stage.lr
-        return State(index, anchor, outer, self._fingerprint(anchor, outer), self._upload(anchor))
+        return Made(index, anchor, outer, self._fingerprint(anchor, outer), self._upload(anchor))
 
     def _fingerprint(self, anchor: Tensor, outer: Tensor) -> int | None:
         """The kernels have summed all pairs of values; add what is behind the last pair."""

@@ -21,7 +21,7 @@ from diloco.codecs.codec import Codec, Float32, is_coarse
 from diloco.codecs.kernels import Rule
 from diloco.core.lane import Upload, Wait, sleep_until
 from diloco.core.memory import Memory
-from diloco.core.next_state import NextState, rule_of
+from diloco.core.next_state import Made, NextState, rule_of
 from diloco.core.outer import SGD, Nesterov, Outer, Stage, lr_before
 from diloco.core.payload import room, state_fingerprint
 from diloco.core.view import FlatView, Uploads
@@ -62,7 +62,7 @@ class Placement(Protocol):
         ...
 
     def adopt(self, state: State) -> Uploads:
-        """Take what `advance` has made. Returns copies of the new anchor that are on their way to devices."""
+        """Take the state after a round. Returns copies of the new anchor that are on their way to devices."""
         ...
 
     def replace(self, state: State, *, reuse: bool = False) -> None:
@@ -110,8 +110,11 @@ class OnHost:
         )
 
     def adopt(self, state: State) -> Uploads:
+        if self._memory.lanes and not isinstance(state, Made):  # in memory that may not be pinned
+            self.replace(state)
+            return ()
         self.state, self._uploads = state, ()
-        return state.arriving
+        return state.uploads if isinstance(state, Made) else ()
 
     def replace(self, state: State, *, reuse: bool = False) -> None:
         """Into other memory, unless `reuse`: a thread may still read a delta against the old one."""
@@ -132,6 +135,13 @@ class _Step:
     lr: float  # inner
     arrived: torch.Event
     result: tuple[Upload, Upload] | None  # anchor and momentum; None: no buffer was free
+
+
+@dataclass(frozen=True, eq=False)
+class _Computed(State):
+    """The state after a step, whose values are still those before it."""
+
+    step: _Step | None = None
 
 
 class OnDevice:
@@ -189,7 +199,7 @@ class OnDevice:
             result[0].arrived = result[1].arrived = lane.copies.record_event()
         self._read = lane.copies.record_event()
         step = _Step([] if result else fetched, rule, lr, self._read, result)
-        return State(index, self.state.anchor, self.state.outer, arriving=step)
+        return _Computed(index, self.state.anchor, self.state.outer, step=step)
 
     def _fetch(self, parts: Sequence[Encoded]) -> list[Encoded]:
         """The parts with their payloads on the device. What this replica has sent is there."""
@@ -226,10 +236,10 @@ class OnDevice:
             on_device.advance(part.codec, part.payloads, part.factors, rule, before, after)
 
     def adopt(self, state: State) -> Uploads:
-        step, (anchor, outer) = state.arriving, (self.state.anchor, self.state.outer)
-        if isinstance(step, _Step):
+        anchor, outer = self.state.anchor, self.state.outer
+        if isinstance(state, _Computed) and state.step is not None:
             with self._lane.timed():
-                self._take(step, anchor, outer)
+                self._take(state.step, anchor, outer)
         self.state = State(state.index, anchor, outer)
         return ()
 

@@ -1,15 +1,13 @@
 """One replica of several DDP ranks behind any reducer: the first rank asks it, and every rank gets the answer.
 
 DDP needs equal weights, so all ranks send and apply the same fragments after the same step. Each call of the reducer,
-two for each fragment and step, is a message of 512 bytes inside the replica: 0.3 ms between two processes of a busy
-machine. The states of a round follow it, 8 bytes a value, while training waits.
+two for each fragment and step, is a small exchange inside the replica. The states of a round follow it, 8 bytes a
+value, while training waits.
 """
 
-import json
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Any, TypeVar
 from warnings import warn
 
 import torch
@@ -32,12 +30,11 @@ from diloco.exchange.reducer import (
     Round,
     State,
 )
-from diloco.exchange.transport import Broken, Groups, place_in
+from diloco.exchange.transport import Broken, gather_json, open_group, place_in, wait_patiently
 
+T = TypeVar("T")
 OPENING = 600.0
 """Seconds to wait for the other ranks to join."""
-HEAD = 512
-"""Bytes of a message; the rest of a longer one follows."""
 
 
 class FirstRank:
@@ -52,10 +49,11 @@ class FirstRank:
         self.reducer, self._place = reducer, place_in(group)
         self._ranks = tuple(dist.get_process_group_ranks(group))
         self._first = self._place.index == 0
-        self._groups: Groups | None = None
-        self._job: Join | None = None
-        self._deltas: dict[int, tuple[int, Callable[[], Delta]]] = {}  # the last of each fragment, with its round
-        self._digests: dict[int, tuple[int, int]] = {}  # of those of the first rank, with their rounds
+        self._group: Any = None
+        self._states: Sequence[State] = ()  # one of each fragment, for its sizes
+        self._apart = ""  # how the ranks have lost step
+        self._sent: dict[int, Callable[[], Delta]] = {}  # by fragment, on the other ranks
+        self._digests: dict[int, int] = {}  # of what the first rank has sent
         self._warned = False
 
     @property
@@ -64,171 +62,147 @@ class FirstRank:
         return replace(self.reducer.identity, ddp_ranks=self._ranks, packs_for=None)
 
     def join(self, job: Join) -> list[State | None]:
-        if self._groups is None:
-            self._groups = self._safely(lambda: Groups(replace(self._place, name=f"ranks {self._place.name}"), OPENING))
-        self._job = job
-        differs = self._compare(job)
-        entered: list[State | None] = []
-        shared: list[State | None] = [None] * len(job.states)
+        if self._group is None:
+            place = replace(self._place, name=f"ranks {self._place.name}")
+            self._group = self._safely(lambda: open_group("first rank", place, OPENING, patient=True))
+        self._states = job.states
+        offers = self._gather([job.contract, [[state.index, state.fingerprint()] for state in job.states]])
+        compare([contract for contract, _ in offers], [f"rank {rank}" for rank in self._ranks])
+        versions = [states for _, states in offers]
+        equal = all(states == versions[0] for states in versions)
+        if not equal and any(index for states in versions for index, _ in states):
+            raise Mismatch(f"the ranks {list(self._ranks)} of this member hold different states: load the same "
+                           "checkpoint on all of them")  # fmt: skip
 
-        def ask() -> list[int | None]:
-            entered[:] = self.reducer.join(job)
-            shared[:] = [state or (job.states[f] if differs[f] else None) for f, state in enumerate(entered)]
-            return [state and state.index for state in shared]
+        def joined() -> list[State | None]:
+            states = self.reducer.join(job)
+            return states if equal else [state or job.states[f] for f, state in enumerate(states)]
 
-        indices = self._share("join", ask)
-        states = [None if index is None else self._broadcast(f, index, shared[f]) for f, index in enumerate(indices)]
-        return entered if self._first else states
-
-    def _compare(self, job: Join) -> list[bool]:
-        """Compare the ranks. Returns which fragments the other ranks take from the first."""
-        groups = self._groups
-        assert groups is not None
-        states = [[state.index, state.fingerprint()] for state in job.states]
-        offers = self._safely(lambda: groups.gather_json([job.contract, states]))
-        names = [f"rank {rank} of this member" for rank in self._ranks]
-        for name, (contract, _) in zip(names[1:], offers[1:], strict=True):
-            compare([offers[0][0], contract], (names[0], name))
-        differs = [any(theirs[f] != offers[0][1][f] for _, theirs in offers) for f in range(len(states))]
-        for f, (index, _) in enumerate(offers[0][1]):
-            if differs[f] and any(theirs[f][0] for _, theirs in offers):
-                raise Mismatch(f"fragment {f}: {names[0]} holds round {index}, and another rank a different round or "
-                               "different values: load the same checkpoint on all ranks of a member")  # fmt: skip
-        return differs
+        states, indices = self._ask("join", joined, lambda states: [state and state.index for state in states])
+        states = states or [None] * len(indices)
+        return [None if index is None else self._broadcast(f, index, states[f]) for f, index in enumerate(indices)]
 
     def should_send(self, fragment: int, steps: int, scheduled: bool) -> bool:
-        return self._share("step", lambda: self.reducer.should_send(fragment, steps, scheduled))
+        return self._ask("step", lambda: self.reducer.should_send(fragment, steps, scheduled))[1]
 
     def send(self, fragment: int, index: int, delta: Callable[[], Delta]) -> None:
         def of_all_ranks() -> Delta:
             """Each rank counts its own tokens, and the gradient is the mean over the ranks."""
             ours = delta()
-            self._digests[fragment] = index, ours.digest()
+            self._digests[fragment] = ours.digest()
             return replace(ours, weight=ours.weight * len(self._ranks)) if ours.tokens else ours
 
-        self._deltas[fragment] = index, delta
-        self._share("step", lambda: self.reducer.send(fragment, index, of_all_ranks))
+        if not self._first and not self._warned:
+            self._sent[fragment] = delta
+        self._ask("step", lambda: self.reducer.send(fragment, index, of_all_ranks))
 
     def poll(self, fragment: int, index: int) -> Outcome | None:
-        outcome: Outcome | None = None
-
-        def ask() -> dict[str, Any] | None:
-            nonlocal outcome
-            outcome = self.reducer.poll(fragment, index)
-            return outcome and self._outline(fragment, outcome)
-
-        outline = self._share("step", ask)
-        match outline and outline.pop("kind"):
-            case "Round":
-                return self._round(fragment, outline, outcome if isinstance(outcome, Round) else None)
-            case "Jump":
-                state = outcome.state if isinstance(outcome, Jump) else None
-                return Jump(self._broadcast(fragment, outline["index"], state))
-            case "Dropped":
-                return Dropped(**outline)
-            case "NonFinite":
-                return NonFinite(**outline)
-        return None
+        outcome, outline = self._ask(
+            "step", lambda: self.reducer.poll(fragment, index), lambda it: _outline(it, self._digests.get(fragment))
+        )
+        if outline is None:
+            return None
+        kind, fields, digest = _OUTCOMES[outline[0]], outline[1], outline[2]
+        if kind is Round and fields["counted"] and (delta := self._sent.pop(fragment, None)):
+            self._check_trained_together(delta().digest() == digest)
+        if kind in (Round, Jump):
+            fields["state"] = self._broadcast(fragment, fields["state"], outcome and outcome.state)
+        if kind is Round:
+            fields |= {"cost": Cost(**fields["cost"]), "own": self._own(fields, outcome)}
+        return kind(**fields)
 
     def drain(self, seconds: float | None = None) -> bool:
-        return self._share("finish", lambda: self.reducer.drain(seconds))
+        return self._ask("finish", lambda: self.reducer.drain(seconds))[1]
 
     def leave(self) -> None:
         if self._first:
             self.reducer.leave()
-        if self._groups is not None:
-            self._groups.drop()
-            self._groups = None
+        self._group, self._apart = None, ""
 
-    def _outline(self, fragment: int, outcome: Outcome) -> dict[str, Any]:
-        """An outcome as JSON, without its tensors."""
-        kind = {"kind": type(outcome).__name__}
-        match outcome:
-            case Round():
-                return {**kind, "index": outcome.state.index, "members": dict(outcome.members),
-                        "counted": outcome.counted, "earlier": outcome.earlier, "own": outcome.own is not None,
-                        "cost": asdict(outcome.cost), "digest": self._digests.get(fragment)}  # fmt: skip
-            case Jump():
-                return {**kind, "index": outcome.state.index}
-            case _:
-                return {**kind, **asdict(outcome)}
-
-    def _round(self, fragment: int, outline: dict[str, Any], outcome: Round | None) -> Round:
-        """The first rank's round, on all ranks."""
-        state = self._broadcast(fragment, outline["index"], outcome and outcome.state)
-        own = None
-        if outline["own"]:
-            decoded = outcome.own() if outcome and outcome.own else torch.empty_like(state.anchor)
-            self._broadcast_tensor(decoded)
-            own = lambda: decoded  # noqa: E731
-        sent_index, delta = self._deltas.pop(fragment, (None, None))
-        index, digest = outline["digest"] or (None, None)
-        comparable = outcome is None and sent_index == index == outline["index"] and not self._warned
-        if comparable and delta and delta().digest() != digest:
+    def _check_trained_together(self, equal: bool) -> None:
+        """Warn, once, on a rank whose delta is not that of the first."""
+        if not (equal or self._warned):
             self._warned = True
             warn(f"this rank and rank {self._ranks[0]}, which has the reducer, trained different weights, and this "
                  "one's work is lost: FirstRank is for ranks that train one model together, with "
                  "DistributedDataParallel(model)", stacklevel=2)  # fmt: skip
-        flags = {name: outline[name] for name in ("counted", "earlier")}
-        return Round(state, members=outline["members"], own=own, cost=Cost(**outline["cost"]), **flags)
+
+    def _own(self, fields: dict[str, Any], round: Round | None) -> Callable[[], Tensor] | None:
+        """The first rank's delta as the others decoded it, on all ranks."""
+        if not fields["own"]:
+            return None
+        decoded = round.own() if round and round.own else torch.empty_like(fields["state"].anchor)
+        self._broadcast_tensor(decoded)
+        return lambda: decoded
 
     def _broadcast(self, fragment: int, index: int, state: State | None) -> State:
         """The first rank's state, on all ranks."""
-        assert self._job is not None
-        if state is None:
-            like = self._job.states[fragment]
-            state = State(index, torch.empty_like(like.anchor), torch.empty_like(like.outer))
+        like = self._states[fragment]
+        state = state or State(index, torch.empty_like(like.anchor), torch.empty_like(like.outer))
         self._broadcast_tensor(state.anchor)
         self._broadcast_tensor(state.outer)
         return state
 
     def _broadcast_tensor(self, tensor: Tensor) -> None:
-        groups = self._groups
-        assert groups is not None, "join() comes first"
         if len(tensor):
-            self._safely(lambda: groups.broadcast_patiently(tensor))
+            self._safely(lambda: wait_patiently(self._group.broadcast(tensor, 0)))
 
-    def _share(self, moment: str, ask: Callable[[], Any]) -> Any:
-        """The first rank's answer, or the error that it got, on all ranks."""
+    def _ask(
+        self, moment: str, call: Callable[[], Any], outline: Callable[[Any], Any] = lambda answer: answer
+    ) -> tuple[Any, Any]:
+        """The first rank's answer, None on the others, and its outline, as JSON, on all. Or, on all, its error."""
+        if self._apart:
+            raise DiLoCoError(self._apart)
+        answer, failure = None, None
+        told: dict[str, Any] = {"moment": moment}
         if self._first:
             try:
-                answer = ask()
+                answer = call()
+                told["outline"] = outline(answer)
             except BaseException as error:
-                with suppress(PeerLost):
-                    self._send({"error": [type(error).__name__, str(error)]})
-                raise
-            self._send({"moment": moment, "answer": answer})
-            return answer
-        message = self._receive()
-        if "error" in message:
-            kind, text = message["error"]
-            error = getattr(errors, kind, None)
-            raise (error or DiLoCoError)(
-                f"the first rank of this member stopped: {text if error else f'{kind}: {text}'}"
-            )
-        if message["moment"] != moment:
-            raise DiLoCoError(
-                f"rank {self._ranks[0]} of this member is at a {message['moment']}, this one at a {moment}: all ranks "
-                "must make the same steps, and call finish() after the same one"
-            )
-        return message["answer"]
+                failure, told["error"] = error, [type(error).__name__, str(error)]
+        try:
+            told_by_all = self._gather(told)
+        finally:
+            if failure is not None:
+                raise failure
+        first = told_by_all[0]
+        if "error" in first:
+            name, text = first["error"]
+            kind = getattr(errors, name, None)
+            raise (kind or DiLoCoError)(f"the first rank of this member stopped: {text if kind else f'{name}: {text}'}")
+        for rank, other in zip(self._ranks, told_by_all, strict=True):
+            if other["moment"] != first["moment"]:
+                self._apart = (
+                    f"rank {self._ranks[0]} of this member is at a {first['moment']}, rank {rank} at a "
+                    f"{other['moment']}: all ranks must make the same steps, and call finish() after the same one"
+                )
+                raise DiLoCoError(self._apart)
+        return answer, first["outline"]
 
-    def _send(self, message: object) -> None:
-        data = json.dumps(message).encode()
-        head = len(data).to_bytes(4, "little") + data[: HEAD - 4]
-        for part in (head.ljust(HEAD, b"\0"), data[HEAD - 4 :]):
-            self._broadcast_tensor(torch.frombuffer(bytearray(part), dtype=torch.uint8) if part else torch.empty(0))
+    def _gather(self, value: object) -> list[Any]:
+        assert self._group is not None, "join() comes first"
+        return self._safely(lambda: gather_json(self._group, value, wait_patiently))
 
-    def _receive(self) -> Any:
-        self._broadcast_tensor(head := torch.empty(HEAD, dtype=torch.uint8))
-        length = int.from_bytes(head[:4].numpy().tobytes(), "little")
-        self._broadcast_tensor(rest := torch.empty(max(length - (HEAD - 4), 0), dtype=torch.uint8))
-        return json.loads((head[4:].numpy().tobytes() + rest.numpy().tobytes())[:length])
-
-    def _safely(self, exchange: Callable[[], Any]) -> Any:
+    def _safely(self, exchange: Callable[[], T]) -> T:
         try:
             return exchange()
         except Broken as error:
             reason = str(error).replace("another replica", "another rank")
             raise PeerLost(f"the ranks {list(self._ranks)} of this member lost each other: {reason}. The state can "
                            "still be saved.") from None  # fmt: skip
+
+
+_OUTCOMES = {kind.__name__: kind for kind in (Round, Jump, Dropped, NonFinite)}
+
+
+def _outline(outcome: Outcome | None, digest: int | None) -> tuple[str, dict[str, Any], int | None] | None:
+    """An outcome as JSON: of states their index, and of a delta only its digest, and whether it is decoded."""
+    if outcome is None:
+        return None
+    fields = dict(vars(outcome))
+    if isinstance(outcome, (Round, Jump)):
+        fields["state"] = outcome.state.index
+    if isinstance(outcome, Round):
+        fields |= {"members": dict(outcome.members), "own": outcome.own is not None, "cost": asdict(outcome.cost)}
+    return type(outcome).__name__, fields, digest

@@ -8,7 +8,7 @@ lets the ranks of one DDP job share any of them.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 from torch import Tensor
@@ -28,7 +28,6 @@ class State:
     anchor: Tensor
     outer: Tensor
     cached_fingerprint: int | None = None  # computed along with the values
-    arriving: Any = ()  # what is on its way to accelerators, for the core to adopt this state
 
     def fingerprint(self) -> int:
         """A sum over all bits modulo a prime: equal for equal states, different after a single flipped bit."""

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -64,18 +64,60 @@ def place_in(group: dist.ProcessGroup | None) -> Place:
     return Place(ranks.index(dist.get_rank()), len(ranks), store, ",".join(map(str, ranks)))
 
 
+HEAD = 512
+"""Bytes of a message; longer ones take a second."""
+
+
 def gather_json(group: Any, value: object, wait: Callable[[Any], object] = lambda work: work.wait()) -> list[Any]:
     """The value of each process of a group. Not torch's all_gather_object: unpickling runs code of whoever has joined
     the group."""
-    data, size = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8), group.size()
-    lengths = torch.empty(size, dtype=torch.int64, device="cpu")
-    wait(group._allgather_base(lengths, torch.tensor([len(data)], device="cpu")))
-    padded = torch.zeros(int(lengths.max()), dtype=torch.uint8, device="cpu")
-    padded[: len(data)] = data
-    out = torch.empty(size * len(padded), dtype=torch.uint8, device="cpu")
-    wait(group._allgather_base(out, padded))
-    rows = zip(out.view(size, -1), lengths.tolist(), strict=True)
-    return [json.loads(row[:n].numpy().tobytes()) for row, n in rows]
+
+    def gathered(message: bytes) -> list[bytes]:
+        ours = torch.frombuffer(bytearray(message), dtype=torch.uint8)
+        out = torch.empty(group.size() * len(message), dtype=torch.uint8, device="cpu")
+        wait(group._allgather_base(out, ours))
+        return [row.numpy().tobytes() for row in out.view(group.size(), -1)]
+
+    data = json.dumps(value).encode()
+    rows = gathered((len(data).to_bytes(8, "little") + data)[:HEAD].ljust(HEAD, b"\0"))
+    lengths = [int.from_bytes(row[:8], "little") for row in rows]
+    rows = gathered(data.ljust(most, b"\0")) if (most := max(lengths)) > HEAD - 8 else [row[8:] for row in rows]
+    return [json.loads(row[:length]) for row, length in zip(rows, lengths, strict=True)]
+
+
+def wait_patiently(work: Any) -> None:
+    """On the training thread, in a group without a time limit: in short steps, to notice an interrupt."""
+    while not work.is_completed():
+        with suppress(RuntimeError):  # not done yet; a real error is raised below
+            work.wait(timedelta(seconds=0.2))
+    try:
+        work.wait()
+    except RuntimeError as error:
+        raise Broken(_explain(str(error), UNLIMITED.total_seconds())) from None
+
+
+_opened: Counter[str] = Counter()
+
+
+def own_store(name: str, place: Place) -> dist.Store:
+    """A part of the store for one purpose, fresh at each call: every member calls this in the same order."""
+    name = f"diloco/{name}/{place.name}"
+    _opened[name] += 1
+    assert place.store is not None
+    return dist.PrefixStore(f"{name}/{_opened[name]}", place.store)
+
+
+def open_group(name: str, place: Place, timeout: float, *, patient: bool = False) -> Any:
+    """Connect to the other processes. `timeout`: in seconds, also of each exchange, unless `patient`."""
+    store, before = own_store(name, place), _open_files()
+    try:
+        group = dist.ProcessGroupGloo(store, place.index, place.size, timedelta(seconds=timeout))
+    except RuntimeError as error:
+        raise Broken(_explain(str(error), timeout)) from None
+    _keep_alive(_open_files() - before)
+    if patient:
+        group._set_default_timeout(UNLIMITED)
+    return group
 
 
 class RollCall:
@@ -123,12 +165,10 @@ class RollCall:
 class Groups:
     """This process among the ranks that hold the same part of the model, one for each replica."""
 
-    _opened: ClassVar[Counter[str]] = Counter()
-
     def __init__(self, across: Place, timeout: float) -> None:
         self._across, self._timeout = across, timeout
         self._replicas, self._replica = across.size, across.index
-        self._store: dist.Store | None = None
+        self._store = own_store("roll call", across)
         self._control: Any = self._group("control", across)
         self._names: list[str] = []
         self._payload: list[Any] = []
@@ -137,18 +177,7 @@ class Groups:
         self.sent = self.received = 0  # bytes of payloads
 
     def _group(self, name: str, place: Place) -> Any:
-        name = f"diloco/{name}/{place.name}"
-        self._opened[name] += 1  # every member opens its groups in the same order
-        assert place.store is not None
-        store = dist.PrefixStore(f"{name}/{self._opened[name]}", place.store)
-        self._store = self._store or store  # that of the first group, which all replicas share
-        before = _open_files()
-        try:
-            group = dist.ProcessGroupGloo(store, place.index, place.size, timedelta(seconds=self._timeout))
-            _keep_alive(_open_files() - before)
-            return group
-        except RuntimeError as error:
-            raise Broken(_explain(str(error), self._timeout)) from None
+        return open_group(name, place, self._timeout)
 
     def open(self, streams: int, ddp_ranks: Place, shards: Place) -> None:
         """Open the other groups, after all replicas have agreed on the settings."""
@@ -164,7 +193,7 @@ class Groups:
 
     def roll_call(self) -> RollCall | None:
         """Call this after an exchange broke, to find who is still there."""
-        return RollCall(self._store, self._replica, self._names) if self._store and self._names else None
+        return RollCall(self._store, self._replica, self._names) if self._names else None
 
     def drop(self) -> None:
         """Close the connections, which tells the others that this replica is gone."""
@@ -194,17 +223,6 @@ class Groups:
     def broadcast(self, tensor: Tensor, source: int) -> None:
         if len(tensor):
             self.wait([self._control.broadcast(tensor, source)])
-
-    def broadcast_patiently(self, tensor: Tensor) -> None:
-        """Broadcast from the first process, without a time limit. It runs on the training thread, so it waits in short
-        steps, to notice an interrupt."""
-        options = dist.BroadcastOptions()
-        options.rootRank, options.rootTensor, options.timeout = 0, 0, UNLIMITED
-        work = self._started(lambda: self._control.broadcast([tensor], options))
-        while not work.is_completed():
-            with suppress(RuntimeError):  # not done yet; a real error is raised again below
-                work.wait(timedelta(seconds=0.2))
-        self.wait([work])
 
     @property
     def peers(self) -> list[int]:

@@ -35,7 +35,7 @@ class Settings:
     keep_local: float = 0.0
     """Weight of the local value when the result is applied (alpha)."""
     fragments: str = "strided:3"
-    """Fragments of the model: strided:N, sequential:N, balanced:N or named:PATTERNS."""
+    """Fragments of the model: strided:N, sequential:N or balanced:N."""
     codec: str = "e3m0"
     """Numbers on the wire: e3m0, bfloat16, float32 or twobit."""
     outer: str = ""

@@ -4,10 +4,10 @@ In published runs the loss rises with `sync_every` first and then with `overlap`
 and then the paper's three layers per fragment. Only published values are chosen: overlap up to 5, sync_every up to 300.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 
-from diloco.codecs.formats import format_named
+from diloco.codecs.formats import FORMATS, format_named
 from diloco.core.overlap import SAFE_OVERLAP
 from diloco.core.schedule import Schedule, check_overlap
 from diloco.plan import laws, methods
@@ -26,6 +26,7 @@ LEAST_ROUNDS = 50
 TOLERANCE = 0.01
 ENOUGH = 0.9
 """Below this utilization a smaller codec is worth its loss."""
+CODEC_LADDER = ("e3m0", "twobit")
 EXPLICIT = "set explicitly"
 
 
@@ -61,8 +62,6 @@ class Limits:
 class Choice:
     settings: Settings
     utilization: float
-    best: float
-    """The highest utilization of all settings allowed."""
     reasons: dict[str, str]
 
 
@@ -79,17 +78,44 @@ def method_of(settings: Settings, model: Model, reduce: Reduce = "collective") -
     )
 
 
-def allowed(model: Model, limits: Limits) -> Iterator[Settings]:
+def allowed(model: Model, limits: Limits, codec: str) -> Iterator[Settings]:
     """All settings within the limits, those with the least loss first."""
-    codec = limits.codec or "e3m0"
     for sync_every in _sync_everys(limits):
         for overlap in _overlaps(limits, sync_every):
             for fragments in _fragments(model, limits):
                 yield Settings(sync_every, fragments, overlap, codec)
 
 
-def choose(model: Model, group: Group, rate: float, limits: Limits, *, reduce: Reduce = "collective") -> Choice:
-    """The settings with the least loss within 1 % of the best utilization."""
+def choose(
+    model: Model,
+    group_of: Callable[[str], Group],
+    rate: float,
+    limits: Limits,
+    *,
+    reduce: Reduce = "collective",
+    codecs: Sequence[str] = CODEC_LADDER,
+) -> Choice:
+    """The settings with the least loss within 1 % of the best utilization, with the first codec that is fast enough.
+
+    `group_of`: what a codec costs the replicas. `codecs`: the one with the least loss first.
+    """
+    choices: list[Choice] = []
+    for codec in [limits.codec] if limits.codec else codecs:
+        choices.append(_choose(model, group_of(codec), rate, limits, codec, reduce))
+        if choices[-1].utilization >= ENOUGH:
+            break
+    choice = choices[-1]
+    reason = f"{8 * FORMATS[choice.settings.codec].nbytes(1 << 20) / (1 << 20):.3g} bits per value"
+    if len(choices) == 1:
+        reason += f", with no visible loss in {laws.STREAMING}"
+    else:
+        best = percent(choices[0].utilization, digits=1)
+        reason += f", with no loss visible in 3 seeds; {codecs[0]} reaches at most {best} utilization"
+    explicit = {name: EXPLICIT for name in asdict(choice.settings) if getattr(limits, name) is not None}
+    return replace(choice, reasons=choice.reasons | {"codec": reason} | explicit)
+
+
+def _choose(model: Model, group: Group, rate: float, limits: Limits, codec: str, reduce: Reduce) -> Choice:
     shares: dict[Settings, float] = {}
 
     def share(settings: Settings) -> float:
@@ -97,7 +123,7 @@ def choose(model: Model, group: Group, rate: float, limits: Limits, *, reduce: R
             shares[settings] = float(utilization(method_of(settings, model, reduce), group, rate)[0])
         return shares[settings]
 
-    grid = list(allowed(model, limits))
+    grid = list(allowed(model, limits, codec))
     # More overlap never lowers utilization, so the best settings are among those with the most.
     widest = {
         h: [s for s in grid if s.sync_every == h and s.overlap == _overlaps(limits, h)[-1]]
@@ -112,13 +138,8 @@ def choose(model: Model, group: Group, rate: float, limits: Limits, *, reduce: R
         f"allowed settings reach {percent(best, digits=1)}); larger values raise the loss slowly",
         "fragments": f"{len(model.fragments(chosen.fragments))} fragments{_why_fragments(chosen.fragments)}",
         "overlap": _why_overlap(chosen.overlap, share(chosen)),
-        "codec": f"4 bits per value, a quarter of bfloat16, with no visible loss in {laws.STREAMING}",
     }
-    if limits.codec is None and share(chosen) < ENOUGH:
-        smaller = percent(share(replace(chosen, codec="twobit")), digits=1)
-        reasons["codec"] += f"; --codec twobit (2.06 bits) would reach {smaller}, with no loss visible in 3 seeds"
-    explicit = {name: EXPLICIT for name in asdict(chosen) if getattr(limits, name) is not None}
-    return Choice(chosen, share(chosen), best, reasons | explicit)
+    return Choice(chosen, share(chosen), reasons)
 
 
 def _sync_everys(limits: Limits) -> list[int]:

@@ -27,10 +27,9 @@ TOKENS_PER_PARAMETER = 20
 
 @dataclass(frozen=True)
 class Estimate:
-    """A relative difference in loss from data-parallel training, and its source."""
+    """A relative difference in loss from data-parallel training."""
 
     gap: float
-    source: str
     caution: str
     """Why it is uncertain; empty inside the published range."""
 
@@ -52,8 +51,7 @@ def loss_gap(parameters: float, replicas: int, sync_every: int, overlap: int) ->
         cautions.append("sync_every outside 30 to 100")
     if overlap > SAFE_OVERLAP:
         cautions.append("up to 0.2 % more for overlap" if overlap <= 10 else "overlap above 10 costs more")
-    source = f"{SCALING_LAWS} (fits by replicas) and {STREAMING} (Tables 5 and 6, for sync_every)"
-    return Estimate(gap, source, ", ".join(cautions))
+    return Estimate(gap, ", ".join(cautions))
 
 
 def inner_lr(parameters: float, replicas: int) -> float:

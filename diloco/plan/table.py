@@ -8,9 +8,8 @@ from dataclasses import asdict, dataclass
 
 from diloco.plan import laws
 from diloco.plan.choose import Choice, Settings
-from diloco.plan.costs import Conditions, Row
+from diloco.plan.costs import Conditions, Row, storage_day
 from diloco.plan.methods import count_values
-from diloco.plan.traffic import ENCODED_ON_DEVICE, bus_bytes, bus_bytes_on_device, delta_bytes
 from diloco.runs.flags import spelled
 from diloco.runs.units import amount, duration, percent, rate, size
 
@@ -102,7 +101,7 @@ def rehearsed(conditions: Conditions, row: Row, settings: Settings, rehearsal: M
     """What the real model takes of a rank, beside what the plan says."""
     fragments = conditions.model.fragments(settings.fragments)
     largest = max(map(count_values, fragments)) / conditions.shards
-    burst, bus = row.largest_burst / conditions.shards, bus_bytes(settings.codec, conditions.reduce) * largest
+    burst, bus = row.largest_burst / conditions.shards, conditions.bus_bytes(settings.codec) * largest
     planned = {
         "fragments": (f"{len(fragments)}", "fragments", str),
         "values of the largest": (amount(largest), "largest_fragment", amount),
@@ -125,31 +124,34 @@ def notes(conditions: Conditions, choice: Choice) -> list[str]:
     caution = f" Caution: {estimate.caution}." if estimate.caution else ""
     notes = [
         f"Times are for {conditions.steps:,} steps. Bytes and bursts are what one replica sends.",
-        f"The loss relative to data-parallel is an estimate from {estimate.source}.{caution}",
+        f"The loss relative to data-parallel is an estimate from {laws.SCALING_LAWS} (fits by replicas) and "
+        f"{laws.STREAMING} (Tables 5 and 6, for sync_every).{caution}",
         "Real links reach 50 to 90 % of their nominal rate: use the rate you measured.",
     ]
     if group.replicas > 1:
-        source = "as set."
-        if conditions.measured_here:
-            source = ("as measured on this machine. Set them to the figures of the machines that will train; for "
-                      "accelerators, set --bus.")  # fmt: skip
         notes.append(
             f"Each value of a round takes {conditions.shards * group.codec_ns:.1f} ns of the communication thread "
-            f"(--codec-ns) and {conditions.shards * group.hook_ns:.1f} ns of the training thread (--hook-ns), {source} "
-            f"Every round also takes {1000 * group.round_seconds:g} ms of the training thread."
+            f"(--codec-ns) and {conditions.shards * group.hook_ns:.1f} ns of the training thread (--hook-ns). Every "
+            f"round also takes {1000 * group.round_seconds:g} ms of the training thread."
         )
-        if conditions.accelerator:
+        if conditions.bus:
             notes.append(
-                f"Copies between host and accelerator take {conditions.shards * group.copy_ns:.2f} ns a value of a "
-                "round (--bus). Training does not wait for them, but the round does. The time that the accelerator "
-                "spends on encoding and merging is not counted. No GPU has run this yet."
+                f"With the state on the {conditions.state}, each value of a round takes "
+                f"{conditions.bus_bytes(settings.codec):.3g} bytes of the bus. Training does not wait for these "
+                "copies, but the round does. The time that the accelerator spends on encoding and merging is not "
+                "counted (--hook-ns). No GPU has run this yet."
             )
-        if conditions.accelerator and conditions.reduce == "collective" and settings.codec in ENCODED_ON_DEVICE:
-            state = (8 + delta_bytes(settings.codec)) * conditions.model.parameters / conditions.shards
-            payload = bus_bytes_on_device(settings.codec, group.replicas)
+        if conditions.reduce == "bucket":
+            requests, egress = storage_day(conditions, settings, direct=False)
+            direct = sum(storage_day(conditions, settings, direct=True))
             notes.append(
-                f'With state="device", the bus carries {payload:.2g} B a value and round instead of '
-                f"{bus_bytes(settings.codec):.2g} B, for {size(state)} of each accelerator's memory."
+                f"The store costs each member about ${requests + egress:.2f} a day: ${requests:.2f} for requests, and "
+                f"${egress:.2f} for what it reads (--prices). If all members reach each other (--announce): "
+                f"${direct:.2f}."
+            )
+        if conditions.assumed:
+            notes.append(
+                f"Assumed, not measured: {', '.join(conditions.assumed)}. `diloco doctor --device` prints yours."
             )
     return notes
 

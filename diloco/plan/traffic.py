@@ -14,6 +14,8 @@ Bytes = Callable[[Any], float]
 """Bytes that n values take on the wire."""
 Reduce = Literal["collective", "bucket", "ring"]
 """How the mean is computed: this library's two reducers, and the ring all-reduce of data-parallel training."""
+Place = Literal["host", "device"]
+"""Where anchors and outer momentum are, if the model is on an accelerator."""
 
 CODECS: dict[str, Bytes] = dict(FORMATS)
 
@@ -71,23 +73,18 @@ def delta_bytes(codec: str, reduce: Reduce = "collective") -> float:
     return CODECS[codec](BLOCK) / BLOCK if reduce == "collective" and codec in ENCODED_ON_DEVICE else 4.0
 
 
-def bus_bytes(codec: str, reduce: Reduce = "collective") -> float:
-    """Bytes between host and accelerator for each value of a round: the anchor for the delta, the delta, the next
-    anchor.
+def bus_bytes(codec: str, replicas: int, reduce: Reduce = "collective", state: Place = "host") -> float:
+    """Bytes between host and accelerator for each value of a round. With the state on the host: the anchor for the
+    delta, the delta, the next anchor. On the device: this replica's payload, and those of the others or their mean.
 
-    >>> bus_bytes("bfloat16"), bus_bytes("bfloat16", "bucket")
+    >>> bus_bytes("bfloat16", 2), bus_bytes("bfloat16", 2, "bucket")
     (10.0, 12.0)
+    >>> [bus_bytes("bfloat16", replicas, state="device") for replicas in (2, 3, 8)]
+    [4.0, 6.0, 4.0]
     """
+    if state == "device":
+        return delta_bytes(codec) * (replicas if gathers(replicas) else 2)
     return 4.0 + delta_bytes(codec, reduce) + 4.0
-
-
-def bus_bytes_on_device(codec: str, replicas: int) -> float:
-    """The same with the state on the accelerator of a collective: the payload, those of the others or their average.
-
-    >>> bus_bytes_on_device("bfloat16", 2), bus_bytes_on_device("bfloat16", 3), bus_bytes_on_device("bfloat16", 8)
-    (4.0, 6.0, 4.0)
-    """
-    return delta_bytes(codec) * (replicas if gathers(replicas) else 2)
 
 
 def round_trips(replicas: int, reduce: Reduce = "collective") -> float:

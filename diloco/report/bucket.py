@@ -12,13 +12,12 @@ from rich.text import Text
 from diloco.bucket.leases import audit, read_ranges
 from diloco.bucket.members import Member, MemberOptions, Phase, read_members
 from diloco.bucket.round_store import RoundStore
-from diloco.bucket.rounds import PIECES, Record, folder, layout_of
+from diloco.bucket.rounds import PIECES, Record, folder
 from diloco.bucket.run import NAME, SHARD, below, find_run
 from diloco.bucket.store import List, Size, together
 from diloco.bucket.store.backend import open_store
 from diloco.bucket.store.envelope import Envelope, open_encrypted
 from diloco.bucket.store.store import Store
-from diloco.codecs.codec import Float32
 from diloco.errors import ConfigError
 from diloco.report.terminal import Column, Fitted
 from diloco.runs import units
@@ -144,7 +143,7 @@ class Watch:
 
     def _count(self, newest: int) -> None:
         """Add up the work that the records name. Every record stays in the store, and is read once."""
-        rounds = RoundStore(0, layout_of(Float32(), 0), self._envelope, self._reject)
+        rounds = RoundStore.reader(0, self._envelope, self._reject)
         tasks = [rounds.record(index, None) for index in range(self._counted + 1, newest + 1)]
         for attempts in self._store.run(together(tasks), nullcontext()):
             for entry in attempts.record.entries if attempts.record else ():
@@ -175,7 +174,7 @@ class Watch:
         claim a round that was never closed: then try the next lower claim."""
         claims = sorted({member.held[fragment] for member in members if fragment < len(member.held)}, reverse=True)
         few = max(1, ROUNDS // len(self.run.snapshots))
-        rounds = RoundStore(fragment, layout_of(Float32(), 0), self._envelope, self._reject)
+        rounds = RoundStore.reader(fragment, self._envelope, self._reject)
         newest = next((i for i in claims if self._record(rounds, i) is not None), 0)
         for index in range(newest, max(newest - few, 0), -1):
             record = self._record(rounds, index)

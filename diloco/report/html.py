@@ -15,7 +15,7 @@ from diloco import __version__
 from diloco.errors import ConfigError
 from diloco.report import terminal
 from diloco.report.comparison import compare, differences
-from diloco.report.curves import PER_STEP, charts, compared, timeline, tuned
+from diloco.report.curves import PER_STEP, charts, compared, timeline
 from diloco.runs import units
 from diloco.runs.reader import Follower, RecordedRun
 
@@ -77,7 +77,6 @@ def run_values(run: RecordedRun, progress: Any = None) -> dict[str, Any]:
         "origin": _origin(run),
         "per_step": PER_STEP,
         "settings": _settings(run.config),
-        "autopilot": _autopilot(run),
         "progress": progress,
     }
 
@@ -119,12 +118,6 @@ def _origin(run: RecordedRun) -> list[tuple[str, str]]:
     if run.summary and run.summary.corpus:
         facts.append(("corpus", f"{run.summary.corpus['name']}, sha256 {run.summary.corpus['sha256'][:12]}"))
     return [*facts, ("repeat", f"diloco train {run.folder}/config.toml --name another")]
-
-
-def _autopilot(run: RecordedRun) -> list[tuple[int, str]]:
-    """The autopilot's choices with their steps."""
-    events = run.replicas[0].events if run.replicas else ()
-    return [(e.step, tuned(e)) for e in events if e.event == "autopilot"]
 
 
 @cache

@@ -47,30 +47,25 @@ class TrainConfig:
     data: tuple[str, ...] = _model((),
         "Files or folders of text, .jsonl or .parquet, or hf:NAME for a dataset.",
         why="the source code of Python's standard library", scope="member")
-    text_key: str = _model("text", "Field of .jsonl, .parquet and hf:NAME that holds the text.", scope="member",
+    text_key: str = _model("text", "Name of the text field in .jsonl, .parquet and hf: datasets.", scope="member",
         expert=True)
     tokenizer: str | None = _model(None,
         "bytes, train:SIZE to train a BPE on the corpus, the path of a tokenizer.json, or hf:NAME for a model's.",
         why="bytes, which needs no training; hf: models use their own")
     context: int = _model(128, "Tokens per sequence.", why="for the tiny model")
-    steps: int | None = _optimization(None, "Steps of each replica.",
+    steps: int | None = _optimization(None, "Training steps per replica.",
         why="20 tokens per parameter; one pass over the data for hf: models")
-    tokens: int | None = _optimization(None, "Tokens of all replicas together, such as 25b. Set this or --steps.",
+    tokens: int | None = _optimization(None, "Total tokens over all replicas, such as 25b. Set this or --steps.",
         why="20 per parameter; one pass over the data for hf: models", scope="member")
-    batch: int | Literal["auto"] | None = _optimization(None, "Sequences per step, summed over all replicas. auto, "
-        "with --bucket: this member takes as many as it trains in the time of the others' steps.", why="by scaling law")
+    batch: int | Literal["auto"] | None = _optimization(None, "Sequences per step over all replicas. auto, with "
+        "--bucket: as many as this machine trains in the time of the other members' steps.", why="by scaling law")
     accumulate: int = _optimization(1, "Micro-batches per step of a replica; more micro-batches need less memory.",
         scope="member")
     inner: Literal["adamw", "muon"] | None = _optimization(None,
-        "Inner optimizer: adamw; or muon for the matrices of the layers, with adamw for the rest.",
+        "Inner optimizer. muon: Muon for the weight matrices of the layers, AdamW for the rest.",
         why="muon; adamw for hf: models")
     lr: float | None = _optimization(None, "Peak learning rate of the inner optimizer.",
         why="by scaling law; 2e-5 for hf: models")
-    warmup: int | None = _optimization(None,
-        "Steps of linear warm-up, after which the learning rate follows a cosine down to 5 %.",
-        why="a tenth of the steps, at most 1000", expert=True)
-    weight_decay: float | None = _optimization(None, "Weight decay, applied to matrices only.",
-        why="1 / steps, as in the scaling laws", expert=True)
     seed: int = _optimization(0, "Seed of the initial weights and the data order.")
     compile: bool = _optimization(False, "Compile the model with torch.compile.", scope="member")
     device: str = _optimization("auto", "auto, cpu, cuda or another torch device. Accelerators compute in bfloat16 "
@@ -82,11 +77,10 @@ class TrainConfig:
     sync_every: int = _sync(100, "Steps between two syncs of the same fragment (H).",
         why="the paper uses 30 and 100", methods=SYNCED)
     fragments: str = _sync("strided:3",
-        "strided:N or sequential:N for N layers per fragment; balanced:N for N fragments of equal size; or "
-        "named:PATTERN,PATTERN;PATTERN for parameters by name, with \";\" between fragments.",
+        "strided:N or sequential:N for N layers per fragment; or balanced:N for N fragments of equal size.",
         why="as in the paper", methods=STREAMING, expert=True)
     overlap: int | Literal["auto"] = _sync(1, "Steps between sending a fragment and applying the result (tau). auto: "
-        "the fewest, from 1 to 5, with which this replica never waits; it adapts to the link.",
+        "the smallest of 1 to 5 at which this replica never waits; it adapts to the link.",
         why="as in the paper, which saw no loss up to 5", methods=STREAMING)
     codec: str = _sync("e3m0", "Format of the deltas on the wire.", why="4 bits per value, without visible loss",
         methods=STREAMING, choices=FORMATS)
@@ -95,72 +89,60 @@ class TrainConfig:
     auto: tuple[Tuned, ...] = _sync((), "Autopilot: measure the first steps and the link, then set what `diloco plan` "
         "recommends. Without names it chooses all of sync_every, fragments, overlap and codec that you do not set.",
         why="off", scope="member", methods=STREAMING)
-    streams: int = _sync(1, "TCP connections that carry the deltas.",
-        why="enough on a short link; a long one needs more", scope="member", methods=SYNCED, expert=True)
+    streams: int = _sync(1, "Parallel TCP connections for the deltas.",
+        why="enough for a short link; a long one needs more", scope="member", methods=SYNCED, expert=True)
     timeout: float = _sync(600.0,
         "Seconds that an exchange may take, including the wait for slower replicas, before a replica counts as lost.",
         scope="member", methods=SYNCED, result=False, expert=True)
     replicas: int | None = _members(None,
-        "Number of replicas. They are started here, unless torchrun or Slurm has started the processes. With "
-        "--bucket: the number of members that the run is planned for.", why="2, or the number of started processes")
-    shards: int = _members(1, "Ranks per replica, over which FSDP2 shards its model.")
+        "Number of replicas, started here unless torchrun or Slurm has started the processes. With --bucket: the "
+        "number of members to plan for.", why="2, or the number of started processes")
+    shards: int = _members(1, "Ranks per replica; FSDP2 shards its model over them.")
     bucket: str | None = _members(None,
-        "Meet the other members in a folder or in s3://, gs://, az://…: this process is one member. The same "
-        "command creates the run and joins it.", why="the replicas connect to each other", scope="member",
-        methods=SYNCED)
-    member: str | None = _bucket(None, "name of this member; a member that returns uses the same name.",
+        "Meet the other members in a folder or in s3://, gs://, az://…; this process is one member. The same command "
+        "creates a run and joins it.", why="the replicas connect to each other", scope="member", methods=SYNCED)
+    member: str | None = _bucket(None, "name of this member; use the same one when it returns.",
         why="the machine's name", scope="member")
     join_only: bool = _bucket(False, "join a run, never create one.", scope="start", expert=True)
     share: int | Literal["auto"] | None = _bucket(None,
-        "sequences per step of this member, whatever the others take. auto: the same as --batch auto.",
+        "sequences per step of this member. auto: the same as --batch auto.",
         why="batch ÷ replicas", scope="member", expert=True)
     quorum: int = _bucket(1, "minimum number of members in a round.", scope="member", expert=True)
-    straggler_timeout: float | None = _bucket(None,
-        "seconds that a round waits for late members after its first delta.",
-        why="by their step and upload times", scope="member", expert=True)
-    notice: float = _bucket(20.0,
-        "seconds in which a member that is told to stop passes its last steps on to the others.",
-        why="clouds give 30 s or more, and a checkpoint is saved afterwards", scope="member", result=False, expert=True)
     preemption: str | None = _bucket(None,
-        "stop in time when this cloud's metadata service announces the end of the machine: aws, gcp, azure, or the URL "
-        "of one that answers like them.",
-        why="only signals stop it", scope="member", result=False, expert=True)
+        "stop cleanly when the metadata service of this cloud announces a preemption: aws, gcp, azure, or the URL of a "
+        "compatible service.", why="only signals stop it", scope="member", result=False, expert=True)
     announce: str | None = _bucket(None,
-        "HOST:PORT where the other members reach this machine. They then read its deltas from there, not from the "
-        "bucket; without --key-file only in a private network. A name is resolved here, once, and its address "
-        "announced.", why="all deltas are read from the bucket",
-        scope="member", expert=True)
+        "HOST:PORT where the other members reach this machine, to read its deltas from there instead of the bucket. "
+        "Without --key-file only for private networks. A host name is resolved once, here.",
+        why="all deltas are read from the bucket", scope="member", expert=True)
     key_file: Path | None = _bucket(None,
-        "a file with the secret that all members share. It signs all objects; unsigned ones are ignored.",
+        "file with the secret that all members share. It signs all objects; unsigned ones are ignored.",
         why="objects are not signed", scope="member")
-    encrypt: Path | None = _bucket(None, "a file whose content encrypts all objects. All members need the same.",
+    encrypt: Path | None = _bucket(None, "file with the key that encrypts all objects, the same for all members.",
         why="objects are not encrypted", scope="member", expert=True)
     eval_every: int | None = _output(None, "Steps between two evaluations on held-out text.",
         why="a tenth of the steps, from 50 to 1000", scope="member")
-    eval_tokens: int = _output(16_384, "Held-out tokens per evaluation.", expert=True)
-    save_every: int = _output(500, "Steps between two checkpoints. The end of a run always saves one.", scope="member",
+    save_every: int = _output(500, "Steps between two checkpoints. A run also saves one when it ends.", scope="member",
         result=False)
-    track: tuple[Sink, ...] = _output((), "Also log to these trackers; each needs its extra.", why="none",
+    track: tuple[Sink, ...] = _output((), "Trackers to log to as well; each needs its extra.", why="none",
         scope="member", result=False)
     name: str | None = _output(None, "Name of the run.",
         why="MODEL-METHOD-N; with --bucket, the last part of its address and the member", scope="member", result=False)
-    out: Path = _output(RUNS, "Folder of all runs.", scope="member", result=False)
+    out: Path = _output(RUNS, "Folder for all runs.", scope="member", result=False)
     resume: bool = _output(False, "Continue from the newest checkpoint that all replicas have.", scope="start")
     json: bool = _output(False, "Print the summary as JSON.", scope="start")
-    dry_run: bool = _output(False, "Check the settings, the model and the first documents of every file, print the "
-        "derived settings and the memory, and exit.", scope="start")
+    dry_run: bool = _output(False, "Check the settings, the model and the first documents of each file, print the "
+        "derived settings and the memory per replica, and exit.", scope="start")
     # fmt: on
 
     def __post_init__(self) -> None:
         """Check all that can be checked without torch. The core checks its own settings."""
         for name in ("context", "shards", "accumulate", "save_every", "replicas", "steps", "tokens", "batch", "share",
-                     "eval_every", "eval_tokens"):  # fmt: skip
-            _check_whole(name, getattr(self, name), least=1)
-        _check_whole("warmup", self.warmup, least=0)
+                     "eval_every"):  # fmt: skip
+            if isinstance(value := getattr(self, name), int) and value < 1:
+                raise ConfigError(f"{name}={value}: use a whole number of at least 1")
         if not -(1 << 63) <= self.seed < 1 << 63:
             raise ConfigError(f"seed={self.seed}: use a number of 64 bits")
-        if self.weight_decay is not None and not 0 <= self.weight_decay <= 1:
-            raise ConfigError(f"weight_decay={self.weight_decay}: use a number from 0 to 1")
         if self.lr is not None and not self.lr > 0:
             raise ConfigError(f"lr={self.lr}: use a positive number")
         Schedule(self.sync_every, 1)
@@ -179,8 +161,6 @@ class TrainConfig:
         if self.bucket is not None:
             if self.method not in SYNCED:
                 raise ConfigError(f"method={self.method} with a bucket: use streaming or diloco")
-            if not 0 <= self.notice < float("inf"):
-                raise ConfigError(f"notice={self.notice}: use a number of seconds, 0 to leave at once")
             service = self.preemption or "aws"
             if service not in ("aws", "gcp", "azure") and not service.startswith(("http://", "https://")):
                 raise ConfigError(f"preemption={service}: use aws, gcp, azure or an http:// address")
@@ -196,11 +176,6 @@ class TrainConfig:
                 raise ConfigError(
                     f"{spelled(field.name)} without --bucket: it would be ignored; set --bucket, or leave it out"
                 )
-
-
-def _check_whole(name: str, value: int | Literal["auto"] | None, least: int) -> None:
-    if isinstance(value, int) and value < least:
-        raise ConfigError(f"{name}={value}: use a whole number of at least {least}")
 
 
 def _check_name(name: str, value: str | None) -> None:

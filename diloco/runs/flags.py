@@ -1,18 +1,20 @@
-"""Flags: each is a field of a dataclass, declared as `x: int = flag(…)`. A config file is TOML with the same names. No
-torch here.
+"""Flags: each is a field of a dataclass, declared as `x: int = flag(…)` and parsed by argparse. A config file is TOML
+with the same names. No torch here.
 """
 
+import argparse
 import difflib
 import json
 import math
 import re
 import tomllib
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from decimal import Decimal
+from functools import partial
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, NoReturn, Union, get_args, get_origin
 
 from diloco.errors import ConfigError
 
@@ -22,6 +24,7 @@ Scope = Literal["run", "member", "start"]
 COUNTS = {"": 0, "k": 3, "m": 6, "b": 9, "t": 12}
 """Suffixes of large numbers, with their power of ten."""
 _WHOLE = re.compile(r"\s*([-+]?[0-9][0-9_]*(?:\.[0-9]+)?)(?:e\+?([0-9]{1,2}))?\s*([kmbt]?)\s*", re.IGNORECASE)
+_METAVARS = {int: "N", float: "X", Path: "PATH", str: "TEXT"}
 PACKAGE = Path(__file__).parents[1]
 HOME = PACKAGE.parent if (PACKAGE.parent / "pyproject.toml").exists() else PACKAGE
 """The folder that holds `recipes`: next to the package in a checkout, inside it in a wheel."""
@@ -43,8 +46,6 @@ class Meaning:
     """Whether the report treats runs that differ in it as different settings."""
     choices: tuple[str, ...] = ()
     positional: bool = False
-    rest: bool = False
-    """Whether this positional takes all words that follow, including those that begin with --."""
     needs: str = ""
     """The flag without which this one would be ignored. Empty: none."""
     expert: bool = False
@@ -68,13 +69,117 @@ def spelled(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+def shipped_configs(kind: type) -> dict[str, Path]:
+    """The configs that come with the package, if they are of this kind."""
+    shipped = (HOME / "recipes").glob("*.toml") if getattr(kind, "shipped", False) else ()
+    return {path.stem: path for path in sorted(shipped)}
+
+
+def config_file(words: Sequence[str], kind: type) -> Path | None:
+    """The config file that comes before the flags: a path that ends in .toml, or the name of a shipped one."""
+    first = words[0] if words else ""
+    return Path(first) if first.endswith(".toml") else shipped_configs(kind).get(first)
+
+
+def parse(kind: type, words: Sequence[str]) -> Any:
+    """Parse a command line: a config file, then flags that override it."""
+    values = parse_values(kind, words)
+    for required in fields(kind):
+        if required.default is MISSING and required.name not in values:
+            raise ConfigError(f"{spelled(required.name)} is missing: {meaning(required).text}")
+    return kind(**values)
+
+
+def parse_values(kind: type, words: Sequence[str]) -> dict[str, Any]:
+    """The values that a command line and its config file set, by name."""
+    values: dict[str, Any] = {}
+    if not any(meaning(field).positional for field in fields(kind)) and (path := config_file(words, kind)):
+        values, words = read_toml(kind, path), words[1:]
+    known = parser(kind)
+    parsed, unknown = (known.parse_known_args if "--" in words else known.parse_known_intermixed_args)(words)
+    for word in unknown:
+        name = word.partition("=")[0]
+        if name.startswith("--"):
+            hint = _near(name, [spelled(field.name) for field in fields(kind)]) or "; --help-all lists all"
+            raise ConfigError(f"unknown flag {name}{hint}")
+        hint = "the config comes before the flags" if config_file([word], kind) else "flags begin with --"
+        shipped = shipped_configs(kind)
+        configs = f"; configs: a path that ends in .toml, or {_listed([*shipped])}" if shipped else ""
+        raise ConfigError(f"unexpected argument {word!r}: {hint}{configs}")
+    return values | {name: tuple(v) if isinstance(v, list) else v for name, v in vars(parsed).items() if v is not None}
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        prefix, (before, ignored, _) = "argument ", message.partition(": ignored explicit argument")
+        if ignored:  # of "--compile/--no-compile", which argparse names only by what was written
+            message = f"{before}: takes no value"
+        raise ConfigError(message.removeprefix(prefix).replace(": ", " ", message.startswith(prefix)))
+
+
+def parser(kind: type, *, full: bool = True, **settings: Any) -> argparse.ArgumentParser:
+    """The parser of a config's flags. Its help shows the flags for experts, and inherited ones, only if `full`."""
+    result = _Parser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS, **settings)
+    groups: dict[str, Any] = {}
+    for setting in sorted(
+        fields(kind), key=lambda field: field.name not in kind.__annotations__
+    ):  # inherited ones last
+        about, several, name = meaning(setting), _value_type(setting)[1], spelled(setting.name)
+        text = f"{about.text} {_default(setting)}".strip().replace("%", "%%")
+        if about.positional:
+            required = setting.default is MISSING
+            count = ("+" if required else "*") if several else None if required else "?"
+            metavar = setting.name.removesuffix("s").upper()
+            # argparse would convert its own SUPPRESS for an absent optional one
+            default = None if count == "?" else argparse.SUPPRESS
+            options = {"type": partial(convert, setting), "metavar": metavar, "help": text}
+            result.add_argument(setting.name, nargs=count, default=default, **options)
+            continue
+        if not (full or (setting.name in kind.__annotations__ and not about.expert)):
+            text = argparse.SUPPRESS
+        group = groups[about.group] = groups.get(about.group) or result.add_argument_group(about.group)
+        if setting.type is bool:  # the help shows the one that changes the default
+            on, off = (argparse.SUPPRESS, text) if setting.default else (text, argparse.SUPPRESS)
+            group.add_argument(name, action="store_true", help=on)
+            group.add_argument(f"--no-{name[2:]}", dest=setting.name, action="store_false", help=off)
+        else:
+            count = "*" if several else None
+            group.add_argument(name, type=partial(convert, setting), nargs=count, metavar=_metavar(setting), help=text)
+    return result
+
+
+def convert(field: Field[Any], text: str) -> Any:
+    """Convert one value to the field's type. Raises ArgumentTypeError."""
+    kind, words = _value_type(field)[0], _words_beside(field)
+    allowed = choices(field) or (("true", "false") if kind is bool else ())
+    if text in words:
+        return text
+    if allowed and text not in allowed:
+        raise argparse.ArgumentTypeError(f"{text}: use {_listed(allowed)}{_near(text, allowed)}")
+    parsers: dict[Any, Any] = {bool: lambda text: text == "true", int: whole_number, float: finite_number, Path: Path}
+    try:
+        return parsers.get(kind, str)(text)
+    except ValueError:
+        number = "a whole number, such as 500, 10k or 1e6" if kind is int else "a number"
+        raise argparse.ArgumentTypeError(f"{text}: use {_listed([number, *words])}") from None
+
+
+def from_value(field: Field[Any], value: Any) -> Any:
+    """Convert a value that TOML or JSON has parsed already. Raises ArgumentTypeError."""
+    if _value_type(field)[1]:
+        return tuple(convert(field, str(item)) for item in (value if isinstance(value, list) else [value]))
+    if isinstance(value, (dict, list)):
+        raise argparse.ArgumentTypeError(f"{value}: use one value")
+    return convert(field, str(value).lower() if isinstance(value, bool) else str(value))
+
+
 def choices(field: Field[Any]) -> tuple[str, ...]:
     """The values that are allowed; empty if any is."""
-    inner, _ = value_type(field)
+    inner, _ = _value_type(field)
     return get_args(inner) if get_origin(inner) is Literal else meaning(field).choices
 
 
-def value_type(field: Field[Any]) -> tuple[Any, bool]:
+def _value_type(field: Field[Any]) -> tuple[Any, bool]:
     """The type of one value, and whether the flag takes several."""
     declared: Any = field.type
     several = get_origin(declared) is tuple
@@ -83,7 +188,7 @@ def value_type(field: Field[Any]) -> tuple[Any, bool]:
     return kinds[0], several
 
 
-def words_beside(field: Field[Any]) -> tuple[str, ...]:
+def _words_beside(field: Field[Any]) -> tuple[str, ...]:
     """Words that a flag takes besides numbers, such as auto in `int | Literal["auto"]`."""
     more_types = get_args(field.type)[1:] if _is_union(field.type) else ()
     return tuple(word for kind in more_types for word in get_args(kind))
@@ -93,24 +198,20 @@ def _is_union(declared: Any) -> bool:
     return get_origin(declared) in (Union, UnionType)
 
 
-def convert(field: Field[Any], text: str) -> Any:
-    """Convert one value to the field's type."""
-    kind, _ = value_type(field)
-    words = words_beside(field)
-    if text in words:
-        return text
-    allowed = choices(field) or (("true", "false") if kind is bool else ())
-    if allowed and text not in allowed:
-        raise ConfigError(f"{spelled(field.name)} {text}: use {_listed(allowed)}{_near(text, allowed)}")
-    if kind is bool:
-        return text == "true"
-    try:
-        if kind is float:
-            return finite_number(text)
-        return whole_number(text) if kind is int else Path(text) if kind is Path else text
-    except ValueError:
-        number = "a whole number, such as 500, 10k or 1e6" if kind is int else "a number"
-        raise ConfigError(f"{spelled(field.name)} {text}: use {_listed([number, *words])}") from None
+def _metavar(field: Field[Any]) -> str:
+    return "|".join(choices(field) or [_METAVARS[_value_type(field)[0]], *_words_beside(field)])
+
+
+def _default(field: Field[Any]) -> str:
+    why = meaning(field).why
+    if field.default is MISSING:
+        return "" if meaning(field).positional else "Required."
+    if field.default in (None, ()):
+        return f"Default: {why}." if why else ""
+    if isinstance(field.default, bool):
+        return ""
+    value = f"{field.default:g}" if isinstance(field.default, float) else field.default
+    return f"Default: {value} ({why})." if why else f"Default: {value}."
 
 
 def whole_number(text: str) -> int:
@@ -136,120 +237,28 @@ def finite_number(text: str) -> float:
     return number
 
 
-def shipped_configs(kind: type) -> dict[str, Path]:
-    """The configs that come with the package, if they are of this kind."""
-    return (
-        {}
-        if not getattr(kind, "shipped", False)
-        else {path.stem: path for path in sorted((HOME / "recipes").glob("*.toml"))}
-    )
-
-
-def config_file(words: Sequence[str], kind: type) -> Path | None:
-    """The config file that comes before the flags: a path that ends in .toml, or the name of a shipped one."""
-    first = words[0] if words else ""
-    return Path(first) if first.endswith(".toml") else shipped_configs(kind).get(first)
-
-
-def parse(kind: type, words: Sequence[str]) -> Any:
-    """Parse a command line: a config file, then flags that override it."""
-    values = parse_values(kind, words)
-    for required in fields(kind):
-        if required.default is MISSING and required.name not in values:
-            label = required.name.upper() if meaning(required).positional else spelled(required.name)
-            raise ConfigError(f"{label} is missing: {meaning(required).text}")
-    return kind(**values)
-
-
-def parse_values(kind: type, words: Sequence[str]) -> dict[str, Any]:
-    """The values that a command line and its config file set, by name."""
-    flags = {f.name: f for f in fields(kind)}
-    places = [f for f in flags.values() if meaning(f).positional]
-    if not places and (path := config_file(words, kind)):
-        words = [*_from_file(path, flags), *words[1:]]
-    values: dict[str, Any] = {}
-    remaining, arguments = list(words), []
-    while remaining:
-        word = remaining.pop(0)
-        if not word.startswith("--"):
-            arguments.append(word)
-            if any(meaning(place).rest for place in places):
-                arguments += remaining
-                break
-            continue
-        name, equals, text = word[2:].partition("=")
-        name = name.replace("-", "_")
-        if name.startswith("no_") and name[3:] in flags and flags[name[3:]].type is bool:
-            values[name[3:]] = False
-            continue
-        if name not in flags:
-            near = difflib.get_close_matches(name, flags, 1)
-            hint = f"; did you mean {spelled(near[0])}?" if near else "; --help-all lists all"
-            raise ConfigError(f"unknown flag {spelled(name)}{hint}")
-        values[name] = _value(flags[name], [text] if equals else _take(flags[name], remaining))
-    for position, place in enumerate(places):
-        end = None if value_type(place)[1] else position + 1
-        if arguments[position:end]:
-            values[place.name] = _value(place, arguments[position:end])
-    if len(arguments) > len(places) and not (places and value_type(places[-1])[1]):
-        hint = "the config comes before the flags" if config_file(arguments[-1:], kind) else "flags begin with --"
-        names = [*shipped_configs(kind)]
-        configs = f"; configs: a path that ends in .toml, or {_listed(names)}" if names else ""
-        raise ConfigError(f"unexpected argument {arguments[-1]!r}: {hint}{configs}")
-    return values
-
-
-def _take(field: Field[Any], remaining: list[str]) -> list[str]:
-    """Remove the words that belong to the flag from those that remain."""
-    kind, several = value_type(field)
-    if kind is bool:
-        return ["true"]
-    end = next((i for i, word in enumerate(remaining) if word.startswith("--")), len(remaining))
-    count = end if several else min(end, 1)
-    if not count and not several:
-        raise ConfigError(f"{spelled(field.name)} needs a value. {meaning(field).text}")
-    texts, remaining[:] = remaining[:count], remaining[count:]
-    return texts
-
-
-def _value(field: Field[Any], texts: list[str]) -> Any:
-    values = tuple(convert(field, text) for text in texts)
-    return values if value_type(field)[1] else values[0]
-
-
-def _from_file(path: Path, names: Collection[str]) -> list[str]:
-    """The flags in a config file. All of them must belong to this command."""
-    words = stored(path)
-    for key in (word.removeprefix("--").replace("-", "_") for word in words if word.startswith("--")):
-        if key.removeprefix("no_") not in names and key not in names:
-            raise ConfigError(f"{path}: unknown setting {key}{_near(key, names)}")
-    return words
-
-
-def stored(path: Path) -> list[str]:
-    """The keys of a TOML file as flags."""
+def read_toml(kind: type, path: Path) -> dict[str, Any]:
+    """The values in a config file, by name."""
     try:
         with path.open("rb") as file:
-            values = tomllib.load(file)
-        return [word for key, value in values.items() for word in _words(key, value)]
+            content = tomllib.load(file)
     except FileNotFoundError:
         raise ConfigError(f"{path} does not exist; `diloco train --help` lists the configs that come with it") from None
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from None
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
-
-
-def _words(key: str, value: Any) -> list[str]:
-    if isinstance(value, dict):
-        raise ConfigError(f"[{key}] is a table: a config has only keys, such as sync_every = 100")
-    if isinstance(value, bool):
-        return [spelled(key) if value else spelled(f"no_{key}")]
-    if isinstance(value, list):
-        return [spelled(key), *map(str, value)] if value else []
-    return [spelled(key), str(value)]
+    flags = {field.name: field for field in fields(kind)}
+    for name, value in content.items():
+        if isinstance(value, dict):
+            raise ConfigError(f"{path}: [{name}] is a table: a config has only keys, such as sync_every = 100")
+        if name not in flags:
+            raise ConfigError(f"{path}: unknown setting {name}{_near(name, flags)}")
+        try:
+            content[name] = from_value(flags[name], value)
+        except (argparse.ArgumentTypeError, ValueError) as error:  # str() refuses integers of thousands of digits
+            raise ConfigError(f"{path}: {name}: {error}") from None
+    return content
 
 
 def to_toml(config: Any) -> str:

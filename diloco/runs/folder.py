@@ -5,7 +5,7 @@ import os
 import re
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from diloco.errors import ConfigError
@@ -82,37 +82,28 @@ def in_use(folder: Path) -> bool:
     return False
 
 
-def holders(folder: Path) -> list[int]:
-    """The processes on this machine that run it: all that have a lock of it open, except children of such processes."""
-    locks = {str(path.resolve()) for path in _locks(folder)}
-    parents: dict[int, int] = {}
-    for process in Path("/proc").glob("[0-9]*") if in_use(folder) else ():
-        with suppress(OSError):  # it has ended, or is another user's
-            if locks & {os.readlink(file) for file in (process / "fd").iterdir()}:
-                parents[int(process.name)] = int((process / "stat").read_text().rpartition(")")[2].split()[1])
-    return [pid for pid, parent in sorted(parents.items()) if parent not in parents and pid != os.getpid()]
-
-
 def _locks(folder: Path) -> list[Path]:
     return [path for path in (folder / "lock", *folder.glob("replica-*/lock")) if path.is_file()]
 
 
 @contextmanager
 def locked(folder: Path, busy: str = "") -> Iterator[int]:
-    """Hold the folder while the run goes on. The lock ends with the last process that has its file, however it ends.
+    """Lock the folder of a run. The lock is released when the last process that has the file open ends.
 
-    `busy`: what to say if another process holds it. Yields the file descriptor, to be passed on to child processes.
+    `busy`: the error if another process holds it. Yields the file descriptor, for child processes to inherit.
     """
     make(folder)
-    with (folder / "lock").open("w") as file:
+    with (folder / "lock").open("a+") as file:
         for pause in PAUSES:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
                 if not pause:
-                    pids = f" (process {', '.join(map(str, holders(folder)))})" if holders(folder) else ""
-                    usual = f"{folder} is in use by another process{pids}: stop it with `diloco stop {folder}`, "
-                    raise ConfigError(busy or f"{usual}wait until it ends, or give another --name") from None
+                    file.seek(0)
+                    used = f"{folder} is in use by process {file.read()}: wait until it ends, stop it with kill"
+                    raise ConfigError(busy or f"{used} (which saves a checkpoint), or use another --name") from None
                 time.sleep(pause)
+        file.truncate(0)
+        print(os.getpid(), end="", file=file, flush=True)
         yield file.fileno()

@@ -307,9 +307,7 @@ def _status(folder: Path) -> Status:
 def rounds_planned(config: Mapping[str, Any]) -> int:
     """Rounds of each fragment in the whole run; 0 if unknown."""
     steps, sync_every = config.get("steps"), config.get("sync_every")
-    if not isinstance(steps, int) or not isinstance(sync_every, int) or steps < 1 or sync_every < 1:
-        return 0
-    return math.ceil(steps / sync_every)
+    return math.ceil(steps / sync_every) if steps and sync_every else 0
 
 
 def _last(kind: type[Kind], path: Path) -> Kind | None:

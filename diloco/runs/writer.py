@@ -4,7 +4,7 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -71,15 +71,6 @@ class Writer:
         for kind, file in self._files.items():
             file.truncate(state[kind])
             file.seek(0, 2)
-
-    @contextlib.contextmanager
-    def closed_on_error(self) -> Iterator[None]:
-        """Close the files if the run fails, so that nothing written is lost."""
-        try:
-            yield
-        except BaseException:
-            self.close()
-            raise
 
     def close(self) -> None:
         for file in self._files.values():

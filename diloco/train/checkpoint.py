@@ -1,7 +1,7 @@
 """Checkpoints of one replica: complete or absent, found by step, the newest two kept.
 
-Each replica has its own folder, possibly on its own machine. torch.distributed.checkpoint writes a checkpoint under a
-temporary name, and it is renamed once complete: a kill at any moment leaves only complete ones.
+Each replica has its own folder, possibly on its own machine. A checkpoint is written under a temporary name and renamed
+when complete, so a kill at any moment leaves only complete ones.
 """
 
 import errno
@@ -26,7 +26,7 @@ log = logging.getLogger("diloco")
 
 
 KEEP = 2
-"""A crash while saving may leave the newest checkpoint on some replicas only, so each keeps the one before it."""
+"""After a crash while saving, only some replicas may have the newest checkpoint, so each keeps the previous one."""
 
 
 class Checkpoints:

@@ -1,14 +1,16 @@
-"""The members of a run: a fixed number of replicas, or members that come and go through a bucket.
+"""Who takes part in a run: a fixed set of replicas, or the members of a bucket, which come and go.
 
-They decide the learning rate, the batch, the data and the end of the run, which depend on who takes part.
+This determines the learning rate, the batch, the data and the end of the run.
 """
 
+import contextlib
 import hashlib
 import itertools
 import math
 import re
 import socket
 import sys
+from argparse import ArgumentTypeError
 from dataclasses import Field, asdict, fields, replace
 from pathlib import Path
 from types import NoneType
@@ -27,7 +29,7 @@ from diloco.errors import ConfigError, Mismatch
 from diloco.exchange.reducer import Reducer
 from diloco.exchange.world import World
 from diloco.runs.config import TrainConfig, names
-from diloco.runs.flags import choices, spelled, value_type, words_beside
+from diloco.runs.flags import from_value, spelled
 from diloco.runs.schema import Event, Step
 from diloco.runs.writer import Writer
 from diloco.train.data.batches import Batches, LeasedBatches
@@ -38,12 +40,15 @@ from diloco.train.settings import lr_at
 DIGEST = "tokenizer_digest"
 RANGES = "ranges"
 STEP_SECONDS = "step_seconds"
-"""In the note of a run whose creator was timed: how long a step takes, for members with --batch auto."""
+"""Published in the note of the run if its creator timed its steps. `--batch auto` matches it."""
+NOTICE = 20.0
+"""Seconds in which a member that is asked to stop hands its last steps to the others. Clouds give at least 30 s, and a
+checkpoint is saved afterwards."""
 CARRIES = 32
-"""Rounds of work that one delta may count for: a slow member carries the work that was not counted yet."""
+"""Largest work of one delta, in rounds. A slow member carries over the work that no round has counted yet."""
 SAFE = {"model": re.compile("[a-z0-9.]+"), "tokenizer": re.compile("bytes|train:[0-9]+")}
-"""Values that a member adopts from the run: presets, and tokenizers made here. Any other is loaded from elsewhere, so
-the user must set it."""
+"""Values adopted from the run without asking: presets, and tokenizers built locally. Anything else is loaded from
+elsewhere, so the user must name it."""
 LARGEST = {"context": 1 << 24, "batch": 1 << 24, "accumulate": 1 << 24, "replicas": 1 << 20}
 
 
@@ -83,16 +88,13 @@ class Members(Protocol):
         """Note the loss of the anchors."""
         ...
 
-    def stopping(self) -> int:
-        """This process was asked to stop: pass its work on to the others. Returns the steps that are lost to them."""
+    def finish(self, stopped: bool) -> int:
+        """Sync a last time. `stopped`: this process was asked to stop, before the end of the run. Returns the steps
+        that the others will lack."""
         ...
 
-    def synced(self) -> None:
-        """Note that the last sync is done."""
-        ...
-
-    def stopped(self) -> None:
-        """Note that this process has saved."""
+    def leave(self) -> None:
+        """Leave the others, after a checkpoint was saved."""
         ...
 
 
@@ -107,7 +109,7 @@ class Fixed:
         self.batch = planned_batch(config, world)
 
     def begin(self, diloco: DiLoCo | None, start: int, folder: Path) -> None:
-        self.over = start >= self._steps
+        self.over, self._diloco = start >= self._steps, diloco
         if diloco:
             diloco.join()
 
@@ -122,12 +124,12 @@ class Fixed:
 
     def evaluated(self, loss: float) -> None: ...
 
-    def stopping(self) -> int:
-        return 0  # all stop after the same step, and resume there
+    def finish(self, stopped: bool) -> int:
+        if self._diloco and not stopped:  # all stop after the same step, and resume there
+            self._diloco.finish()
+        return 0
 
-    def synced(self) -> None: ...
-
-    def stopped(self) -> None: ...
+    def leave(self) -> None: ...
 
 
 def planned_batch(config: TrainConfig, world: World) -> Batch:
@@ -170,26 +172,20 @@ def adopt_settings(config: TrainConfig) -> TrainConfig:
 
 
 def _checked(field: Field[Any], value: Any) -> Any:
-    """A setting that the run's creator published: of the right type, and not absurd. `TrainConfig` checks the rest."""
-    kind, _ = value_type(field)
-    allowed = choices(field)
-    if isinstance(value, str):
-        good = kind is str or value in allowed
-        good &= value.isprintable() and len(value) < 10_000 and (not allowed or value in allowed)
-        good |= value in words_beside(field)
-    elif isinstance(value, bool) or value is None:
-        good = kind is bool if value is not None else NoneType in get_args(field.type)
-    else:
-        good = isinstance(value, (int, float)) and abs(value) <= LARGEST.get(field.name, 1e15)
-        good &= kind is float or (kind is int and isinstance(value, int))
-    if not good:
-        raise ConfigError(f"the run in the bucket has {field.name}={value!r:.60}, which is not a valid "
-                          f"{spelled(field.name)}; do not join a run that you do not trust")  # fmt: skip
-    return value
+    """A setting that the run's creator published: of its flag's type, and not absurd. `TrainConfig` checks the rest."""
+    if value is None and NoneType in get_args(field.type):
+        return None
+    with contextlib.suppress(ArgumentTypeError, ValueError):
+        checked = from_value(field, value)
+        large = isinstance(checked, (int, float)) and abs(checked) > LARGEST.get(field.name, 1e15)
+        if not large and str(checked).isprintable() and len(str(checked)) < 10_000:
+            return checked
+    raise ConfigError(f"the run in the bucket has {field.name}={value!r:.60}, which is not a valid "
+                      f"{spelled(field.name)}; do not join a run that you do not trust")  # fmt: skip
 
 
 class Elastic:
-    """Members of a bucket, which come and go. `config.batch` is that of all members the run was planned for."""
+    """A member of a bucket. `config.batch` is that of all members the run was planned for."""
 
     def __init__(
         self,
@@ -199,8 +195,8 @@ class Elastic:
         corpus: Corpus | None = None,
         pace: Pace | None = None,
     ) -> None:
-        """`corpus`: what all members train on, in windows that they lease. Without it each has its own order. `pace`:
-        how long this member's steps take, if that decides its batch."""
+        """`corpus`: lease its windows from the other members; None: sample alone. `pace`: the times of this member's
+        steps, which with `--batch auto` decide its batch."""
         assert config.bucket is not None and config.steps is not None
         self.batch, self._pace = planned_batch(config, world), pace
         per_step = self.batch.sequences * config.context
@@ -214,8 +210,7 @@ class Elastic:
             shared |= {STEP_SECONDS: seconds_of(pace, self.batch.sequences)}
         self.reducer = Bucket(
             config.bucket, member_name(config), key=read_secret(config.key_file), encrypt=read_secret(config.encrypt),
-            join_only=config.join_only, announce=config.announce,
-            quorum=config.quorum, straggler_timeout=config.straggler_timeout,
+            join_only=config.join_only, announce=config.announce, quorum=config.quorum,
             rounds=self.rounds, max_work=float(CARRIES * config.sync_every * per_step), note=shared,
         )  # fmt: skip
         self._position = self._joined_at = self._index = self._order = 0
@@ -232,8 +227,8 @@ class Elastic:
         self._diloco, self._joined_at, self._warm = diloco, start, bool(start)
         self.batch = self._own_batch(run)
         self.reducer.publish(batch=self.batch.sequences)
-        self._fragments = folder / "fragments"  # what they are doing, for the dashboard
-        self._shown = 0  # the step whose figures were the newest then
+        self._fragments = folder / "fragments"  # their phases, for the dashboard
+        self._shown = 0  # the newest step with figures when that was written
         self._index, _ = self._agree()
         self.over = min(self._least(*diloco.indices)) >= self.rounds
         index = self._index
@@ -242,13 +237,13 @@ class Elastic:
         self._order = self._data_order(folder / f"order-{self._world.shard}", bool(start))
         if self._world.shard == 0:
             (folder / "run-id").write_text(run.id)
-            event = f"created run {run.id}" if run.created else f"joined run {run.id} at round {index}"
-            print(f"{event}, as {self.reducer.name}", file=sys.stderr, flush=True)  # noqa: T201
-            if self.over:
-                print(f"it ended after {self.rounds} rounds: this member takes the result", file=sys.stderr)  # noqa: T201
+        event = f"created run {run.id}" if run.created else f"joined run {run.id} at round {index}"
+        self._say(f"{event}, as {self.reducer.name}")
+        if self.over:
+            self._say(f"it ended after {self.rounds} rounds: this member takes the result")
 
     def _own_batch(self, run: Run) -> Batch:
-        """The one that is set, an equal part, or what this member trains in a step of the run."""
+        """The number that is set, an equal part, or what this member trains in the time of a step of the run."""
         if isinstance(self._config.share, int):
             return Batch(self._config.share, self._config.accumulate)
         if self._config.share is None:
@@ -260,39 +255,36 @@ class Elastic:
         return replace(batch, why=f"what this member trains in {seconds:.3g} s, a step of the run")
 
     def _cut(self, corpus: Corpus, per_step: int) -> dict[str, object]:
-        """The ranges of this rank's windows, and the corpus that they are of."""
+        """Divide this rank's windows into ranges to lease, and name the corpus they belong to."""
         config, world = self._config, self._world
         windows = (max(corpus.train_tokens - 1, 0) // config.context - world.shard + world.size - 1) // world.size
         ranges = ranges_of(max(windows, 1), per_step // config.context // world.size * config.sync_every)
         return {"corpus": corpus.sha256, **asdict(ranges)}
 
     def _shared_ranges(self) -> Ranges | None:
-        """The ranges of the run, if this member has the corpus of the one that created it."""
+        """The ranges of the run, if this member has the same corpus as the run's creator."""
         assert self.reducer.run is not None
         shared: Any = self.reducer.run.note.get(RANGES)
         if not self._ranges:
             return None
         ranges = read_ranges(shared)
         if ranges is None or any(shared.get(k) != self._ranges[k] for k in ("corpus", "windows")):
-            if self._world.shard == 0:
-                text = "this member's data differs from the run's: it samples on its own, without leases"
-                print(text, file=sys.stderr)  # noqa: T201
+            self._say("this member's data differs from the run's: it samples its own, without leases")
             return None
         return ranges
 
     def _data_order(self, path: Path, resumed: bool) -> int:
         """Number of the order in which this member visits the windows, stored in `path`.
 
-        A member that resumes keeps the order that the position in its checkpoint refers to. Any other takes a new one:
-        otherwise it would start with the same windows again.
+        On resume the order stays, because the position in the checkpoint refers to it. Otherwise it is a new one, or
+        the member would start with the same windows again.
         """
-        assert self.reducer.session is not None
         if not (resumed and path.exists()):
-            path.write_text(str(self.reducer.session.entry.incarnation))
+            path.write_text(str(self.reducer.incarnation))
         return int(path.read_text())
 
     def batches(self, corpus: Corpus, sequences: int) -> Batches:
-        """Windows that no other member trains on, if all have the same text; otherwise in an order of this member."""
+        """Leased windows if all members have the same text; otherwise all windows, in an order of this member."""
         assert self.reducer.run is not None
         order = f"{self.reducer.run.id} {self.reducer.name} {self._order}"
         digest = hashlib.blake2b(order.encode(), digest_size=6).digest()
@@ -305,7 +297,7 @@ class Elastic:
         return LeasedBatches(own, leases, lambda: self._diloco.step_count + 1, **place)
 
     def lr(self, step: int) -> float:
-        """Follow the progress of the run, never backwards. A new member warms up: its AdamW has no moments yet."""
+        """Follow the progress of the run, never backwards. A new member warms up, because AdamW has no moments yet."""
         self._position = max(self._position + 1, self._config.sync_every * self._index)
         lr = lr_at(self._config, self._position)
         warmup = min(100, self._config.sync_every)
@@ -315,7 +307,7 @@ class Elastic:
         """Publish the progress of this member, write events, check whether the run has ended."""
         self.reducer.publish(step=step)
         if self._leases:
-            self._leases.trained(self._diloco.counted_steps, self._diloco.lost_steps)
+            self._leases.trained(self._diloco.replica.counted_steps, self._diloco.replica.lost_steps)
             self.reducer.publish(unleased=self._leases.unleased)
         if last:
             self.reducer.publish(loss=last.loss, tokens_per_second=last.tokens_per_second)
@@ -333,23 +325,28 @@ class Elastic:
     def evaluated(self, loss: float) -> None:
         self.reducer.publish(anchor_loss=loss)
 
-    def stopping(self) -> int:
-        steps = self._diloco.flush(self._config.notice)
-        if self._world.shard == 0:
-            text = f"the others lack this member's last {steps} steps; the checkpoint has them"
-            print(text if steps else "the others have all steps of this member", file=sys.stderr)  # noqa: T201
-        return steps
-
-    def synced(self) -> None:
+    def finish(self, stopped: bool) -> int:
+        lost = 0
+        if not stopped:
+            self._diloco.finish()
+        else:
+            lost = self._diloco.flush(NOTICE)
+            text = f"the other members lack the last {lost} steps of this one; its checkpoint has them"
+            self._say(text if lost else "the other members have all steps of this one")
         if self._leases:
-            self._leases.trained(self._diloco.counted_steps, self._diloco.lost_steps)
+            self._leases.trained(self._diloco.replica.counted_steps, self._diloco.replica.lost_steps)
             self.reducer.release(self._leases)
+        return lost
 
-    def stopped(self) -> None:
+    def leave(self) -> None:
         self.reducer.leave()  # so that the others need not wait for a timeout
 
+    def _say(self, text: str) -> None:
+        if self._world.shard == 0:
+            print(text, file=sys.stderr, flush=True)  # noqa: T201
+
     def _agree(self) -> tuple[int, bool]:
-        """The round that the run has reached and whether it has ended, the same on all ranks of this member."""
+        """The current round of the run and whether it has ended, equal on all ranks of this member."""
         index, ended = self._least(self._diloco.indices[0], self.reducer.ended)
         return index, bool(ended)
 

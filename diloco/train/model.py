@@ -124,8 +124,6 @@ class Decoder(nn.Module):
 
     def __init__(self, shape: Shape, context: int, theta: float = ROPE_THETA) -> None:
         super().__init__()
-        if shape.width != shape.heads * shape.head_width or shape.head_width % 2:
-            raise ConfigError(f"width {shape.width} with {shape.heads} heads: use heads of equal and even width")
         self.shape, self.context, self.theta = shape, context, theta
         self.model = _Body(shape)
         self.lm_head = None if shape.tied else nn.Linear(shape.width, shape.vocabulary, bias=False)
@@ -290,18 +288,18 @@ def export(model: nn.Module, tokenizer: Tokenizer, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     if isinstance(model, Pretrained):
         model.network.save_pretrained(folder)
-    elif isinstance(model, Decoder):
-        (folder / "config.json").write_text(json.dumps(_qwen3(model, tokenizer), indent=2) + "\n", encoding="utf-8")
-        _save(model.state_dict(), folder / "model.safetensors")
     else:
-        raise ConfigError(f"cannot export a {type(model).__name__}: pass a model made by diloco.train.model.build")
+        assert isinstance(model, Decoder)
+        (folder / "config.json").write_text(json.dumps(_qwen3(model, tokenizer), indent=2) + "\n", encoding="utf-8")
+        weights, path = model.state_dict(), folder / "model.safetensors"
+        save_file({n: t.detach().cpu().contiguous() for n, t in weights.items()}, path, metadata={"format": "pt"})
+        path.chmod(folder.stat().st_mode & 0o666)  # as readable as its folder; safetensors makes it private
     tokenizer.save(folder)
 
 
 def _qwen3(model: Decoder, tokenizer: Tokenizer) -> dict[str, Any]:
-    """config.json. Transformers before version 5 reads `rope_theta` and `torch_dtype`, later ones their successors."""
+    """config.json."""
     shape = model.shape
-    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
     return {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
@@ -314,7 +312,6 @@ def _qwen3(model: Decoder, tokenizer: Tokenizer) -> dict[str, Any]:
         "head_dim": shape.head_width,
         "hidden_act": "silu",
         "rms_norm_eps": EPSILON,
-        "rope_theta": model.theta,
         "rope_parameters": {"rope_type": "default", "rope_theta": model.theta},
         "max_position_embeddings": model.context,
         "attention_bias": False,
@@ -324,14 +321,5 @@ def _qwen3(model: Decoder, tokenizer: Tokenizer) -> dict[str, Any]:
         "initializer_range": 0.02,
         "eos_token_id": tokenizer.end,
         "use_cache": True,
-        "dtype": dtype,
-        "torch_dtype": dtype,
+        "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
     }
-
-
-def _save(state: dict[str, Tensor], path: Path) -> None:
-    """Write under a temporary name: an earlier export remains until the new weights are complete."""
-    temporary = path.with_suffix(".tmp")
-    save_file({n: t.detach().cpu().contiguous() for n, t in state.items()}, temporary, metadata={"format": "pt"})
-    temporary.chmod(path.parent.stat().st_mode & 0o666)  # as readable as its folder; safetensors makes it private
-    temporary.replace(path)

@@ -1,4 +1,4 @@
-"""`--batch auto`: the batch with which a step of this member takes as long as a step of the run. No torch."""
+"""`--batch auto`: choose the batch whose step takes this machine as long as a step of the run. No torch."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from diloco.errors import ConfigError
 
 Pace = Mapping[int, float]
-"""Seconds of a step, by the number of its sequences."""
+"""Seconds per step, by number of sequences."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """A step of one replica."""
+    """One step of a replica."""
 
     sequences: int
     accumulate: int
@@ -21,8 +21,8 @@ class Batch:
 
 
 def measure(seconds: Callable[[int], float | None], *, first: int = 1, until: float, most: int) -> Pace:
-    """Time steps of twice as many sequences each, from `first` on, until one takes this long or has the most sequences.
-    `seconds` returns None if memory does not suffice."""
+    """Time steps of `first` sequences, then twice as many each time, until a step takes `until` seconds or holds `most`
+    sequences. `seconds` returns None when memory runs out."""
     pace: dict[int, float] = {}
     sequences = first
     while (taken := seconds(sequences)) is not None:
@@ -36,13 +36,13 @@ def measure(seconds: Callable[[int], float | None], *, first: int = 1, until: fl
 
 
 def seconds_of(pace: Pace, sequences: int) -> float:
-    """Seconds of a step with this many sequences; in several passes if fewer were tried."""
+    """Seconds of a step of this size. Beyond the largest that was timed, the time grows with the size."""
     largest = max(pace)
     return pace[sequences] if sequences in pace else pace[largest] * sequences / largest
 
 
 def batch_for(pace: Pace, step_seconds: float, *, accumulate: int = 1) -> Batch:
-    """The batch whose step takes this long. No micro-batch is larger than what was tried: it may not fit into memory.
+    """The batch whose step takes this long. Micro-batches never exceed the largest size timed: more may not fit.
 
     >>> batch_for({1: 0.3, 2: 0.5, 4: 0.9}, 0.7)
     Batch(sequences=3, accumulate=1, why='')

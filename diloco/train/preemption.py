@@ -1,4 +1,4 @@
-"""The notice that a cloud gives before it takes a machine away, read from the machine's metadata service."""
+"""Watch a cloud's metadata service for the notice that precedes a preemption."""
 
 import contextlib
 import json
@@ -16,19 +16,19 @@ SERVICES = {
     "azure": "http://169.254.169.254/metadata/scheduledevents?api-version=2020-07-01",
 }
 NAME = "/metadata/instance/compute/name?api-version=2021-02-01&format=text"
-"""Azure's name of this machine: its events list all machines of the scale set or availability set."""
+"""Where Azure gives the name of this machine: its events list all machines of a scale set or availability set."""
 INTERVAL = 2.0
-"""Seconds between two looks. The shortest notice, of gcp and azure, is 30 s."""
+"""Seconds between requests. The shortest notice is 30 s, on gcp and azure."""
 TIMEOUT = 2.0
 HEADERS = {"Metadata-Flavor": "Google", "Metadata": "true"}
-"""gcp and azure answer only requests with their header; the other services ignore it."""
+"""gcp and azure each require one of these headers; the other services ignore them."""
 log = logging.getLogger("diloco")
 
 
 @contextlib.contextmanager
 def watched(service: str | None, tell: Callable[[], None]) -> Iterator[None]:
-    """While inside, look for a notice in the background, and call `tell` once it has come. `service`: a key of SERVICES
-    or the URL of a service that answers in the form of one of them; None: look for nothing."""
+    """Poll for a notice in the background inside this context, and call `tell` when it comes. `service`: a key of
+    SERVICES, or the URL of a compatible service; None disables polling."""
     ended = threading.Event()
 
     def watch(service: str) -> None:
@@ -36,12 +36,12 @@ def watched(service: str | None, tell: Callable[[], None]) -> Iterator[None]:
         while not ended.is_set():
             try:
                 if has_notice(SERVICES.get(service, service)):
-                    log.warning("the cloud will take this machine away: syncing, saving a checkpoint and stopping")
+                    log.warning("the cloud will preempt this machine: syncing, saving a checkpoint and stopping")
                     tell()
                     return
             except (OSError, HTTPException) as error:
                 if not silent:
-                    log.warning("the metadata service %s does not answer (%s); asking again", service, error)
+                    log.warning("the metadata service %s does not answer (%s); retrying", service, error)
                 silent = True
             ended.wait(INTERVAL)
 
@@ -55,9 +55,11 @@ def watched(service: str | None, tell: Callable[[], None]) -> Iterator[None]:
 
 
 def has_notice(url: str) -> bool:
-    """Whether the service announces the end of this machine. Raises OSError or HTTPException if it does not answer, or
-    not in HTTP."""
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy would ask its own machine's service
+    """Whether the service announces the preemption of this machine. Raises OSError or HTTPException if it gives no
+    valid HTTP response."""
+    opener = urllib.request.build_opener(
+        urllib.request.ProxyHandler({})
+    )  # a proxy would reach its own machine's service
 
     def answer(url: str, method: str = "GET", **headers: str) -> str:
         request = urllib.request.Request(url, headers=headers, method=method)
@@ -66,13 +68,13 @@ def has_notice(url: str) -> bool:
 
     headers, address = dict(HEADERS), urlsplit(url)
     service = f"{address.scheme}://{address.netloc}"
-    with contextlib.suppress(OSError, HTTPException):  # aws wants a token; the others have none
+    with contextlib.suppress(OSError, HTTPException):  # aws requires a token; the others have none
         token = answer(f"{service}/latest/api/token", "PUT", **{"X-aws-ec2-metadata-token-ttl-seconds": "60"})
         headers["X-aws-ec2-metadata-token"] = token
     try:
         text = answer(url, **headers)
     except urllib.error.HTTPError as error:
-        if error.code == 404:  # aws, as long as nothing is planned
+        if error.code == 404:  # aws, while nothing is planned
             return False
         raise
     machines = _machines(text)
@@ -80,7 +82,7 @@ def has_notice(url: str) -> bool:
 
 
 def _announces(text: str) -> bool:
-    """Whether aws or gcp announces the end of the machine that asks.
+    """Whether this is the notice of aws or gcp, which is about the machine that asks.
 
     >>> _announces("FALSE"), _announces("TRUE"), _announces('{"action": "terminate", "time": "2026-01-01T00:00:00Z"}')
     (False, True, True)
@@ -92,7 +94,7 @@ def _announces(text: str) -> bool:
 
 
 def _machines(text: str) -> set[str]:
-    """The machines whose end azure announces, in lower case.
+    """The machines that azure is about to preempt or delete, in lower case.
 
     >>> _machines('{"Events": [{"EventType": "Preempt", "Resources": ["A_0"]}]}')
     {'a_0'}

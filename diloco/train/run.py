@@ -23,7 +23,7 @@ from diloco.train.setup import Prepared, prepare, set_lr
 from diloco.train.stop import Stop
 
 DELAY = 2
-"""Steps that the host may be ahead of the device."""
+"""Steps that the host may run ahead of the device."""
 LARGEST_NORM = 1.0
 """Gradients are clipped to this norm."""
 
@@ -50,8 +50,8 @@ def start_reading(*scalars: Tensor) -> Reading:
 
 
 class Readings:
-    """Steps whose loss and norm have not been read yet. Reading them at once would make the host wait for the device
-    after every step, and then the device for the host."""
+    """Steps whose loss and gradient norm are still on the device. Reading them right away would stall host and device
+    in turn at every step."""
 
     def __init__(self, write: Callable[[Step], None]) -> None:
         self._write = write
@@ -64,7 +64,7 @@ class Readings:
         self._pending.append((read, step))
 
     def write(self, pending: int = 0) -> None:
-        """Write the steps in order, and leave the newest ones `pending`."""
+        """Write the steps in order, except the newest `pending` ones."""
         while len(self._pending) > pending:
             read, step = self._pending.popleft()
             loss, grad_norm = read()
@@ -75,14 +75,14 @@ class Readings:
 def train(config: TrainConfig, world: World, folder: Path) -> Summary:
     """Train this process's part of the run and return its summary. The default process group must exist."""
     run = prepare(config, world, folder, train_step)
-    with run.writer.closed_on_error(), _left_on_error(run):
+    with _left_on_error(run):
         step, stopped = fit(run)
         return finish(run, step, stopped)
 
 
 @contextlib.contextmanager
 def _left_on_error(run: Prepared) -> Iterator[None]:
-    """After an error, leave the others, so that they need not wait for a timeout."""
+    """On an error, leave the others, which would otherwise wait for a timeout."""
     try:
         yield
     except BaseException:
@@ -92,7 +92,7 @@ def _left_on_error(run: Prepared) -> Iterator[None]:
 
 
 def fit(run: Prepared) -> tuple[int, bool]:
-    """Train until the run is over or is asked to stop; return the last step, and whether it was stopped."""
+    """Train until the run ends or is asked to stop; return the last step, and whether it was stopped."""
     config, members, stats = run.config, run.members, run.stats
     step, stopped, rounds, readings = run.start, False, stats.rounds, Readings(run.writer.write)
     assert config.eval_every is not None
@@ -134,7 +134,7 @@ def fit(run: Prepared) -> tuple[int, bool]:
 
 
 def train_step(run: Prepared, lr: float) -> Reading:
-    """Do one optimizer step on the next batch. Returns loss and gradient norm, to be read later."""
+    """Take one optimizer step on the next batch. Loss and gradient norm are read later."""
     config, device = run.config, run.device
     no_sync = run.model.no_sync if isinstance(run.model, DistributedDataParallel) else contextlib.nullcontext
     set_lr(run.optimizers, lr)
@@ -178,21 +178,19 @@ def save(run: Prepared, step: int) -> None:
 
 
 def finish(run: Prepared, step: int, stopped: bool) -> Summary:
-    """Sync a last time, save, evaluate, and summarize. One that was stopped may have little time: it evaluates last."""
+    """Sync a last time, save, evaluate, and summarize. Save before evaluating: a stopped run may have little time."""
     replica_loss, rounds, end = None, run.stats.rounds, Event("finish", run.writer.seconds(), step)
     if not stopped:
         run.phase.say("evaluating")
         replica_loss = _held_out_loss(run)
     run.phase.say("last sync")
+    lost = run.members.finish(stopped)
     if stopped:
-        end = Event("stop", run.writer.seconds(), step, {"steps_lost": run.members.stopping()})
-    elif run.diloco:
-        run.diloco.finish()
+        end = Event("stop", run.writer.seconds(), step, {"steps_lost": lost})
     _write_rounds(run, rounds)
-    run.members.synced()
     save(run, step)
     if stopped:
-        run.members.stopped()
+        run.members.leave()
     run.writer.write(end)
     evaluation = evaluate(run, step, replica_loss)
     samples = []
@@ -240,7 +238,7 @@ def _held_out_loss(run: Prepared) -> float:
 
 
 def _anchors(run: Prepared) -> contextlib.AbstractContextManager[None]:
-    """Put the anchors into the model for a while, if there are any."""
+    """Hold the anchors in the model inside this context, if there are any."""
     return run.diloco.anchors() if run.diloco else contextlib.nullcontext()
 
 
@@ -252,8 +250,8 @@ def _write_rounds(run: Prepared, written: int) -> int:
 
 
 def _traffic(run: Prepared, step: int) -> dict[str, Any]:
-    """Traffic so far of all ranks of this replica, each of which sends its shard. For data-parallel training it is
-    computed, not counted: fp32 gradients, sent during backward."""
+    """Traffic so far of this replica: each of its ranks sends its shard. For data-parallel training it is computed, not
+    counted: fp32 gradients, sent during backward."""
     stats, in_flight, ranks = run.stats, run.diloco.in_flight if run.diloco else 0, run.world.shards
     sent, received = ranks * stats.bytes_sent, ranks * stats.bytes_received
     if run.config.method == "dp":

@@ -16,7 +16,8 @@ from diloco.errors import ConfigError, install_command
 from diloco.exchange.world import cores
 from diloco.plan import laws
 from diloco.runs import units
-from diloco.runs.config import SYNCED, TrainConfig
+from diloco.runs.config import SYNCED, TrainConfig, names
+from diloco.runs.flags import parse
 from diloco.runs.presets import shape_named
 from diloco.runs.reader import read_summary
 from diloco.runs.writer import TRACKER_MODULES, missing_tracker
@@ -48,7 +49,7 @@ def resolve(
 ) -> tuple[TrainConfig, list[Derived]]:
     """Fill in every setting, and explain the values that were derived. `corpus_tokens`: tokens of the train split."""
     values: list[Derived] = []
-    if config.batch == "auto":  # that of all members together is planned as usual
+    if config.batch == "auto":  # the batch of all members together is planned as usual
         config = replace(config, batch=None)
 
     def derive(name: str, value: float | str, reason: str) -> None:
@@ -57,7 +58,7 @@ def resolve(
 
     pretrained = config.model.startswith("hf:")
     if pretrained and config.tokenizer == config.model:
-        values.append(Derived("tokenizer", config.model, "the model's own: it knows no other tokens"))
+        values.append(Derived("tokenizer", config.model, "the model's own: its embeddings fit no other"))
     batch, why = _batch(config, parameters, replicas)
     derive("batch", batch, why)
     tokens_per_step = int(config.batch or batch) * config.context
@@ -76,8 +77,6 @@ def resolve(
         law = laws.inner_lr(parameters, replicas)
         capped = f", capped at {LARGEST_LR:g}" if law > LARGEST_LR else ""
         derive("lr", float(f"{min(law, LARGEST_LR):.3g}"), f"scaling law 22256·N^-0.88·M^0.29{capped}")
-    derive("warmup", min(max(steps // 10, 1), 1000), "a tenth of the steps, at most 1000")
-    derive("weight_decay", float(f"{1 / steps:.3g}"), "1 ÷ steps, as in the scaling laws")
     derive("eval_every", min(max(steps // 10, 50), 1000), "a tenth of the steps, from 50 to 1000")
     if config.method in SYNCED and ":" not in config.outer:
         values += [Derived(f"outer_{name}", value, why) for name, (value, why) in derived(OUTERS[config.outer]).items()]
@@ -94,16 +93,24 @@ def _batch(config: TrainConfig, parameters: int, replicas: int) -> tuple[int, st
 
 
 def lr_at(config: TrainConfig, step: int) -> float:
-    """Inner learning rate of a step (from 1): linear warm-up, then a cosine to 5 % of the peak."""
-    assert config.lr is not None and config.warmup is not None and config.steps is not None
-    if step <= config.warmup:
-        return config.lr * step / config.warmup
-    done = (step - config.warmup) / max(config.steps - config.warmup, 1)
+    """Inner learning rate of a step (from 1): linear warm-up over a tenth of the steps, but at most 1000, then a cosine
+    to 5 % of the peak."""
+    assert config.lr is not None and config.steps is not None
+    warmup = min(max(config.steps // 10, 1), 1000)
+    if step <= warmup:
+        return config.lr * step / warmup
+    done = (step - warmup) / max(config.steps - warmup, 1)
     return config.lr * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * min(done, 1.0))))
 
 
+def weight_decay(config: TrainConfig) -> float:
+    """1 ÷ steps, as in the scaling laws; for matrices only."""
+    assert config.steps is not None
+    return float(f"{1 / config.steps:.3g}")
+
+
 def describe(values: list[Derived], parameters: int, config: TrainConfig, corpus: str, start: int) -> str:
-    """Say what is about to run, and why each derived value is what it is."""
+    """Describe what is about to run, with the reason for each derived value."""
     where = f" from step {start}" if start else ""
     head = f"{config.method}: {parameters / 1e6:.3g}M parameters on {corpus}, {config.steps} steps{where}"
     return "\n".join([head, *(f"  {value.name} = {_number(value.value)}: {value.reason}" for value in values)])
@@ -114,7 +121,7 @@ def _number(value: float | str) -> str:
 
 
 def check(config: TrainConfig, processes: int) -> None:
-    """Raise on anything that would fail in every process. `processes`: the number that train together."""
+    """Raise on anything that would fail in every process, before they start. `processes`: how many train together."""
     _check_model(config.model)
     tokenizer = config.tokenizer or default_tokenizer(config.model)
     check_tokenizer(tokenizer)
@@ -164,8 +171,9 @@ def _check_data(sources: Sources, tokenizer: str, online: bool) -> None:
         documents.check(replace(sources, items=local), utf8=tokenizer != "bytes")
 
 
-def check_resume(config: TrainConfig, folder: Path, before: TrainConfig) -> None:
-    """Raise if the checkpoints do not fit these settings, or the run has nothing left to do."""
+def check_resume(config: TrainConfig, folder: Path) -> None:
+    """Raise if the checkpoints do not fit these settings, or the run has nothing left to do. Print what has changed."""
+    before: TrainConfig = parse(TrainConfig, [str(folder / "config.toml")])
     for name in ("model", "method", "shards"):
         was, now = getattr(before, name), getattr(config, name)
         if was != now:
@@ -175,6 +183,10 @@ def check_resume(config: TrainConfig, folder: Path, before: TrainConfig) -> None
     if done and not done.stopped and config.steps is not None and config.steps <= done.steps:
         raise ConfigError(f"{folder} finished at step {done.steps}: raise --steps to train further, as in --resume "
                           f"--name {folder.name} --steps {2 * done.steps}")  # fmt: skip
+    pairs = ((name, getattr(before, name), getattr(config, name)) for name in names("run", "member"))
+    changed = [f"{name} {was} → {now}" for name, was, now in pairs if was != now]
+    text = f"; changed: {', '.join(changed)}" if changed else ""
+    print(f"resume with the settings of {folder / 'config.toml'}{text}", file=sys.stderr)  # noqa: T201
 
 
 def print_notes(config: TrainConfig, processes: int) -> None:
@@ -183,7 +195,7 @@ def print_notes(config: TrainConfig, processes: int) -> None:
 
 
 def notes(config: TrainConfig, processes: int) -> Iterator[str]:
-    """Settings that are allowed but probably a mistake."""
+    """Warn of settings that are allowed but probably a mistake."""
     fixed = config.method in SYNCED and "sync_every" not in config.auto
     if fixed and config.steps and config.steps < FEW_ROUNDS * config.sync_every:
         rounds = config.steps // config.sync_every
@@ -203,7 +215,7 @@ def outline(config: TrainConfig, replicas: int) -> str:
     parameters = _parameters(config)
     resolved, values = resolve(config, parameters, replicas)
     if config.model.startswith("hf:") and config.steps is None:
-        values = [value for value in values if value.name not in ("tokens", "steps", "warmup", "weight_decay")]
+        values = [value for value in values if value.name not in ("tokens", "steps")]
         values.append(Derived("steps", "by the data", "one pass; the length is known once the data are read"))
     text = describe(values, parameters, resolved, sources.name, 0)
     assert isinstance(resolved.batch, int)

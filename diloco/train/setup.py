@@ -46,15 +46,17 @@ from diloco.train.checkpoint import Checkpoints
 from diloco.train.data import corpus as corpora
 from diloco.train.data.batches import Batches
 from diloco.train.data.corpus import Corpus
-from diloco.train.data.tokenizer import default_tokenizer, tokenizer_digest
+from diloco.train.data.tokenizer import default_tokenizer
 from diloco.train.members import CARRIES, Elastic, Fixed, Members, planned_batch, run_of, step_seconds_of
 from diloco.train.model import Windows, build
 from diloco.train.pace import Pace, measure
-from diloco.train.settings import Derived, check_batch, describe, resolve
+from diloco.train.settings import Derived, check_batch, describe, resolve, weight_decay
 
 log = logging.getLogger("diloco")
+EVALUATED = 16_384
+"""Held-out tokens of an evaluation."""
 TIMED = 2
-"""Steps of which the faster one counts, after one that is not timed."""
+"""Steps to time after a warm-up step; the fastest counts."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,7 @@ class Prepared:
         return f"rank {self.world.shard}"
 
     def state_dict(self, moments: bool = True) -> dict[str, Any]:
-        """The state that a checkpoint holds, before the first step without `moments`: torch would create them."""
+        """The contents of a checkpoint. Before the first step leave out the `moments`, which torch would create."""
         state: dict[str, Any] = {"model": get_model_state_dict(self.model)}
         if moments:
             with self.paused():
@@ -125,7 +127,7 @@ TrainStep = Callable[[Prepared, float], Callable[[], object]]
 
 def prepare(config: TrainConfig, world: World, folder: Path, step: TrainStep) -> Prepared:
     """Build this process's part of the run in `folder`, load the newest checkpoint on resume, and join the others.
-    `step` is what `--batch auto` times."""
+    `--batch auto` times `step`."""
     device = device_for(config, world)
     phase = Phase(folder / "phase" if world.rank == 0 else None)
     config = replace(config, tokenizer=config.tokenizer or default_tokenizer(config.model))
@@ -148,7 +150,7 @@ def prepare(config: TrainConfig, world: World, folder: Path, step: TrainStep) ->
         world=world,
         device=device,
         corpus=corpus,
-        windows=corpus.evaluation(config.context, config.eval_tokens),
+        windows=corpus.evaluation(config.context, EVALUATED),
         model=model,
         forward=torch.compile(model) if config.compile else model,
         mesh=mesh,
@@ -161,12 +163,11 @@ def prepare(config: TrainConfig, world: World, folder: Path, step: TrainStep) ->
         parameters=parameters,
         tokens_per_step=planned_batch(config, world).sequences * config.context,
     )
-    with run.writer.closed_on_error():
-        if config.bucket:
-            pace = _pace(run, step) if config.share == "auto" else None
-            run = replace(run, members=Elastic(agreed, world, digest, corpus, pace))
-        phase.say("joining the others")
-        run = _join(_load(run, folder), folder)
+    if config.bucket:
+        pace = _pace(run, step) if config.share == "auto" else None
+        run = replace(run, members=Elastic(agreed, world, digest, corpus, pace))
+    phase.say("joining the others")
+    run = _join(_load(run, folder), folder)
     asked, config, batch = config.accumulate, run.config, run.members.batch
     _store(config, world, folder)
     if world.rank == 0:
@@ -188,7 +189,7 @@ def prepare(config: TrainConfig, world: World, folder: Path, step: TrainStep) ->
 
 
 def _corpus(config: TrainConfig, world: World, phase: Phase) -> Corpus:
-    """The first process prepares the corpus; the others wait and find it in the cache."""
+    """The first process prepares the corpus; the others wait and read it from the cache."""
     if world.rank > 0:
         dist.barrier()
     corpus = corpora.prepare(config.data, config.tokenizer or "bytes", text_key=config.text_key, phase=phase)
@@ -198,8 +199,8 @@ def _corpus(config: TrainConfig, world: World, phase: Phase) -> Corpus:
 
 
 def _agreed_tokenizer(corpus: Corpus) -> str:
-    """Digest of the tokenizer. Raise unless all replicas have the same: otherwise an id means different text."""
-    digests = gather_json(dist.group.WORLD, tokenizer_digest(corpus.tokenizer))
+    """Digest of the tokenizer. Raise unless all replicas have the same, or token ids would mean different text."""
+    digests = gather_json(dist.group.WORLD, corpus.tokenizer.digest())
     if len(set(digests)) > 1:
         raise ConfigError("the replicas have different tokenizers: use the same tokenizer.json or, with train:SIZE, "
                           "the same --data")  # fmt: skip
@@ -211,8 +212,8 @@ def _batches(members: Members, corpus: Corpus, world: World) -> Batches:
 
 
 def _pace(run: Prepared, step: TrainStep) -> Pace | None:
-    """Seconds of this member's steps: of all that are not longer than the run's, or than one with the planned batch if
-    there is no run yet. The steps change nothing: their learning rate is 0, and their optimizers are thrown away."""
+    """Time this member's steps, up to the length of the run's own steps, or up to the planned batch if the run does not
+    exist yet. Nothing is trained: the learning rate is 0 and the optimizers are thrown away."""
     config, planned, shared = run.config, planned_batch(run.config, run.world).sequences, run_of(run.config)
     until = math.inf if shared is None else step_seconds_of(shared)
     if until is None:
@@ -264,7 +265,7 @@ def _load(run: Prepared, folder: Path) -> Prepared:
 
 
 def _join(run: Prepared, folder: Path) -> Prepared:
-    """Join the others. The members then choose batch and data; training continues at the position that was loaded."""
+    """Join the others, which settles batch and data, and continue at the position that was loaded."""
     run.members.begin(run.diloco, run.start, folder)
     batch, config = run.members.batch, run.config
     if config.share:
@@ -275,7 +276,7 @@ def _join(run: Prepared, folder: Path) -> Prepared:
 
 
 def _store(config: TrainConfig, world: World, folder: Path) -> None:
-    """Write config.toml on every machine, as each may resume. On a shared folder, the first process writes last."""
+    """Write config.toml on every machine, because each may resume. In a shared folder the first process writes last."""
     if world.rank and not world.local_rank:
         folders.store(folder, to_toml(config), world.rank)
     dist.barrier()
@@ -284,14 +285,14 @@ def _store(config: TrainConfig, world: World, folder: Path) -> None:
 
 
 def _start_autopilot(diloco: DiLoCo, run: Prepared, folder: Path) -> None:
-    """Let the autopilot choose; show its choice, log it as an event, and store it in config.toml."""
+    """Start the autopilot; print its choice, log it as an event, and store it in config.toml."""
     config, world, writer = run.config, run.world, run.writer
 
     def say(text: str, values: Mapping[str, Any]) -> None:
         if values and world.shard == 0:
             writer.write(Event("autopilot", writer.seconds(), diloco.step_count, values))
-        if values and world.local_rank == 0:  # on every machine, as each may resume
-            # A checkpoint cannot be loaded without these; the overlap stays auto.
+        if values and world.local_rank == 0:  # on every machine, because each may resume
+            # Loading a checkpoint needs these; the overlap stays auto.
             stored = {name: values[name] for name in TUNED if name != "overlap"}
             folders.store(folder, to_toml(replace(config, **stored)), world.rank)
         if world.rank:
@@ -323,7 +324,7 @@ def device_for(config: TrainConfig, world: World) -> torch.device:
 
 
 def random_state(device: torch.device) -> dict[str, Tensor]:
-    """State of the generators that dropout uses."""
+    """State of the random generators that dropout uses."""
     state = {"cpu": torch.get_rng_state()}
     return state if device.type == "cpu" else state | {"device": torch.get_device_module(device).get_rng_state(device)}
 
@@ -354,8 +355,8 @@ def spread(
 
 
 def optimizers(model: nn.Module, config: TrainConfig) -> list[Optimizer]:
-    assert config.lr is not None and config.weight_decay is not None
-    return INNERS[config.inner or "adamw"](model, config.lr, config.weight_decay)
+    assert config.lr is not None
+    return INNERS[config.inner or "adamw"](model, config.lr, weight_decay(config))
 
 
 def set_lr(optimizers: Sequence[Optimizer], lr: float) -> None:
@@ -392,8 +393,7 @@ def attach(
 
 
 def placed(diloco: DiLoCo | None, device: torch.device) -> list[Derived]:
-    """Where the state of the run is. On the host there is nothing to choose."""
+    """Where DiLoCo keeps its state, if the device leaves a choice."""
     if diloco is None or not has_lane(device):
         return []
-    where, _, why = diloco.placement.partition(": ")
-    return [Derived("state", where, why)]
+    return [Derived("state", diloco.replica.where, diloco.replica.why)]

@@ -1,6 +1,6 @@
-"""Stop all replicas after the same step, so that their checkpoints fit together.
+"""Stop all replicas after the same step, so that their checkpoints match.
 
-Triggered by a signal to any of them, or when the process that started them is gone.
+A signal to any replica triggers it, or the death of the process that started them.
 """
 
 import math
@@ -17,19 +17,19 @@ from diloco.exchange.world import orphaned
 
 
 class Stop:
-    """Four times a second every process publishes its step in the store, and checks whether to stop. The process that
-    is asked to stop proposes a step that even the fastest one cannot pass before it learns of it.
+    """Every process publishes its step in the store four times a second and checks for a step to stop at. A process
+    that is asked to stop proposes one far enough ahead that even the fastest process hears of it in time.
 
-    Use it as a context: inside, signals ask to stop and a thread polls the store.
+    A context manager: inside it, signals request a stop and a thread polls the store.
     """
 
     POLL = 0.25
     SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-    """Ctrl-C; what kill, Slurm and Kubernetes send; what many Slurm scripts ask for before the end of their time."""
+    """Ctrl-C; the default of kill, Slurm and Kubernetes; the early warning that many Slurm scripts request."""
 
     def __init__(self, store: dist.Store, rank: int = 0, size: int = 1) -> None:
         self._store, self._rank, self._size = store, rank, size
-        self._now = (0, math.inf)  # step, and seconds of a step
+        self._now = (0, math.inf)  # step, and seconds per step
         self._asked: set[int] = set()
         self._proposed = False
         self._at: int | None = None
@@ -49,7 +49,7 @@ class Stop:
             signal.signal(number, handler)
 
     def ask(self) -> None:
-        """Stop all replicas soon. Returns at once."""
+        """Request that all replicas stop. Returns immediately."""
         self._asked.add(0)
 
     def after(self, step: int, step_seconds: float) -> bool:
@@ -68,7 +68,7 @@ class Stop:
             self._at = int(self._store.get("stop"))
 
     def _ahead(self) -> int:
-        """The step to propose: one poll for the fastest replica to publish, one for it to learn, doubled as margin."""
+        """The step to propose: the fastest replica needs one poll to publish and one to learn; doubled as a margin."""
         if self._size == 1:
             return self._now[0]
         others = [f"at/{rank}" for rank in range(self._size) if rank != self._rank]

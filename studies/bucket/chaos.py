@@ -305,19 +305,27 @@ class Campaign:
 
     def _forked(self, lines: Iterable[Record]) -> tuple[int, int, int]:
         """States that were compared, those that members held with different bits, and lives that were left with a
-        flipped bit: whose last state, two rounds after it, is none that another life held."""
+        flipped bit: whose last state, two rounds after it, is none that another life held. A life that returns with the
+        checkpoint of a flipped one has the bit, too."""
         holders: dict[tuple[int, int], dict[int, set[int]]] = {}  # state: fingerprint: lives
         flipped: dict[tuple[int, int], list[Record]] = {}  # life and fragment: what it held since
-        for line in lines:
-            if line["what"] == "flipped":
-                flipped[line["life"], line["fragment"]] = []
-            if line["what"] != "holds":
-                continue
-            if (since := flipped.get((line["life"], line["fragment"]))) is not None:
-                since.append(line)
-                continue
-            state = holders.setdefault((line["fragment"], line["index"]), {})
-            state.setdefault(line["fingerprint"], set()).add(line["life"])
+        sound: set[tuple[int, int]] = set()  # fragment and fingerprint, as other lives held them
+        damaged: set[tuple[int, int]] = set()  # as flipped lives held them
+        for line in sorted(lines, key=lambda line: line["at"]):
+            match line["what"]:
+                case "flipped":
+                    flipped[line["life"], line["fragment"]] = []
+                    damaged.add((line["fragment"], line["fingerprint"]))
+                case "begins":
+                    returned = damaged.difference(sound).intersection(enumerate(line["held"]))
+                    flipped |= {(line["life"], fragment): [] for fragment, _ in returned}
+                case "holds" if (line["life"], line["fragment"]) in flipped:
+                    flipped[line["life"], line["fragment"]].append(line)
+                    damaged.add((line["fragment"], line["fingerprint"]))
+                case "holds":
+                    sound.add((line["fragment"], line["fingerprint"]))
+                    state = holders.setdefault((line["fragment"], line["index"]), {})
+                    state.setdefault(line["fingerprint"], set()).add(line["life"])
         wrong = [held[-1] for held in flipped.values() if len(held) > 2]
         wrong = [
             line

@@ -12,7 +12,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +93,7 @@ def _train(life: Life, say: Callable[..., None]) -> None:
         optimizer.load_state_dict(known["optimizer"])
         diloco.load_state_dict(known["diloco"])
     began = time.monotonic()
-    say("begins", clock=time.time() - time.monotonic())
+    say("begins", clock=time.time() - time.monotonic(), held=_held(diloco))
     diloco.join()
     say("joined", seconds=time.monotonic() - began)
     held = [-1] * FRAGMENTS
@@ -112,15 +112,16 @@ def _train(life: Life, say: Callable[..., None]) -> None:
         if hook > LONG:  # the first step after a return may take the rounds that were closed meanwhile, as join() does
             spent["rounds"] = diloco.stats.rounds - rounds
             say("hook" if step > 1 else "first hook", seconds=hook, step=step, **spent)
-        for part in diloco._fragments:
-            if part.state.index != held[part.number]:
-                held[part.number] = part.state.index
-                say("holds", fragment=part.number, index=part.state.index, fingerprint=part.state.fingerprint())
+        for fragment, index in enumerate(diloco.indices):
+            if index != held[fragment]:
+                held[fragment] = index
+                say("holds", fragment=fragment, index=index, fingerprint=_held(diloco)[fragment])
         if flips:
             flips.clear()
-            flipped = step % FRAGMENTS
-            say("flipped", fragment=flipped)
-            _flip(diloco._fragments[flipped].state.anchor, step)
+            flipped = diloco._fragments[step % FRAGMENTS]
+            _flip(flipped.state.anchor, step)
+            damaged = replace(flipped.state, cached_fingerprint=None)
+            say("flipped", fragment=flipped.number, fingerprint=damaged.fingerprint())
         for event in reduce.events():
             say("event", **event)
         if step % SAVE_EVERY == 0:
@@ -161,6 +162,11 @@ def _since(begun: _Moment) -> tuple[float, dict[str, float]]:
     _, own = spent.pop(threading.get_native_id())
     return seconds, {"cpu": cpu, "waited": own, "others ran": sum(ran for ran, _ in spent.values()),
                      "others waited": sum(waited for _, waited in spent.values())}  # fmt: skip
+
+
+def _held(diloco: DiLoCo) -> list[int]:
+    """The fingerprint of each fragment's state."""
+    return [fragment.state.fingerprint() for fragment in diloco._fragments]
 
 
 def _flip(values: torch.Tensor, which: int) -> None:

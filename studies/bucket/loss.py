@@ -92,8 +92,8 @@ class _Member:
     def __init__(self, world: World, name: str, corpus: Corpus, config: TrainConfig, number: int) -> None:
         self.model = Decoder(Shape(6, 32, 1, 96, corpus.tokenizer.vocabulary), CONTEXT)
         self.model.initialize(torch.Generator().manual_seed(config.seed))
-        assert config.lr is not None and config.weight_decay is not None
-        (self.optimizer,) = adamw(self.model, config.lr, config.weight_decay)
+        assert config.lr is not None
+        (self.optimizer,) = adamw(self.model, config.lr, 1 / TICKS)
         self.config = config
         self.data = corpus.batches(number, 3, BATCH, CONTEXT, config.seed)
         self.player = Player(world, name, model=self.model, settings=SETTINGS, straggler_timeout=STRAGGLER_TIMEOUT)
@@ -113,11 +113,11 @@ class _Member:
         for part in diloco._fragments:
             late = [r for r in diloco.stats.last if r.fragment == part.number and r.applied_step == diloco.step_count]
             if late and not late[-1].counted:
-                part.jump(part.state, diloco._replica.work)
+                part.jump(part.state, diloco.replica.work)
 
 
 def _train(corpus: Corpus, arm: str, seed: int) -> Record:
-    config = TrainConfig(lr=8e-3, warmup=TICKS // 10, weight_decay=1 / TICKS, steps=TICKS, seed=seed)
+    config = TrainConfig(lr=8e-3, steps=TICKS, seed=seed)
     world = World(fragments=3)
     members = [_Member(world, name, corpus, config, k) for k, name in enumerate("ab" if arm == "alone" else "abs")]
     for tick in range(1, TICKS + 1):

@@ -17,8 +17,8 @@ from typing import Any
 
 from benchmarks.record import Target, write
 from diloco.bucket.rounds import place_of
-from studies.bucket.restarts import Witness
 from studies.bucket.trainer import Trainer
+from studies.bucket.witness import Witness
 
 RESULTS = Path(__file__).parent / "preemption.json"
 MEMBERS, FRAGMENTS, SYNC_EVERY, BATCH, CONTEXT = 3, 3, 20, 4, 32
@@ -28,7 +28,7 @@ NOTICE = 30.0
 """Seconds that the machine has left. The member uses at most 20 of them for its last rounds."""
 MODEL = ["--model", "nano", "--batch", str(MEMBERS * BATCH), "--context", str(CONTEXT), "--sync-every",
          str(SYNC_EVERY), "--fragments", f"balanced:{FRAGMENTS}", "--overlap", "2", "--replicas", str(MEMBERS),
-         "--eval-every", "1000000", "--eval-tokens", "512", "--save-every", "1000000",
+         "--eval-every", "1000000", "--save-every", "1000000",
          "--steps", "10000000"]  # fmt: skip
 
 
@@ -45,17 +45,17 @@ def preempt(member: Trainer) -> dict[str, Any]:
             "seconds": time.monotonic() - began}  # fmt: skip
 
 
-def campaign(place: Path, times: int, words: list[str]) -> list[dict[str, Any]]:
+def campaign(place: Path, times: int) -> list[dict[str, Any]]:
     """Preempt the members in turn; each comes back on a machine that has nothing of its earlier lives."""
     chance, names, preempted = random.Random(0), [f"m{k}" for k in range(MEMBERS)], []
-    members = {name: Trainer(place, name, 0, [*MODEL, *words], step=STEP) for name in names}
+    members = {name: Trainer(place, name, 0, MODEL, step=STEP) for name in names}
     try:
         for number in range(times):
             name = names[number % MEMBERS]
             members[name].trains(FRAGMENTS)
             time.sleep(chance.uniform(0, SYNC_EVERY * STEP))
             preempted.append(preempt(members[name]))
-            members[name] = Trainer(place, name, number + 1, [*MODEL, *words], step=STEP)
+            members[name] = Trainer(place, name, number + 1, MODEL, step=STEP)
             print(number, preempted[-1], flush=True)
         for member in members.values():  # so that all work is either counted or known to be lost
             member.trains(FRAGMENTS)
@@ -82,30 +82,26 @@ def steps_in_records(place: Path) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description="what a preemption with notice loses")
     parser.add_argument("--times", type=int, default=50)
-    parser.add_argument("--without", type=int, default=10, help="preemptions without a last sync, to compare")
     arguments = parser.parse_args()
-    values: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
-        for kind, times, words in (("with", arguments.times, []), ("without", arguments.without, ["--notice", "0"])):
-            place = Path(folder, kind)
-            place.mkdir()
-            preempted = campaign(place, times, words)
-            lost, seconds = [p["lost"] for p in preempted], [p["seconds"] for p in preempted]
-            values[kind] = {
-                "preemptions": len(preempted), "steps lost": sorted(lost), "median": statistics.median(lost),
-                "mean": statistics.mean(lost), "largest": max(lost), "longest seconds": max(seconds),
-                "steps done": sum(p["steps"] for p in preempted), "steps in the records": steps_in_records(place),
-            }  # fmt: skip
-            print(json.dumps(values[kind]), flush=True)
+        place = Path(folder)
+        preempted = campaign(place, arguments.times)
+        lost, seconds = [p["lost"] for p in preempted], [p["seconds"] for p in preempted]
+        values = {
+            "preemptions": len(preempted), "steps lost": sorted(lost), "median": statistics.median(lost),
+            "mean": statistics.mean(lost), "largest": max(lost), "longest seconds": max(seconds),
+            "steps done": sum(p["steps"] for p in preempted), "steps in the records": steps_in_records(place),
+        }  # fmt: skip
+    print(json.dumps(values), flush=True)
     targets = [
-        Target("preemptions", values["with"]["preemptions"], at_least=50),
-        Target("steps lost, median", values["with"]["median"], at_most=2),
+        Target("preemptions", values["preemptions"], at_least=50),
+        Target("steps lost, median", values["median"], at_most=2),
         Target(
             "steps that no record counts, beyond those reported",
-            values["with"]["steps done"] - values["with"]["steps in the records"] - sum(values["with"]["steps lost"]),
+            values["steps done"] - values["steps in the records"] - sum(values["steps lost"]),
             at_most=0,
         ),
-        Target("longest time from the notice to the checkpoint, s", values["with"]["longest seconds"], at_most=NOTICE),
+        Target("longest time from the notice to the checkpoint, s", values["longest seconds"], at_most=NOTICE),
     ]
     write(RESULTS, {"sync_every": SYNC_EVERY, "members": MEMBERS, "notice": NOTICE, **vars(arguments)}, values, targets)
 

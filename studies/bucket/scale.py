@@ -18,9 +18,10 @@ from benchmarks.record import Target, insert, read, table, write
 from diloco.bucket import members as members_
 from diloco.bucket import round_store
 from diloco.bucket.rounds import layout_of
-from diloco.bucket.snapshots import EVERY, MOVED, STRIDE
+from diloco.bucket.snapshots import EVERY, STRIDE
 from diloco.bucket.store.envelope import Envelope, Opened
 from diloco.codecs.codec import E3M0
+from diloco.plan.costs import PRICES
 from studies.bucket.virtual import Plan, World, crowd
 
 RESULTS = Path(__file__).parent / "scale.json"
@@ -30,8 +31,6 @@ VALUES, LEAST = 1 << 16, 2 << 10
 MODEL, FRAGMENTS, SYNC_EVERY = 1e9, 24, 100
 LARGE = int(MODEL) // FRAGMENTS
 MEMBERS, MODELS = (4, 16, 64, 256, 1024), (8, 64, 512)
-PRICES = {"S3": (5e-6, 0.4e-6, 0.09e-9), "R2": (4.5e-6, 0.36e-6, 0.0)}
-"""Dollars of a PUT or LIST, of a GET or HEAD, and of a byte that leaves the store (list prices, first tier)."""
 
 
 def measure(members: int, fragments: int, sync_every: int, rounds: int) -> dict[str, Any]:
@@ -70,9 +69,8 @@ def values_moved(n: int, members: int) -> tuple[float, float]:
 
 def snapshots(n: int, outer: int, members: int) -> float:
     """Bytes that a member puts for snapshots of n values and their outer state, for each round."""
-    delta, state = layout_of(E3M0(), n).nbytes, 4 * (n + outer)
-    rounds = min(EVERY, max(-(-state // delta), -(-MOVED * state // (3 * members * delta))))
-    return state / (-(-rounds // STRIDE) * STRIDE) / members
+    rounds = -(-2 * EVERY // max(members, 2) // STRIDE) * STRIDE
+    return 4 * (n + outer) / rounds / members
 
 
 def moved(row: dict[str, Any], n: int, outer: int) -> tuple[float, float]:
@@ -101,14 +99,15 @@ def requests(row: dict[str, Any], what: str) -> float:
 
 def day(row: dict[str, Any], listed: tuple[float, float], store: str) -> dict[str, float]:
     """What a member of a model of 1B moves and pays in a day."""
-    put_price, get_price, byte_price = PRICES[store]
+    prices = PRICES[store]
     rounds, minutes = 86_400 / SYNC_EVERY * FRAGMENTS, 1440
     lists, answers = listed
     up, down = (rounds * each for each in moved_of_large({**row, "listed beside": answers}))
     up, down = up + minutes * row["up life"], down + minutes * (row["down life"] + row["listed life"])
     puts = rounds * (requests(row, "PUT") + lists) + minutes * (row["PUT life"] + row["LIST life"])
     gets = rounds * (requests(row, "GET") + requests(row, "HEAD")) + minutes * row["GET life"]
-    return {"up": up, "down": down, "requests": puts * put_price + gets * get_price, "egress": down * byte_price}
+    requested = (puts * prices.puts + gets * prices.gets) / 1e6
+    return {"up": up, "down": down, "requests": requested, "egress": down / 1e9 * prices.gigabyte}
 
 
 def rounds(values: dict[str, Any]) -> str:

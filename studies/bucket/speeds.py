@@ -16,16 +16,15 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.record import Target, write
-from studies.bucket.restarts import Witness
 from studies.bucket.trainer import Trainer
+from studies.bucket.witness import Witness
 
 RESULTS = Path(__file__).parent / "speeds.json"
 SPEEDS = {"slow": 1, "middle": 2, "fast": 4}
 SEQUENCE = 0.16
 """Seconds of a sequence on the slow one."""
 MODEL = ["--model", "nano", "--context", "64", "--sync-every", "20", "--fragments", "balanced:3", "--overlap", "2",
-         "--replicas", "3", "--eval-every", "1000000", "--eval-tokens", "65536",
-         "--save-every", "1000000"]  # fmt: skip
+         "--replicas", "3", "--eval-every", "1000000", "--save-every", "1000000"]  # fmt: skip
 
 
 class Arm:

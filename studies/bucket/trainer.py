@@ -9,7 +9,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +29,16 @@ class Trainer:
         step: float = 0.0,
         sequence: float = 0.0,
         gate: Path | None = None,
+        prepare: Callable[[], Any] = bool,
     ) -> None:
         """`step`, `sequence`: seconds that a step takes at least, and for each of its sequences. `gate`: a file before
-        whose creation it only joins."""
+        whose creation it only joins. `prepare` is called in the process, before it trains."""
         self.name, self.log = name, place / f"{name}-{life}.log"
         self.run = place / f"machine-{name}-{life}" / name
         words = ["train", "--bucket", str(place / "bucket"), "--member", name, "--name", name, "--out",
                  str(self.run.parent), *words]  # fmt: skip
-        self.process = _context.Process(target=_train, args=(words, self.log, step, sequence, gate), daemon=True)
+        options = (words, self.log, step, sequence, gate, prepare)
+        self.process = _context.Process(target=_train, args=options, daemon=True)
         self.process.start()
 
     def events(self, kind: str = "events") -> list[dict[str, Any]]:
@@ -67,7 +69,9 @@ class Trainer:
         self.process.join()
 
 
-def _train(words: Sequence[str], log: Path, step: float, sequence: float, gate: Path | None) -> None:
+def _train(
+    words: Sequence[str], log: Path, step: float, sequence: float, gate: Path | None, prepare: Callable[[], Any]
+) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -84,6 +88,7 @@ def _train(words: Sequence[str], log: Path, step: float, sequence: float, gate: 
     from diloco.cli import main
 
     torch.set_num_threads(1)
+    prepare()
     train_step = diloco.train.run.train_step
 
     def slowed(run: Any, lr: float) -> Any:

@@ -170,8 +170,6 @@ class World:
     def _tick(self, member: Member, job: int) -> None:
         def ended(_: object) -> None:
             pause = member._options.heartbeat if job == 0 else member._fragments[job - 1].pause
-            if member.session is not None and member.session.members.stranger:
-                self.wake(member, 0)
             again = [lambda: self._tick(member, job)]
             self._sleeps[member.name, job] = again
             self.at(self.now + pause, lambda: again.pop()() if again else None)

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,8 +25,10 @@ COMMON: Record = {"parameters": 400_000, "fragments": 4, "sync_every": 20}
 class Worker:
     """One member; its settings are those that `work` reads."""
 
+    module = "studies.bucket.worker"
+
     def __init__(self, prefix: Sequence[str] = (), env: Mapping[str, str] | None = None, **settings: Any) -> None:
-        words = [*prefix, sys.executable, "-m", "studies.bucket.worker", json.dumps(settings)]
+        words = [*prefix, sys.executable, "-m", self.module, json.dumps(settings)]
         self.process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env={**os.environ, **(env or {})})
 
     def joined(self) -> None:
@@ -67,7 +69,8 @@ def rate(result: Record, first: float = 0.0, last: float = float("inf")) -> floa
     return (len(ends) - 1) / (ends[-1] - ends[0])
 
 
-def work(settings: Record) -> Record:
+def work(settings: Record, watch: Callable[[DiLoCo], None] = lambda diloco: None) -> Record:
+    """`watch` is called before the first step and after each."""
     torch.set_num_threads(1)
     n, pause, kind = settings["parameters"], settings.get("step", STEP), settings.get("kind", "bucket")
     model = nn.Linear(n // 1000, 1000, bias=False)
@@ -83,7 +86,14 @@ def work(settings: Record) -> Record:
     time.sleep(2 * HEARTBEAT)  # so that all know each other
     began, ends, inside, held = time.time(), [], [], []
     bucket = reduce if isinstance(reduce, Bucket) else None
-    while not (bucket.ended if settings.get("rounds") and bucket else time.time() - began > settings["seconds"]):
+
+    def is_over() -> bool:
+        if settings.get("rounds") and bucket:
+            return bucket.ended
+        return os.path.exists(settings["until"]) if "until" in settings else time.time() - began > settings["seconds"]
+
+    watch(diloco)
+    while not is_over():
         time.sleep(pause)
         with torch.no_grad():
             model.weight += noise
@@ -93,12 +103,14 @@ def work(settings: Record) -> Record:
         inside.append(time.perf_counter() - at)
         ends.append(time.time())
         held.append(min(diloco.indices))
+        watch(diloco)
     rounds = [(r.fragment, r.sent_step, r.members, r.counted) for r in diloco.stats.last]
     if bucket:
         diloco.finish()
     moved = bucket.traffic if bucket else {}
     direct = bucket.session.carrier.received if bucket and bucket.session else 0
-    return {"ends": ends, "inside": inside, "held": held, "rounds": rounds, "traffic": moved, "direct": direct}
+    return {"ends": ends, "inside": inside, "held": held, "rounds": rounds, "traffic": moved, "direct": direct,
+            "events": bucket.events() if bucket else []}  # fmt: skip
 
 
 def _reduce(settings: Record, kind: str) -> Any:
@@ -113,6 +125,7 @@ def _reduce(settings: Record, kind: str) -> Any:
         heartbeat=HEARTBEAT,
         rounds=settings.get("rounds"),
         announce=settings.get("announce"),
+        key=settings["key"].encode() if "key" in settings else None,
     )
 
 

@@ -22,7 +22,7 @@ from diloco.bucket.rounds import (
 )
 from diloco.bucket.shares import (
     GROUP,
-    Average,
+    add_group,
     encoded_share,
     mean_in_parts,
     read_share,
@@ -50,20 +50,19 @@ def shared_record(count, layout, seed=0, scale=1.0):
     for k, payloads in enumerate(packed):
         fields = delta_fields(0, 1, f"m{k:03d}", 7, float(k + 1), 1.0)
         sealed = seal_delta(envelope, layout, fields, payloads)
-        contributions[sealed.head.digest] = rounds_.Contribution(
-            f"m{k:03d}", sealed.head.digest, 7, float(k + 1), payloads, 0, 1.0, sealed.pieces
-        )
+        contributions[sealed.head.digest] = sealed.contribution
         entries.append(Entry(f"m{k:03d}", sealed.head.digest, float(k + 1), 1.0))
     return Record(0, 1, "", 7, "m000", tuple(entries), "ab" * 32, "cd" * 32), contributions
 
 
-def averaged(record, contributions, layout, without=()):
+def averaged(record, contributions, layout):
     payloads = []
     for share in range(len(layout.cuts)):
-        average = Average(record, share, layout)
-        for digests in average.groups():
-            average.add({d: None if d in without else contributions[d].payloads[share] for d in digests})
-        payloads.append(average.payload())
+        total = torch.zeros(layout.count(share))
+        for at in range(0, len(record.entries), GROUP):
+            pieces = [contributions[e.digest].payloads[share] for e in record.entries[at : at + GROUP]]
+            add_group(total, layout.codec, pieces, record.shares[at : at + GROUP])
+        payloads.append(pack(layout.mean_codec, total))
     return payloads
 
 

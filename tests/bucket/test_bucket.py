@@ -15,7 +15,7 @@ from diloco.bucket.store import Create, Read, Size, Write
 from diloco.bucket.store.backend import Failure, open_store
 from diloco.exchange.reducer import Round, State
 from tests.support.fake_reducer import job
-from tests.support.members import PATIENT, Member, agree, until
+from tests.support.members import COMPLETE, PATIENT, Member, agree, until
 from tests.support.models import anchors, flat
 from tests.support.players import Paced, World, live
 
@@ -104,7 +104,7 @@ def test_a_member_that_flushes_before_it_leaves_loses_no_step(tmp_path):
 
     def flush():
         lost.append(b.diloco.flush(PATIENT))
-        lost.append(max(b.diloco._replica.work.steps - f.counted.steps for f in b.diloco._fragments))
+        lost.append(max(b.diloco.replica.work.steps - f.counted.steps for f in b.diloco._fragments))
         b.reduce.leave()
         left.set()
 
@@ -143,8 +143,8 @@ def test_nan_in_a_delta_resets_the_member_and_harms_nobody(tmp_path):
             b.model.head.weight[0, 0] = float("nan")
 
     gate = threading.Barrier(2)
-    a = Member(tmp_path, "a", 80, straggler_timeout=PATIENT, gate=gate)
-    b = Member(tmp_path, "b", 80, straggler_timeout=PATIENT, gate=gate, at={21: spoil})
+    a = Member(tmp_path, "a", 80, straggler_timeout=COMPLETE, gate=gate)
+    b = Member(tmp_path, "b", 80, straggler_timeout=COMPLETE, gate=gate, at={21: spoil})
     a.end()
     b.end()
     agree(a, b)

@@ -25,7 +25,7 @@ from diloco.errors import ConfigError
 from diloco.exchange.reducer import Shard
 from studies.bucket import direct
 from tests.support.fake_reducer import job
-from tests.support.members import PATIENT, Member, agree, until
+from tests.support.members import COMPLETE, PATIENT, Member, agree, until
 
 LOCAL = "127.0.0.1"
 HERE = check_announced(f"{LOCAL}:0", signed=False)
@@ -101,7 +101,7 @@ def test_a_member_that_lacks_payloads_is_asked_for_others(owner, reader):
 @pytest.mark.parametrize("token", [bytes(16), b"short", b""])
 def test_a_stranger_learns_nothing(owner, token, monkeypatch):
     monkeypatch.setattr(carriers, "HANDSHAKE", 0.2)
-    with connected(owner.address, token) as connection, contextlib.suppress(OSError):
+    with contextlib.suppress(OSError), connected(owner.address, token) as connection:  # it may be cut off at any time
         connection.sendall(bytes.fromhex(DIGEST))
         connection.settimeout(PATIENT)
         assert connection.recv(1) == b""
@@ -150,9 +150,9 @@ def no_more_files():
                 opened.append(os.open(os.devnull, os.O_RDONLY))
         yield
     finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
         for number in opened:
             os.close(number)
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 @contextlib.contextmanager
@@ -432,7 +432,7 @@ def trained(folder, names, **each):
     """Members that have made three rounds together, with the stores that they used."""
     gate = threading.Barrier(len(names))
     stores = {name: Noting(folder) for name in names}
-    members = [Member(folder, name, 40, gate=gate, straggler_timeout=PATIENT, backend=stores[name],
+    members = [Member(folder, name, 40, gate=gate, straggler_timeout=COMPLETE, backend=stores[name],
                       announce=each.get(name, f"{LOCAL}:0")) for name in names]  # fmt: skip
     for member in members:
         member.end()
@@ -487,12 +487,10 @@ def test_a_rogue_at_a_members_address_changes_no_bit(names, serve, tmp_path, mon
 
 
 @pytest.mark.slow
-def test_harm_to_owners_and_to_the_store_stops_no_round_and_changes_no_bit(tmp_path, monkeypatch):
-    """Each harm of the study once."""
-    small_pieces(monkeypatch)
-    monkeypatch.setattr(carriers, "REST", carriers.REST)  # the study sets it
-    monkeypatch.setattr("diloco.bucket.run.LEAST_DEADLINE", 0.2)
-    result = direct.faults(str(tmp_path), len(direct.HARMS), outage=1.0)
-    assert result["rejected"] == []
-    assert result["rounds"] >= len(direct.HARMS)
-    assert result["direct bytes"] > 0
+@pytest.mark.skipif((REASON := direct.impossible()) is not None, reason=str(REASON))
+def test_harm_to_owners_and_to_the_store_stops_no_round_and_changes_no_bit(tmp_path):
+    """A few of the study."""
+    result = direct.faults(tmp_path / "run", 5, outage=1.0)
+    assert (result["rejected"], result["states that differ"]) == ([], 0)
+    assert result["met"]["store"] and result["events"] >= 5
+    assert all(result["read from owners"])

@@ -195,18 +195,94 @@ def test_of_two_members_with_other_bits_one_goes_on_and_the_other_stops(first):
     assert last.held[0] > held + 3
 
 
-def test_a_record_closed_early_against_other_bits_is_outvoted():
-    """It was closed while the others had not sent yet."""
-    world, players, good, bad = with_one_flipping(3, (5,), True)
+def test_a_flipped_bit_gets_into_no_snapshot(monkeypatch):
+    """Who joined before the next record judges it would hold it, too."""
+    monkeypatch.setattr(snapshots, "EVERY", 1)
+    monkeypatch.setattr(snapshots, "STRIDE", 1)
+    world = World(1)
+    *_, bad = players = crowd(world, 3)  # the last one closes the rounds, and puts the snapshots
     together(players, 3)
-    while bad.held[0] < 7:  # alone, for two rounds at least
+    monkeypatch.setattr(
+        bad.reduce, "_holds", lambda fragment, state: bad.reduce.indices.update({fragment: state.index})
+    )
+    fragment, machine = bad.diloco._fragments[0], bad.reduce._fragments[0].machine
+    while fragment.state.index < machine.frontier:
+        bad.step()
+    fragment.state.anchor[0] += 1.0
+    together(players, 12)
+    assert "diverged" in [e["event"] for e in bad.reduce.events()]
+    put = [name for name in world.objects if snapshot_index(name)]
+    headers = [bad.reduce.session.envelope.open(n, "snapshot", world.objects[n], None, head=True).header for n in put]
+    assert len(headers) > 6
+    assert all(header["fingerprint"] == world.states[0, header["index"]] for header in headers)
+
+
+@pytest.mark.parametrize("waiting", [True, False], ids=["others wait for its delta", "the next round is closed"])
+def test_a_checkpoint_with_a_flipped_bit_is_not_believed(waiting):
+    """World.holds compares the bits of all."""
+    world = World(1)
+    others = a, b, c = crowd(world, 3, straggler_timeout=30.0)
+    together(others, 3)
+    while c.held[0] < world.closed(0):
+        c.step()
+    index, saved = c.held[0], c.save()
+    (fragment,) = saved["diloco"]["shard 0 of 1"]["fragments"].values()
+    fragment["anchor"][0] += 1.0
+    train(world, (a, b), 4)
+    assert any(place_of(name) == (0, index + 1) and member_of(name) == "a" for name in world.objects)
+    for _ in range(0 if waiting else 100):
+        if world.closed(0) == index:
+            train(world, (a, b), 1)
+    assert world.closed(0) == index + (not waiting)
+    again = Player(world, "c", checkpoint=saved, rate=3.0)
+    again.turn()
+    assert again.reduce.entered[0] is not None
+    together((a, b, again), world.closed(0) + 3)
+
+
+def outvoted(flip, alone=2):
+    """One member has computed other bits in round `flip` and closed the next rounds before the others had sent. They
+    outvote it and train on."""
+    world, players, good, bad = with_one_flipping(3, (flip,), True)
+    together(players, flip - 2)
+    while bad.held[0] < flip + alone:
         bad.step()
         bad.turn()
         world.now += 40.0
-    stopped = train(world, players, 200)
-    assert not set(stopped) & {player.name for player in good}
-    assert min(player.held[0] for player in good) > 10
+    first = set(world.objects)
+    while min(player.held[0] for player in good) < flip + 7:
+        assert not train(world, good, 1)
+    for name in world.objects.keys() - first:  # only its own snapshots remain
+        if snapshot_index(name):
+            del world.objects[name]
     assert "outvoted" in [e["event"] for player in good for e in player.reduce.events()]
+    return world, bad, *good
+
+
+def test_a_record_closed_early_against_other_bits_is_outvoted():
+    """It was closed while the others had not sent yet."""
+    outvoted(5)
+
+
+@pytest.mark.parametrize(
+    ("who", "flip", "alone"),
+    [("other bits", 0, 3), ("the run's bits", 0, 2), ("new", 0, 1), ("new", -1, 2)],
+)
+def test_an_outvoted_record_and_its_snapshot_do_not_count(monkeypatch, who, flip, alone):
+    """Not even for members that come when all who have seen the vote are gone. `flip`: since the snapshot's round."""
+    monkeypatch.setattr(snapshots, "EVERY", 1)  # every STRIDE rounds
+    world, bad, a, last = outvoted(snapshots.STRIDE + flip, alone)
+    assert snapshots.STRIDE in {snapshot_index(name) for name in world.objects}
+    held, before = last.held[0], {"other bits": bad, "the run's bits": a}.get(who)
+    world.now += 600.0
+    late = Player(world, before.name, checkpoint=before.save()) if before else Player(world, "late")
+    late.turn()
+    train(world, [late], 40)
+    assert late.held[0] > held + 10
+    train(world, [late, last], 40)
+    assert last.held[0] > held + 10 and abs(late.held[0] - last.held[0]) < 2
+    assert len(rounds_of(last)[-1].members) == 2
+    assert not {"behind", "diverged"} & {event["event"] for event in late.reduce.events()}
 
 
 def test_who_returns_to_a_store_that_was_rolled_back_says_so(caplog):
@@ -224,7 +300,7 @@ def test_who_returns_to_a_store_that_was_rolled_back_says_so(caplog):
 
 
 def test_a_member_that_asks_for_ever_newer_snapshots_gets_one_in_sixteen_rounds(monkeypatch):
-    monkeypatch.setattr(snapshots, "MOVED", 1 << 40)  # none but those on demand
+    monkeypatch.setattr(snapshots, "EVERY", 1 << 40)  # none but those on demand
     world = World(1)
     a, b = crowd(world, 2)
     together((a, b), 2)

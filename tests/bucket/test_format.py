@@ -9,16 +9,7 @@ import torch
 import diloco.bucket.rounds as rounds_
 from diloco import Float32
 from diloco.bucket.members import Member
-from diloco.bucket.rounds import (
-    Contribution,
-    Entry,
-    Record,
-    delta_fields,
-    layout_of,
-    record_name,
-    seal_delta,
-    seal_heads,
-)
+from diloco.bucket.rounds import Entry, Record, delta_fields, layout_of, record_name, seal_delta, seal_heads
 from diloco.bucket.shares import seal_share
 from diloco.bucket.snapshots import seal_snapshot
 from diloco.bucket.store.envelope import PROTOCOL, Cipher, Envelope
@@ -39,7 +30,6 @@ def objects(monkeypatch):
     layout = layout_of(Float32(), 6)
     payloads, _ = layout.pack(values)
     cut = seal_delta(ENVELOPE, layout, fields, payloads)
-    head = Contribution("a", cut.head.digest, 7, 20.0, None, 0, head=cut.head.body)
     entry = Entry("a", cut.head.digest, 20.0, 0.5)
     record = Record(1, 1002, HEX, 7, "a", (entry,), "cd" * 32, heads=HEX)
     name = record_name(1, 1002, 0)
@@ -48,7 +38,7 @@ def objects(monkeypatch):
         "delta": whole.head,
         "head": cut.head,
         "pieces": cut.objects[0],
-        "heads": seal_heads(ENVELOPE, 1, 1002, [head]),
+        "heads": seal_heads(ENVELOPE, 1, 1002, [cut.contribution]),
         "record": ENVELOPE.seal(name, "record", *record.sealed()),
         "share": seal_share(ENVELOPE, record, 2, 1, payloads[0]),
         "snapshot": seal_snapshot(ENVELOPE, 1, State(1002, values, values), HEX),

@@ -144,7 +144,7 @@ def test_no_object_stops_a_member_that_reads_it(world):
         kinds.setdefault(re.sub("[0-9a-f]{8,}|[0-9]+", "", name), []).append(name)
     player = member(world)
     envelope, layout = player.reduce.session.envelope, player.reduce._fragments[0].rounds.layout
-    record, _, _ = complete(world, RoundStore.reader(0, envelope).record(1, ""))
+    record = complete(world, RoundStore.reader(0, envelope).record(1, "")).record
     before, count = 0.0, 300 * MORE
     for k in range(count):
         name = chance.choice(kinds[chance.choice([*kinds])])

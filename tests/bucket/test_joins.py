@@ -15,7 +15,7 @@ ROUNDS = 60
 @pytest.fixture(autouse=True)
 def from_the_start(monkeypatch):
     """No snapshots but the first, so that there is much to follow."""
-    monkeypatch.setattr(snapshot, "MOVED", 1 << 40)
+    monkeypatch.setattr(snapshot, "EVERY", 1 << 40)
 
 
 def run(world):

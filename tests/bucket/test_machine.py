@@ -1,7 +1,9 @@
 """The state machine of a fragment by itself: events in, effects out, without a store, a thread or a clock."""
 
-from contextlib import suppress
+from collections import deque
+from contextlib import nullcontext, suppress
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -10,12 +12,12 @@ from hypothesis import strategies as st
 
 from diloco import Float32
 from diloco.bucket.machine import (
+    AHEAD,
     FOLLOWING,
     SENDING,
     Average,
     Averaged,
     Close,
-    Collect,
     CountVotes,
     Deliver,
     Done,
@@ -27,31 +29,19 @@ from diloco.bucket.machine import (
     Listed,
     Load,
     Look,
-    LookFar,
     Machine,
     Missing,
     Polled,
     ReadDeltas,
-    ReadHeads,
     Recheck,
-    SeeWhetherFollowed,
+    SeeWhetherClosed,
     Sent,
     Stepped,
     TakeDelta,
 )
 from diloco.bucket.members import Member, MemberOptions, Phase, Timing
-from diloco.bucket.rounds import (
-    Attempts,
-    Contribution,
-    EncodedDelta,
-    Entry,
-    Record,
-    SealedDelta,
-    delta_name,
-    layout_of,
-    record_name,
-)
-from diloco.bucket.rules import VOID
+from diloco.bucket.rounds import Attempts, Contribution, EncodedDelta, Entry, Record, delta_name, layout_of, record_name
+from diloco.bucket.rules import BEHIND, VOID
 from diloco.bucket.run import Session
 from diloco.bucket.store.envelope import Envelope, Invalid, Sealed
 from diloco.errors import Diverged
@@ -67,7 +57,7 @@ def state(index, value=0.0):
 
 def new(rounds=None, number=0):
     session = Session(Envelope("r"), Member("a", 0), Timing(MemberOptions(), 2), rounds, float("inf"), 4)
-    machine = Machine(number, layout_of(Float32(), 2), session)
+    machine = Machine(number, layout_of(Float32(), 2), session, set())
     machine.start_from(state(0), "")
     return machine
 
@@ -83,7 +73,7 @@ def names(*deltas, index=1):
 
 def encoded(machine, index=1, digest=HEX):
     head = Sealed(delta_name(0, index, "a", digest), digest, b"head", ())
-    return EncodedDelta(SealedDelta(head, (), ()), contribution(machine, digest=digest), False)
+    return EncodedDelta(contribution(machine, digest=digest), head)
 
 
 def does(effect, kind):
@@ -91,18 +81,40 @@ def does(effect, kind):
     return effect
 
 
-def delivered(machine, now=0.0):
+def look(machine, kind=Inspect, now=0.0):
+    """What the machine does next. `kind`: what that must be."""
+    return does(machine.handle(Look(), now), kind)
+
+
+def done(machine, effect, answer, kind=None, now=0.0):
+    """The same after an effect was performed. `kind` None: nothing more."""
+    following = machine.handle(Done(effect, answer), now)
+    assert following is None if kind is None else isinstance(following, kind), following
+    return following
+
+
+def seen(record=None, deltas=(), branched=False):
+    """An answer to a look at the open round."""
+    attempts = Attempts(record, int(record is not None or branched), branched)
+    return Inspected(attempts, names(*deltas, index=record.index if record else 1))
+
+
+def sent(machine, digest=HEX, now=0.0):
+    """Up to the put of this member's own delta."""
+    index = machine.held + 1
+    machine.handle(Sent(index, lambda: None), now)
+    return done(machine, look(machine, Encode, now), encoded(machine, index, digest), Deliver, now)
+
+
+def delivered(machine, now=0.0, digest=HEX):
     """Up to the look at the round with this member's own delta in it."""
-    machine.handle(Sent(machine.held + 1, lambda: None), now)
-    encode = does(machine.handle(Look(), now), Encode)
-    deliver = does(machine.handle(Done(encode, encoded(machine, machine.held + 1)), now), Deliver)
-    return does(machine.handle(Done(deliver, True), now), Inspect)
+    return done(machine, sent(machine, digest, now), True, Inspect, now)
 
 
 def closed(machine, now=0.0):
     """Up to the mean of a round that this member closes alone."""
-    close = does(machine.handle(Done(delivered(machine, now), Inspected(NONE, {})), now), Close)
-    return does(machine.handle(Done(close, replace(close.record, digest="cd" * 32)), now), Average)
+    close = done(machine, delivered(machine, now), seen(), Close, now)
+    return done(machine, close, replace(close.record, digest="cd" * 32), Average, now)
 
 
 def averaged(machine, value=1.0, now=0.0):
@@ -110,132 +122,153 @@ def averaged(machine, value=1.0, now=0.0):
     return machine.handle(Done(average, Averaged(state(average.record.index, value), 0, {})), now)
 
 
+def entry(delta):
+    return Entry(delta.member, delta.digest, delta.tokens, delta.lr)
+
+
+def record_of(machine, *deltas, index=1, fingerprint=None, heads=""):
+    """The record of b."""
+    fingerprint = machine.fingerprint if fingerprint is None else fingerprint
+    return Record(0, index, machine.previous, fingerprint, "b", tuple(map(entry, deltas)), "cd" * 32, heads)
+
+
+def closed_by_b(machine, inspect, index=1, fingerprint=None, now=0.0, delta=None):
+    """Follow a round that b has closed."""
+    delta = delta or contribution(machine, "b", "ef" * 32, fingerprint=fingerprint)
+    record = record_of(machine, delta, index=index, fingerprint=delta.fingerprint)
+    effect = does(machine.handle(Done(inspect, seen(record)), now), ReadDeltas | Average)
+    if isinstance(effect, ReadDeltas):
+        effect = done(machine, effect, names(delta, index=index), Average, now)
+    return machine.handle(Done(effect, Averaged(state(index, float(index)), 0, {})), now)
+
+
+def others(machine, *members):
+    machine.session.members.update([Member(name, 0, joining=False) for name in members], 0.0)
+
+
+def many(number=0):
+    """A machine of one of four members that average shares. The next round begins with itself if `number` is 0."""
+    machine = new(number=number)
+    machine._layout = replace(machine._layout, cuts=(slice(0, 1), slice(1, 2)))
+    others(machine, *"bcd")
+    machine.seen.order = ("d", "a", "b", "c")
+    return machine
+
+
 def test_a_delta_goes_from_training_through_the_store_and_back():
     machine = new()
-    seen = [machine.phase]
+    phases = [machine.phase]
     assert machine.handle(Stepped(1, False), 0.0) is None
     does(machine.handle(Stepped(2, True), 0.0), TakeDelta)
     machine.handle(Sent(1, lambda: None), 0.0)
-    seen.append(machine.phase)
-    encode = does(machine.handle(Look(), 0.0), Encode)
-    deliver = does(machine.handle(Done(encode, encoded(machine)), 0.0), Deliver)
-    seen.append(machine.phase)
-    inspect = does(machine.handle(Done(deliver, True), 0.0), Inspect)
-    seen.append(machine.phase)
-    close = does(machine.handle(Done(inspect, Inspected(NONE, {})), 0.0), Close)
+    phases.append(machine.phase)
+    deliver = done(machine, look(machine, Encode), encoded(machine), Deliver)
+    phases.append(machine.phase)
+    inspect = done(machine, deliver, True, Inspect)
+    phases.append(machine.phase)
+    close = done(machine, inspect, seen(), Close)
     assert [entry.member for entry in close.record.entries] == ["a"]
-    average = does(machine.handle(Done(close, close.record), 0.0), Average)
-    seen.append(machine.phase)
+    average = done(machine, close, close.record, Average)
+    phases.append(machine.phase)
     assert machine.handle(Polled(1), 0.0) is None
-    following = does(machine.handle(Done(average, Averaged(state(1), 0, {})), 0.0), Inspect)
-    seen.append(machine.phase)
+    following = done(machine, average, Averaged(state(1), 0, {}), Inspect)
+    phases.append(machine.phase)
     assert following.index == 2
-    outcome = machine.handle(Polled(1), 0.0)
-    assert isinstance(outcome, HandOver) and isinstance(outcome.outcome, Round) and outcome.outcome.counted
-    assert outcome.outcome.own is None  # nobody asked for it
-    assert [phase.name for phase in [*seen, machine.phase]] == [
+    outcome = machine.handle(Polled(1), 0.0).outcome
+    assert isinstance(outcome, Round) and outcome.counted and outcome.own is None  # nobody asked for it
+    assert [phase.name for phase in [*phases, machine.phase]] == [
         "IDLE", "ENCODING", "DELIVERING", "DELIVERED", "COMMITTED", "READY", "IDLE",
     ]  # fmt: skip
 
 
+def test_the_first_send_is_the_schedules_so_that_fragments_take_turns():
+    machine = new()
+    assert machine.handle(Stepped(9, False), 0.0) is None
+    does(machine.handle(Stepped(1, True), 0.0), TakeDelta)
+
+
 def test_a_round_waits_for_expected_members_and_closes_after_the_straggler_timeout():
     machine = new()
-    machine.session.members.update([Member("b", 0, joining=False)], 0.0)
-    inspect = delivered(machine)
-    assert machine.handle(Done(inspect, Inspected(NONE, {})), 0.0) is None and machine.phase is Phase.DELIVERED
+    others(machine, "b")
+    done(machine, delivered(machine), seen())
+    assert machine.phase is Phase.DELIVERED
     timeout = machine.session.straggler_timeout(1, 0.0)
-    inspect = does(machine.handle(Look(), timeout - 0.1), Inspect)
-    assert machine.handle(Done(inspect, Inspected(NONE, {})), timeout - 0.1) is None
-    inspect = does(machine.handle(Look(), timeout), Inspect)
-    does(machine.handle(Done(inspect, Inspected(NONE, {})), timeout), Close)
+    others(machine, "c")
+    late = names(contribution(machine, "c", "ef" * 32))  # a later delta does not begin the timeout again
+    read = done(machine, look(machine, now=timeout - 0.1), Inspected(NONE, late), ReadDeltas, timeout - 0.1)
+    done(machine, read, late, now=timeout - 0.1)
+    done(machine, look(machine, now=timeout), Inspected(NONE, late), Close, timeout)
 
 
 def test_many_members_take_turns_to_list_and_to_close():
-    machine = new()
-    machine._layout = replace(machine._layout, cuts=(slice(0, 1), slice(1, 2)))
-    names_of_others = ["b", "c", "d"]
-    machine.session.members.update([Member(name, 0, joining=False) for name in names_of_others], 0.0)
-    machine.seen.order = ("d", "a", "b", "c")  # round 1 begins with the second
-    assert delivered(machine).listed is Listed.NOW
-    machine = new(number=1)
-    machine._layout = replace(machine._layout, cuts=(slice(0, 1), slice(1, 2)))
-    machine.session.members.update([Member(name, 0, joining=False) for name in names_of_others], 0.0)
-    machine.seen.order = ("d", "a", "b", "c")
-    assert does(machine.handle(Look(), 0.0), Inspect).listed is Listed.IDLE
+    assert delivered(many()).listed is Listed.NOW
+    machine = many(number=1)
+    assert look(machine).listed is Listed.IDLE
     inspect = delivered(machine)
-    assert inspect.listed is Listed.NOT and machine.handle(Done(inspect, Inspected(NONE, None)), 99.0) is None
-    assert does(machine.handle(Look(), 3 * machine.session.timing.turn), Inspect).listed is Listed.NOW
+    assert inspect.listed is Listed.NOT
+    done(machine, inspect, Inspected(NONE, None), now=99.0)
+    assert look(machine, now=3 * machine.session.timing.turn).listed is Listed.NOW
 
 
-def test_another_members_delta_calls_and_completes_the_round():
+def test_another_members_delta_calls_once_and_completes_the_round():
     machine = new()
-    machine.session.members.update([Member("b", 0, joining=False)], 0.0)
+    others(machine, "b")
     deltas = names(contribution(machine, "b", "ef" * 32))
-    inspect = does(machine.handle(Look(), 0.0), Inspect)
-    read = does(machine.handle(Done(inspect, Inspected(NONE, deltas)), 0.0), ReadDeltas)
-    assert machine.handle(Done(read, deltas), 0.0) is None
+    done(machine, done(machine, look(machine), Inspected(NONE, deltas), ReadDeltas), deltas)
     assert machine.handle(Stepped(0, False), 0.0) is None
     does(machine.handle(Stepped(1, False), 0.0), TakeDelta)
-    close = does(machine.handle(Done(delivered(machine), Inspected(NONE, deltas)), 0.0), Close)
+    deliver = sent(machine)
+    assert machine.handle(Stepped(1, False), 0.0) is None
+    does(machine.handle(Stepped(2, False), 0.0), TakeDelta)  # not delivered yet, so that it may be replaced
+    close = done(machine, done(machine, deliver, True, Inspect), Inspected(NONE, deltas), Close)
     assert [entry.member for entry in close.record.entries] == ["a", "b"]
 
 
-def test_a_call_is_answered_once():
+def test_a_call_for_a_round_that_training_has_not_reached_is_not_answered():
     machine = new()
-    deltas = names(contribution(machine, "b", "ef" * 32))
-    inspect = does(machine.handle(Look(), 0.0), Inspect)
-    machine.handle(Done(does(machine.handle(Done(inspect, Inspected(NONE, deltas)), 0.0), ReadDeltas), deltas), 0.0)
-    does(machine.handle(Stepped(1, False), 0.0), TakeDelta)
-    machine.handle(Sent(1, lambda: None), 0.0)
+    inspect = does(closed_by_b(machine, look(machine)), Inspect)
+    deltas = names(contribution(machine, "b", "ef" * 32), index=2)
+    done(machine, done(machine, inspect, Inspected(NONE, deltas), ReadDeltas), deltas)
+    machine.ready.clear()
     assert machine.handle(Stepped(1, False), 0.0) is None
-    does(machine.handle(Stepped(2, False), 0.0), TakeDelta)
 
 
 def test_no_outcome_is_handed_over_before_it_is_known_whether_the_newest_delta_is_in_it():
     machine = new()
-    average = closed(machine)
-    machine.handle(Done(average, Averaged(state(1), 0, {})), 0.0)
+    done(machine, closed(machine), Averaged(state(1), 0, {}), Inspect)
     machine.handle(Sent(1, lambda: None), 0.0)
     assert machine.handle(Polled(1), 0.0) is None
-    encode = does(machine.handle(Look(), 0.0), Encode)
-    machine.handle(Done(encode, encoded(machine)), 0.0)
+    machine.handle(Done(look(machine, Encode), encoded(machine)), 0.0)
     assert isinstance(machine.handle(Polled(1), 0.0), HandOver)
 
 
 def test_a_newer_delta_replaces_one_that_is_not_delivered_and_none_that_is():
     machine = new()
     machine.handle(Sent(1, lambda: None), 0.0)
-    old = does(machine.handle(Look(), 0.0), Encode)
+    old = look(machine, Encode)
     does(machine.handle(Stepped(2, True), 0.0), TakeDelta)
     machine.handle(Sent(1, lambda: None), 0.0)
-    encode = does(machine.handle(Done(old, encoded(machine)), 0.0), Encode)
+    encode = done(machine, old, encoded(machine), Encode)
     assert encode.sent is not old.sent
-    deliver = does(machine.handle(Done(encode, encoded(machine)), 0.0), Deliver)
+    deliver = done(machine, encode, encoded(machine), Deliver)
     machine.handle(Sent(1, lambda: None), 0.0)
     assert machine.is_stale(1)
-    does(machine.handle(Done(deliver, False), 0.0), Inspect)  # a slow uplink keeps nobody from following the rounds
-    encode = does(machine.handle(Look(), 0.0), Encode)
-    deliver = does(machine.handle(Done(encode, encoded(machine)), 0.0), Deliver)
-    machine.handle(Done(deliver, True), 0.0)
+    done(machine, deliver, False, Inspect)  # a slow uplink keeps nobody from following the rounds
+    done(machine, done(machine, look(machine, Encode), encoded(machine), Deliver), True, Inspect)
     assert machine.phase is Phase.DELIVERED and machine.handle(Stepped(9, True), 0.0) is None
 
 
 def test_training_may_send_once_more_and_the_newest_delta_counts():
     machine = new()
     delivered(machine)
-    machine.handle(Sent(1, lambda: None), 0.0)
-    encode = does(machine.handle(Look(), 0.0), Encode)
-    deliver = does(machine.handle(Done(encode, encoded(machine, digest="12" * 32)), 0.0), Deliver)
-    inspect = does(machine.handle(Done(deliver, True), 0.0), Inspect)
-    close = does(machine.handle(Done(inspect, Inspected(NONE, {})), 0.0), Close)
+    close = done(machine, delivered(machine, digest="12" * 32), seen(), Close)
     assert [entry.digest for entry in close.record.entries] == ["12" * 32]
 
 
 def test_a_delta_that_is_not_finite_is_dropped_and_resets():
     machine = new()
     machine.handle(Sent(1, lambda: None), 0.0)
-    encode = does(machine.handle(Look(), 0.0), Encode)
-    machine.handle(Done(encode, None), 0.0)
+    machine.handle(Done(look(machine, Encode), None), 0.0)
     assert machine.handle(Polled(1), 0.0) == HandOver(Dropped(reset=True, non_finite=True))
     assert machine.phase is Phase.IDLE
 
@@ -243,100 +276,82 @@ def test_a_delta_that_is_not_finite_is_dropped_and_resets():
 def test_an_answer_that_comes_too_late_changes_nothing():
     machine = new()
     average = closed(machine)
-    averaged_one = Averaged(state(1), 0, {})
-    machine.handle(Done(average, averaged_one), 0.0)
+    once = Averaged(state(1), 0, {})
+    machine.handle(Done(average, once), 0.0)
     before = machine.frontier, machine.phase, len(machine.ready)
-    machine.handle(Done(average, averaged_one), 0.0)
-    machine.handle(Done(Load(None), (state(7), "")), 0.0)
-    machine.handle(Done(CountVotes(average.record), True), 0.0)
+    for effect, answer in ((average, once), (Load(None), (state(7), "")), (CountVotes(average.record), True)):
+        machine.handle(Done(effect, answer), 0.0)
     assert (machine.frontier, machine.phase, len(machine.ready)) == before
 
 
 def test_what_a_record_lacks_is_waited_for_then_looked_for_again_and_in_the_end_replaced():
     machine = new()
-    other = contribution(machine, "b", "ef" * 32)
-    record = Record(0, 1, "", machine.fingerprint, "b", (entry(other),), digest="cd" * 32)
-    inspect = delivered(machine)
-    read = does(machine.handle(Done(inspect, Inspected(Attempts(record, 1, False), {})), 0.0), ReadDeltas)
-    assert machine.handle(Done(read, dict.fromkeys(read.names)), 0.0) is None
+    record, later = record_of(machine, contribution(machine, "b", "ef" * 32)), VOID + 1.0
+    read = done(machine, delivered(machine), seen(record), ReadDeltas)
+    done(machine, read, dict.fromkeys(read.names))
     assert machine.phase is Phase.JUMPING
-    load = does(machine.handle(Look(), 1.0), Load)
-    assert load.target.least == 1 and machine.handle(Done(load, None), 1.0) is None
-    later = VOID + 1.0
-    load = does(machine.handle(Look(), later), Load)
-    inspect = does(machine.handle(Done(load, None), later), Inspect)
-    read = does(machine.handle(Done(inspect, Inspected(Attempts(record, 1, False), {})), later), ReadDeltas)
-    asks = does(machine.handle(Done(read, dict.fromkeys(read.names)), later), SeeWhetherFollowed)
-    inspect = does(machine.handle(Done(asks, False), later), Inspect)
-    own = names(contribution(machine))
-    read = does(machine.handle(Done(inspect, Inspected(Attempts(record, 1, False), own)), later), ReadDeltas)
-    close = does(machine.handle(Done(read, own), later), Close)
+    load = look(machine, Load, 1.0)
+    assert load.target.least == 1
+    done(machine, load, None, now=1.0)
+    inspect = done(machine, look(machine, Load, later), None, Inspect, later)
+    read = done(machine, inspect, seen(record), ReadDeltas, later)
+    following = done(machine, read, dict.fromkeys(read.names), Inspect, later)
+    assert (following.index, following.previous) == (2, record.digest)
+    inspect, own = done(machine, following, Inspected(NONE, None), Inspect, later), names(contribution(machine))
+    read = done(machine, inspect, Inspected(Attempts(record, 1, False), own), ReadDeltas, later)
+    close = done(machine, read, own, Close, later)
     assert close.record.voids == record.digest and close.attempt == 1
 
 
-def entry(delta):
-    return Entry(delta.member, delta.digest, delta.tokens, delta.lr)
-
-
-def test_a_record_that_others_have_followed_is_not_replaced():
+@pytest.mark.parametrize(("sends", "followed"), [(True, True), (True, False), (False, None)])
+def test_who_may_not_replace_a_record_goes_on_waiting_for_a_snapshot(sends, followed):
+    """Others have followed it; or its own delta is lost, too; or it has sent none."""
     machine = new()
-    record = Record(0, 1, "", machine.fingerprint, "b", (entry(contribution(machine, "b", "ef" * 32)),), "cd" * 32)
-    inspect = delivered(machine)
-    machine.seen.lacking_since = 0.0
-    read = does(machine.handle(Done(inspect, Inspected(Attempts(record, 1, False), {})), VOID), ReadDeltas)
-    asks = does(machine.handle(Done(read, dict.fromkeys(read.names)), VOID), SeeWhetherFollowed)
-    assert machine.handle(Done(asks, True), VOID) is None and machine.phase is Phase.JUMPING
-
-
-def test_who_cannot_replace_a_record_goes_on_waiting_for_a_snapshot():
-    for sends in (True, False):
-        machine = new()
-        record = Record(0, 1, "", machine.fingerprint, "b", (entry(contribution(machine, "b")),), "cd" * 32)
-        seen = Inspected(Attempts(record, 1, False), {})
-        inspect = delivered(machine) if sends else does(machine.handle(Look(), 0.0), Inspect)
-        machine.seen.lacking_since, machine.seen.deltas = 0.0, {}
-        read = does(machine.handle(Done(inspect, seen), VOID), ReadDeltas)
-        effect = machine.handle(Done(read, dict.fromkeys(read.names)), VOID)
-        if sends:  # but its own delta is lost, too
-            inspect = does(machine.handle(Done(does(effect, SeeWhetherFollowed), False), VOID), Inspect)
-            effect = machine.handle(Done(inspect, seen), VOID)
-        assert effect is None and machine.phase is Phase.JUMPING
+    record = record_of(machine, contribution(machine, "b", "ef" * 32))
+    inspect = delivered(machine) if sends else look(machine)
+    machine.seen.lacking_since, machine.seen.deltas = 0.0, {}
+    read = done(machine, inspect, seen(record), ReadDeltas, VOID)
+    effect = machine.handle(Done(read, dict.fromkeys(read.names)), VOID)
+    if sends:
+        effect = machine.handle(Done(does(effect, Inspect), seen(record if followed else None)), VOID)
+    if sends and not followed:
+        effect = machine.handle(Done(does(effect, Inspect), seen(record)), VOID)
+    assert effect is None and machine.phase is Phase.JUMPING
+    assert [e["event"] for e in machine.session.drain_events()].count("gone") == 0  # it was said before
 
 
 def test_missing_shares_lead_to_a_snapshot_and_unfinished_ones_are_asked_for_again():
-    machine = new()
-    record = Record(0, 1, "", machine.fingerprint, "b", (), "cd" * 32, "12" * 32)
-    machine._layout = replace(machine._layout, cuts=(slice(0, 1), slice(1, 2)))
-    inspect = does(machine.handle(Look(), 0.0), Inspect)
-    heads = does(machine.handle(Done(inspect, Inspected(Attempts(record, 1, False), {})), 0.0), ReadHeads)
-    collect = does(machine.handle(Done(heads, {}), 0.0), Collect)
-    assert machine.handle(Done(collect, None), 0.0) is None and machine.phase is Phase.AVERAGING
-    collect = does(machine.handle(Look(), 0.0), Collect)
-    assert machine.handle(Done(collect, Missing()), 0.0) is None and machine.phase is Phase.JUMPING
+    machine = many()
+    record = record_of(machine, heads="12" * 32)
+    done(machine, done(machine, look(machine), seen(record), Average), None)
+    assert machine.phase is Phase.AVERAGING
+    done(machine, look(machine, Average), Missing())
+    assert machine.phase is Phase.JUMPING
 
 
-def test_a_record_that_misstates_a_delta_is_void():
-    machine = new()
+@pytest.mark.parametrize("how", ["tokens", "heads", "heads of a small fragment"])
+def test_a_record_that_misstates_a_delta_is_void(how):
+    machine = many() if how == "heads" else new()
     delta = contribution(machine, "b", "ef" * 32)
-    lie = Record(0, 1, "", machine.fingerprint, "b", (replace(entry(delta), tokens=9.0),), "cd" * 32)
-    inspect = does(machine.handle(Look(), 0.0), Inspect)
-    read = does(machine.handle(Done(inspect, Inspected(Attempts(lie, 1, False), {})), 0.0), ReadDeltas)
-    does(machine.handle(Done(read, names(delta)), 0.0), Inspect)
+    lie = record_of(machine, delta, heads="" if how == "tokens" else "12" * 32)
+    if how == "tokens":
+        lie = replace(lie, entries=(replace(entry(delta), tokens=9.0),))
+        done(machine, done(machine, look(machine), seen(lie), ReadDeltas), names(delta), Inspect)
+    elif how == "heads":
+        done(machine, done(machine, look(machine), seen(lie), Average), Invalid("x"), Inspect)
+    else:
+        done(machine, look(machine), seen(lie), Inspect)
     assert machine.void == {lie.digest} and machine.session.drain_events()[-1]["event"] == "lie"
 
 
-def test_a_record_against_other_bits_is_judged_by_the_others_deltas():
-    for outvoted in (True, False):
-        machine = new()
-        record = Record(0, 1, "", 99, "b", (entry(contribution(machine, "b")),), "cd" * 32)
-        inspect = does(machine.handle(Look(), 0.0), Inspect)
-        read = does(machine.handle(Done(inspect, Inspected(Attempts(record, 1, False), {})), 0.0), ReadDeltas)
-        average = does(machine.handle(Done(read, names(contribution(machine, "b"))), 0.0), Average)
-        machine.handle(Done(average, Averaged(state(1), 0, {})), 0.0)
-        assert machine.handle(Polled(1), 0.0) is None and machine.phase is Phase.JUDGING
-        votes = does(machine.handle(Look(), 0.0), CountVotes)
-        effect = machine.handle(Done(votes, outvoted), 0.0)
-        assert isinstance(effect, Inspect if outvoted else Load) and (record.digest in machine.void) is outvoted
+@pytest.mark.parametrize("outvoted", [True, False])
+def test_a_record_against_other_bits_is_judged_by_the_others_deltas(outvoted):
+    machine = new()
+    closed_by_b(machine, look(machine), fingerprint=99)
+    digest = machine.ready[0].record.digest
+    assert machine.handle(Polled(1), 0.0) is None and machine.phase is Phase.JUDGING
+    done(machine, look(machine, CountVotes), outvoted, Inspect if outvoted else Load)
+    assert (digest in machine.void) is outvoted
 
 
 @pytest.mark.parametrize(("other", "closes_at_once"), [(-1, False), (1, True)])
@@ -347,7 +362,7 @@ def test_at_a_tie_the_side_with_the_smaller_fingerprint_closes_and_the_other_one
     deltas = names(contribution(machine, "b", "ef" * 32, fingerprint=machine.fingerprint + other))
     ttl = machine.session.options.ttl
     for now in (0.0, 2 * ttl, 2 * ttl + 1):
-        inspect = does(machine.handle(Look(), now), Inspect) if now else delivered(machine)
+        inspect = look(machine, now=now) if now else delivered(machine)
         effect = machine.handle(Done(inspect, Inspected(NONE, deltas)), now)
         if isinstance(effect, ReadDeltas):
             effect = machine.handle(Done(effect, deltas), now)
@@ -356,16 +371,32 @@ def test_at_a_tie_the_side_with_the_smaller_fingerprint_closes_and_the_other_one
             break
 
 
+def test_who_holds_other_bits_than_most_recomputes_its_state_and_closes_nothing():
+    machine = new()
+    deltas = names(*(contribution(machine, name, name * 64, fingerprint=99) for name in "bc"))
+    read = done(machine, delivered(machine), Inspected(NONE, deltas), ReadDeltas)
+    done(machine, read, deltas)
+    assert machine.phase is Phase.JUMPING and look(machine, Load).target.before == 1  # what they put later is no help
+    ttl, machine = machine.session.options.ttl, new()
+    machine._differs = 1  # it has recomputed its state, and still differs
+    read = done(machine, delivered(machine), Inspected(NONE, deltas), ReadDeltas)
+    done(machine, read, deltas)
+    done(machine, look(machine, now=ttl - 1.0), Inspected(NONE, deltas), now=ttl - 1.0)
+    with pytest.raises(Diverged, match="computes other bits"):
+        machine.handle(Done(look(machine, now=ttl), Inspected(NONE, deltas)), ttl)
+
+
 def test_who_was_too_far_behind_gives_up_its_local_work_and_no_longer_asks_for_a_snapshot():
     machine = new()
     average = closed(machine)
     machine.ready.append(Jump(state(-9)))  # training has not taken it yet
-    far = does(machine.handle(Done(average, Averaged(state(1), 0, {})), 0.0), LookFar)
-    assert machine.handle(Done(far, 0), 0.0) is None  # enough is ready
+    far = done(machine, average, Averaged(state(1), 0, {}), SeeWhetherClosed)
+    assert far.index == -9 + BEHIND + 1
+    done(machine, done(machine, far, True, Load), None)  # enough is ready
     machine.ready.clear()
-    inspect = does(machine.handle(Look(), 0.0), Inspect)
+    inspect = look(machine)
     assert machine.session._wants == {0: 10}
-    machine.handle(Done(inspect, Inspected(NONE, {})), 0.0)
+    done(machine, inspect, seen())
     assert machine.ready[-1] == Dropped(reset=True) and not machine.session._wants
 
 
@@ -373,8 +404,7 @@ def test_a_jump_covers_all_rounds_up_to_it():
     machine = new()
     averaged(machine)
     machine._follow(Phase.JUMPING)
-    load = does(machine.handle(Look(), 0.0), Load)
-    inspect = does(machine.handle(Done(load, (state(9), "12" * 32)), 0.0), Inspect)
+    inspect = done(machine, look(machine, Load), (state(9), "12" * 32), Inspect)
     assert (inspect.index, inspect.previous) == (10, "12" * 32)
     handed = machine.handle(Polled(1), 0.0)
     assert isinstance(handed.outcome, Jump) and machine.held == 9 and not machine.ready
@@ -382,22 +412,35 @@ def test_a_jump_covers_all_rounds_up_to_it():
 
 def test_a_round_that_was_read_wrongly_leads_to_a_snapshot_of_before_and_a_second_one_stops():
     machine = new()
-    for _ in range(2):
-        inspect = does(machine.handle(Look(), 0.0), Inspect)
-        recheck = does(machine.handle(Done(inspect, Inspected(Attempts(None, 1, True), {})), 0.0), Recheck)
-        if machine._branches:
-            with pytest.raises(Diverged, match="for the second time"):
-                machine.handle(Done(recheck, 3), 0.0)
-            break
+    done(machine, done(machine, look(machine), seen(branched=True), Recheck), 3)
+    load = look(machine, Load)
+    assert load.target.before == 3
+    done(machine, load, (state(1), ""), Inspect)
+    recheck = done(machine, look(machine), seen(branched=True), Recheck)
+    assert dict(recheck.links) == {1: ""}  # only what was followed since
+    with pytest.raises(Diverged, match="for the second time"):
         machine.handle(Done(recheck, 3), 0.0)
-        load = does(machine.handle(Look(), 0.0), Load)
-        assert load.target.before == 3
-        machine.handle(Done(load, (state(1), "")), 0.0)
     machine = new()
-    inspect = does(machine.handle(Look(), 0.0), Inspect)
-    recheck = does(machine.handle(Done(inspect, Inspected(Attempts(None, 1, True), {})), 0.0), Recheck)
-    inspect = does(machine.handle(Done(recheck, None), 0.0), Inspect)
-    assert machine.handle(Done(inspect, Inspected(Attempts(None, 1, True), {})), 0.0) is None
+    inspect = done(machine, done(machine, look(machine), seen(branched=True), Recheck), None, Inspect)
+    done(machine, inspect, seen(branched=True))
+
+
+def test_a_replaced_record_that_training_has_not_taken_is_judged_and_costs_nothing():
+    machine = new()
+    inspect = does(closed_by_b(machine, look(machine), fingerprint=99), Inspect)
+    recheck = done(machine, inspect, seen(branched=True), Recheck)
+    judging = does(machine.handle(Done(recheck, 1), 0.0), CountVotes)
+    done(machine, judging, True, Inspect)
+    assert (machine.held, machine.frontier, machine.ready) == (0, 0, deque()) and not machine._branches
+
+
+def test_a_snapshot_to_recompute_a_state_from_may_be_unreadable_for_a_while():
+    machine = new()
+    done(machine, done(machine, look(machine), seen(branched=True), Recheck), 1)
+    ttl = machine.session.options.ttl
+    done(machine, look(machine, Load), None, now=ttl - 1)
+    with pytest.raises(Diverged, match="no earlier snapshot is left"):
+        machine.handle(Done(look(machine, Load), None), ttl)
 
 
 def test_the_last_round_ends_the_fragment_and_a_later_delta_is_dropped():
@@ -409,43 +452,95 @@ def test_the_last_round_ends_the_fragment_and_a_later_delta_is_dropped():
     assert machine.handle(Polled(2), 0.0) == HandOver(Dropped())
 
 
-def test_who_gives_up_expects_nothing():
+def test_who_gives_up_expects_nothing_and_forgets_what_arrives_in_the_store_later():
     machine = new()
-    delivered(machine)
+    deliver = sent(machine)
     assert machine.expects_outcome
     machine.handle(GaveUp(), 0.0)
-    assert not machine.expects_outcome and machine.sending is Phase.IDLE
-
-
-def test_what_arrives_in_the_store_after_its_outcome_is_known_is_forgotten():
-    machine = new()
-    machine.handle(Sent(1, lambda: None), 0.0)
-    encode = does(machine.handle(Look(), 0.0), Encode)
-    deliver = does(machine.handle(Done(encode, encoded(machine)), 0.0), Deliver)
-    machine.handle(GaveUp(), 0.0)
+    assert not machine.expects_outcome
     machine.handle(Done(deliver, True), 0.0)
     assert machine.sending is Phase.IDLE and machine.own.delivered is None
 
 
 def test_no_object_of_another_place_is_taken_for_a_delta():
     machine = new()
-    inspect = does(machine.handle(Look(), 0.0), Inspect)
     listed = [record_name(0, 1, 0), "rounds/00000/001/0000/closed.x", "rounds/00000/001/0000/d-b-zz"]
-    assert machine.handle(Done(inspect, Inspected(NONE, listed)), 0.0) is None
+    done(machine, look(machine), Inspected(NONE, listed))
     assert {e["object"] for e in machine.session.drain_events()} == set(listed[1:])
 
 
-@pytest.mark.parametrize(("table", "attribute"), [(SENDING, "_send"), (FOLLOWING, "_follow")])
-def test_there_is_no_other_transition_than_those_in_the_table(table, attribute):
-    for before in table:
-        for after in Phase:
-            machine = new()
-            setattr(machine, {"_send": "sending", "_follow": "following"}[attribute], before)
-            if after in table[before]:
-                getattr(machine, attribute)(after)
-            else:
-                with pytest.raises(AssertionError):
-                    getattr(machine, attribute)(after)
+@pytest.mark.parametrize(
+    ("table", "name", "change"), [(SENDING, "sending", "_send"), (FOLLOWING, "following", "_follow")]
+)
+def test_there_is_no_other_transition_than_those_in_the_table(table, name, change):
+    for before, after in product(table, Phase):
+        machine = new()
+        setattr(machine, name, before)
+        with nullcontext() if after in table[before] else pytest.raises(AssertionError):
+            getattr(machine, change)(after)
+
+
+def test_a_member_that_missed_a_round_is_awaited_again_in_each_fourth():
+    machine = new()
+    others(machine, "b")
+    inspect, timeout = delivered(machine), machine.session.straggler_timeout(1, 0.0)
+    done(machine, inspect, seen())
+    close = done(machine, inspect, seen(), Close, timeout)
+    average = done(machine, close, replace(close.record, digest="cd" * 32), Average, timeout)
+    done(machine, average, Averaged(state(1), 0, {}), Inspect, timeout)
+    assert [set(machine.session.awaited(index, timeout)) for index in (2, 4)] == [set(), {"b"}]
+
+
+def test_after_a_round_without_its_delta_a_member_makes_all_steps_before_the_next_one():
+    machine = new()
+    closed_by_b(machine, delivered(machine))
+    assert not machine.handle(Polled(1), 0.0).outcome.counted
+    assert [bool(machine.handle(Stepped(steps, False), 0.0)) for steps in (5, 6, 7)] == [False, False, True]
+
+
+@pytest.mark.parametrize(
+    ("member", "digest", "counted", "earlier"),
+    [("b", "ef" * 32, False, False), ("a", "ef" * 32, False, True), ("a", HEX, True, False)],
+)
+def test_a_record_that_names_a_delta_of_an_earlier_life_is_told_from_one_without_this_member(
+    member, digest, counted, earlier
+):
+    machine = new()
+    closed_by_b(machine, delivered(machine), delta=contribution(machine, member, digest))
+    outcome = machine.handle(Polled(1), 0.0).outcome
+    assert (outcome.counted, outcome.earlier) == (counted, earlier)
+
+
+def test_a_state_is_offered_as_a_snapshot_once_the_next_record_has_confirmed_it_and_nothing_newer_is_ready():
+    machine = new()
+    following = does(closed_by_b(machine, delivered(machine)), Inspect)
+    closed_by_b(machine, following, 2, fingerprint=state(1, 1.0).fingerprint())
+    assert len(machine.ready) == AHEAD and machine.handle(Look(), 0.0) is None  # no more until training takes one
+    first, second = (machine.handle(Polled(index), 0.0) for index in (1, 2))
+    assert first.offer is None and second.offer.record.index == 2
+    assert (second.offer.state.index, second.offer.link) == (1, second.offer.record.previous)
+    assert second.offer.state.cached_fingerprint == second.offer.record.fingerprint
+
+
+def test_nobody_closes_a_round_that_its_own_delta_is_not_in():
+    """Its own delta is one for the round before, which training has not applied yet."""
+    machine = new()
+    inspect = does(averaged(machine), Inspect)
+    deltas = names(contribution(machine, "b", digest="ef" * 32), index=2)
+    done(machine, done(machine, inspect, Inspected(NONE, deltas), ReadDeltas), deltas, now=999.0)
+
+
+def test_a_member_with_other_bits_for_the_second_time_stops_once_the_others_have_had_time_to_vote():
+    machine = new()
+    closed_by_b(machine, look(machine), fingerprint=99)
+    machine.handle(Polled(1), 0.0)
+    machine._differs = 1  # it has recomputed its state
+    ttl = machine.session.options.ttl
+    for now in (0.0, ttl - 1.0):
+        done(machine, look(machine, CountVotes, now), False, now=now)
+        assert machine.phase is Phase.JUDGING
+    with pytest.raises(Diverged, match="computes other bits"):
+        machine.handle(Done(look(machine, CountVotes, ttl), False), ttl)
 
 
 class Fate:
@@ -485,21 +580,16 @@ class Fate:
                 return {name: self.maybe(None, Invalid("x"), self.delta("b")) for name in wanted}
             case Close(record):
                 return self.maybe(None, record, replace(record, digest="cd" * 32), self.record(index))
-            case ReadHeads(record):
-                heads = {e.digest: replace(self.delta(e.member), digest=e.digest) for e in record.entries}
-                return self.maybe(None, Invalid("x"), heads)
-            case Average() | Collect():
-                done = Averaged(state(effect.before.index + 1, self.chance.random()), 0, {})
-                return done if isinstance(effect, Average) else self.maybe(None, Missing(), done)
+            case Average(record):
+                average = Averaged(state(effect.before.index + 1, self.chance.random()), 0, {})
+                return self.maybe(None, Missing(), Invalid("x"), average) if record.heads else average
             case Load(target):
                 least = max(target.least, 0)
                 before = least + 3 if target.before is None else target.before
                 return self.maybe(None, (state(self.chance.randint(least, max(before, least))), ""))
-            case LookFar():
-                return self.maybe(None, self.machine.frontier + self.chance.randrange(30))
             case Recheck():
                 return self.maybe(None, None, None, index - 1)
-            case _:  # Deliver, SeeWhetherFollowed, CountVotes
+            case _:  # Deliver, SeeWhetherClosed, CountVotes
                 return self.maybe(True, False)
 
     def train(self):
@@ -542,80 +632,3 @@ def test_whatever_the_store_answers_only_transitions_of_the_table_follow_and_rou
             fate.train()
             assert fate.machine.frontier >= fate.machine._reached or fate.machine.following is Phase.JUMPING
             assert len(fate.machine.ready) <= 4
-
-
-def closed_by_b(machine, inspect, index=1, fingerprint=None, now=0.0):
-    """Follow a round that b has closed alone."""
-    delta = contribution(machine, "b", digest="ef" * 32, fingerprint=fingerprint)
-    record = Record(0, index, machine.previous, delta.fingerprint, "b", (entry(delta),), "cd" * 32)
-    read = does(machine.handle(Done(inspect, Inspected(Attempts(record, 1, False), {})), now), ReadDeltas)
-    average = does(machine.handle(Done(read, names(delta, index=index)), now), Average)
-    return machine.handle(Done(average, Averaged(state(index, float(index)), 0, {})), now)
-
-
-def test_a_member_that_missed_a_round_is_awaited_again_in_each_fourth():
-    machine = new()
-    machine.session.members.update([Member("b", 0, joining=False)], 0.0)
-    inspect, timeout = delivered(machine), machine.session.straggler_timeout(1, 0.0)
-    assert machine.handle(Done(inspect, Inspected(NONE, {})), 0.0) is None
-    close = does(machine.handle(Done(inspect, Inspected(NONE, {})), timeout), Close)
-    average = does(machine.handle(Done(close, replace(close.record, digest="cd" * 32)), timeout), Average)
-    machine.handle(Done(average, Averaged(state(1), 0, {})), timeout)
-    assert [set(machine.session.awaited(index, timeout)) for index in (2, 4)] == [set(), {"b"}]
-
-
-def test_after_a_round_without_its_delta_a_member_makes_all_steps_before_the_next_one():
-    machine = new()
-    closed_by_b(machine, delivered(machine))
-    handed_over = machine.handle(Polled(1), 0.0)
-    assert not handed_over.outcome.counted
-    assert [bool(machine.handle(Stepped(steps, False), 0.0)) for steps in (5, 6, 7)] == [False, False, True]
-
-
-def test_a_record_that_names_a_delta_of_an_earlier_life_is_told_from_one_without_this_member():
-    for member, digest, counted, earlier in (
-        ("b", "ef" * 32, False, False),
-        ("a", "ef" * 32, False, True),
-        ("a", HEX, True, False),
-    ):
-        machine = new()
-        inspect = delivered(machine)
-        delta = contribution(machine, member, digest)
-        record = Record(0, 1, "", machine.fingerprint, "b", (entry(delta),), "cd" * 32)
-        effect = machine.handle(Done(inspect, Inspected(Attempts(record, 1, False), {})), 0.0)
-        if isinstance(effect, ReadDeltas):
-            effect = machine.handle(Done(effect, names(delta)), 0.0)
-        machine.handle(Done(does(effect, Average), Averaged(state(1), 0, {})), 0.0)
-        outcome = machine.handle(Polled(1), 0.0).outcome
-        assert (outcome.counted, outcome.earlier) == (counted, earlier)
-
-
-def test_a_state_is_offered_as_a_snapshot_once_no_newer_one_is_ready():
-    machine = new()
-    following = does(closed_by_b(machine, delivered(machine)), Inspect)
-    closed_by_b(machine, following, 2, fingerprint=state(1, 1.0).fingerprint())
-    first, second = (machine.handle(Polled(index), 0.0) for index in (1, 2))
-    assert first.offer is None and second.offer.state.index == 2
-
-
-def test_nobody_closes_a_round_that_its_own_delta_is_not_in():
-    """Its own delta is one for the round before, which training has not applied yet."""
-    machine = new()
-    inspect = does(averaged(machine), Inspect)
-    others = names(contribution(machine, "b", digest="ef" * 32), index=2)
-    read = does(machine.handle(Done(inspect, Inspected(NONE, others)), 0.0), ReadDeltas)
-    assert machine.handle(Done(read, others), 999.0) is None
-
-
-def test_a_member_with_other_bits_for_the_second_time_stops_once_the_others_have_had_time_to_vote():
-    machine = new()
-    closed_by_b(machine, does(machine.handle(Look(), 0.0), Inspect), fingerprint=99)
-    machine.handle(Polled(1), 0.0)
-    machine._differs = 1  # it has recomputed its state
-    ttl = machine.session.options.ttl
-    for now in (0.0, ttl - 1.0):
-        votes = does(machine.handle(Look(), now), CountVotes)
-        assert machine.handle(Done(votes, False), now) is None and machine.phase is Phase.JUDGING
-    votes = does(machine.handle(Look(), ttl), CountVotes)
-    with pytest.raises(Diverged, match="computes other bits"):
-        machine.handle(Done(votes, False), ttl)

@@ -7,16 +7,7 @@ import numpy as np
 import pytest
 
 from diloco.bucket.round_store import RoundStore
-from diloco.bucket.rounds import (
-    MOST,
-    Entry,
-    Record,
-    delta_fields,
-    delta_name,
-    folder,
-    read_record,
-    record_name,
-)
+from diloco.bucket.rounds import MOST, Entry, Record, delta_fields, delta_name, folder, read_record, record_name
 from diloco.bucket.store.envelope import (
     HEADER,
     PART,
@@ -323,7 +314,7 @@ def test_an_object_that_is_different_at_every_look_is_not_read_for_ever():
     world = World()
     answers = (f"garbage {k}".encode() for k in range(1000))
     world.attempt = lambda operation: [next(answers) for _ in operation.operations]
-    assert complete(world, rounds.record(1, "")) == (None, 0, False)
+    assert complete(world, rounds.record(1, "")) == (None, 0, False, "")
 
 
 def test_a_name_that_somebody_has_taken_is_not_put_for_ever():

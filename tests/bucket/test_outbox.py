@@ -60,8 +60,7 @@ def test_a_delta_without_work_does_not_decide_the_unit():
     idle, counting = Player(world, "idle"), Player(world, "counting")
     idle.turn()
     fragment = idle.diloco._fragments[0]
-    fragment.take_delta(0, idle.diloco._replica.work)
-    idle.diloco._send(fragment)  # as finish() does
+    fragment.send(idle.diloco.replica.work)  # as finish() does
     idle.turn()
     assert any("/d-idle-" in name for name in world.objects) and "unit" not in world.objects
     counting.turn()

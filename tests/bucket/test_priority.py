@@ -39,19 +39,3 @@ def test_nobody_waits_for_long_for_a_training_thread_that_does_not_come():
     with lock.behind:
         entered.append(1)
     assert entered
-
-
-def test_both_ways_are_one_lock_that_can_be_waited_on():
-    lock, heard = PriorityLock(), []
-
-    def other():
-        with lock.behind:
-            heard.append("told")
-            lock.notify_all()
-
-    with lock:
-        thread = threading.Thread(target=other, daemon=True)
-        thread.start()
-        while not heard:
-            assert lock.wait(60)
-    thread.join()

@@ -8,7 +8,7 @@ import diloco.bucket.rounds as rounds_
 from diloco.bucket import round_store
 from diloco.bucket.bucket import PATIENCE
 from diloco.bucket.members import Phase
-from diloco.bucket.rounds import PIECES, delta_name, folder
+from diloco.bucket.rounds import PIECES, delta_name, folder, is_record
 from diloco.bucket.store import All, List, Read
 from diloco.exchange.reducer import Dropped
 from tests.support.players import SETTINGS, Player, World, meet, one_member, train
@@ -17,13 +17,15 @@ from tests.support.players import SETTINGS, Player, World, meet, one_member, tra
 class Counting(World):
     def __init__(self, fragments):
         super().__init__(fragments)
-        self.count, self.listed, self.most = Counter(), 0, 0
+        self.count, self.reads, self.listed, self.most = Counter(), Counter(), 0, 0
 
     def attempt(self, operation):
         self.count[type(operation).__name__, getattr(operation, "prefix", "")] += 1
         answer = super().attempt(operation)
         if isinstance(operation, List) and operation.prefix == "rounds/":
             self.listed = max(self.listed, len(answer))
+        if isinstance(operation, Read) and is_record(operation.name) and answer is not None:
+            self.reads[operation.name] += 1
         return answer
 
 
@@ -42,6 +44,7 @@ def test_one_listing_serves_all_fragments(fragments):
     assert min(a.held) > 5
     assert world.count["List", "rounds/"] <= 30 + 2 * rounds + 2
     assert not [key for key in world.count if key[0] == "List" and key[1].startswith("rounds/0")]
+    assert set(world.reads.values()) == {1}, "each record is read once"
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from diloco.bucket import rules
+from diloco.bucket.round_store import RECORD
 from diloco.bucket.rounds import (
     MOST,
     Branched,
@@ -19,7 +20,7 @@ from diloco.bucket.rounds import (
     share_name,
     snapshot_folder,
 )
-from diloco.bucket.store.envelope import Invalid
+from diloco.bucket.store.envelope import Envelope, Invalid
 
 
 def record(digest, voids="", entries=(), fingerprint=7):
@@ -49,6 +50,9 @@ def test_only_an_attempt_that_names_the_record_as_void_replaces_it():
 
 def test_a_record_that_is_known_to_be_wrong_does_not_count():
     assert rules.record_of_round([record("1"), record("2")], {"1"})[0] == record("2")
+    replaced = [record("1"), record("2", voids="1")]
+    assert rules.record_of_round(replaced, {"2"})[0] is None
+    assert rules.record_of_round([*replaced, record("3", voids="2")], {"2"})[0] == record("3", voids="2")
 
 
 @pytest.mark.parametrize(("lacking", "followed", "may"), [(900, False, True), (899, False, False), (9e9, True, False)])
@@ -96,7 +100,7 @@ def test_each_member_has_a_vote_for_each_state_that_it_trained_from():
 @pytest.mark.parametrize(("others", "outvoted"), [((7, 8), False), ((8, 8), True), ((8, 9), False), ((8,), False)])
 def test_a_record_is_void_if_more_agree_on_one_other_state_and_counts_at_a_tie(others, outvoted):
     deltas = [delta("a"), *(delta(name, fingerprint=f) for name, f in zip("bc", others, strict=False))]
-    assert rules.is_outvoted(record("1"), deltas) is outvoted
+    assert rules.is_outvoted(7, deltas) is outvoted
 
 
 # 5: one living member makes progress, and one that is gone costs little.
@@ -141,6 +145,9 @@ def test_a_record_of_too_many_still_has_the_delta_of_the_member_that_writes_it()
     entries = rules.entries_of(deltas, 8.0, own_digest=names[-1])
     assert len(entries) == MOST and entries[-1].member == names[-1] and entries[0].tokens == 8.0
     assert [e.member for e in entries] == sorted(e.member for e in entries)
+    whole = [Entry(e.member, e.member + "0", e.tokens) for e in entries]
+    sealed = Envelope("r").seal(record_name(0, 1, 0), "record", *replace(record("1"), entries=tuple(whole)).sealed())
+    assert len(sealed.body) < RECORD
 
 
 # 2, 3: where a member may start.

@@ -17,7 +17,7 @@ from diloco.bucket.store.backend import open_store
 from diloco.bucket.store.envelope import Envelope
 from diloco.errors import ConfigError, Mismatch
 from diloco.exchange.reducer import Jump
-from tests.support.members import PATIENT, Member, agree
+from tests.support.members import COMPLETE, Member, agree
 from tests.support.players import SYNC_EVERY, Player, World, mean_of
 from tests.support.sharing import SHARES, crowd, rounds_of, small_pieces, together
 
@@ -124,7 +124,7 @@ def test_a_share_of_a_member_that_died_is_made_by_the_next_one():
 
 
 def test_a_newcomer_makes_what_is_missing_when_all_others_are_dead(monkeypatch):
-    monkeypatch.setattr(snapshots, "MOVED", 1e9)  # it follows all rounds from the beginning
+    monkeypatch.setattr(snapshots, "EVERY", 1e9)  # it follows all rounds from the beginning
     world = World(1, values=6)
     players = crowd(world)
     together(players, 4)
@@ -162,9 +162,9 @@ def strange_delta(world, index, broken=None, values=5.0):
     sealed = seal_delta(Envelope(world.run), layout, fields, payloads)
     bodies = {each.name: each.body for each in sealed.objects}
     if broken is not None:
-        part, at = places(sealed.pieces)[broken]
+        part, at = places(sealed.contribution.pieces)[broken]
         name = sealed.objects[part].name
-        at += sealed.pieces[broken].size - 1
+        at += sealed.contribution.pieces[broken].size - 1
         bodies[name] = bodies[name][:at] + bytes([bodies[name][at] ^ 1]) + bodies[name][at + 1 :]
     return sealed.head, bodies
 
@@ -219,7 +219,7 @@ def test_four_members_over_a_folder_share_and_agree(tmp_path, monkeypatch):
     monkeypatch.setattr(rounds_, "LEAST", 64)
     monkeypatch.setattr(rounds_, "UNIT", 256)
     gate = threading.Barrier(4)
-    members = [Member(tmp_path, name, 30, gate=gate, straggler_timeout=PATIENT) for name in "abcd"]
+    members = [Member(tmp_path, name, 30, gate=gate, straggler_timeout=COMPLETE) for name in "abcd"]
     for member in members:
         member.end()
     agree(*members)

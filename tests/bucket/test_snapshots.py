@@ -11,16 +11,12 @@ from diloco import Float32
 from diloco.bucket.round_store import RoundStore
 from diloco.bucket.rounds import Entry, Record, delta_name, layout_of, place_of, record_name, snapshot_index
 from diloco.bucket.rules import superfluous
-from diloco.bucket.snapshots import (
-    KEEP,
-    Snapshots,
-    read_snapshot,
-    seal_snapshot,
-)
+from diloco.bucket.snapshots import KEEP, Snapshots, read_snapshot, seal_snapshot
 from diloco.bucket.store import Read, advance
 from diloco.bucket.store.envelope import DIGEST, PREFIX, Envelope, Invalid
 from diloco.exchange.reducer import State
-from tests.support.players import World, complete
+from tests.support.players import World, complete, one_member
+from tests.support.sharing import together
 
 ENVELOPE = Envelope("r")
 
@@ -32,7 +28,7 @@ def state(index, anchor=(1.0, 2.0), outer=(3.0,)):
 def snapshots(rejected=None):
     reject = lambda name, _: (rejected if rejected is not None else []).append(name)  # noqa: E731
     rounds = RoundStore(0, layout_of(Float32(), 2), ENVELOPE, reject)
-    return Snapshots(rounds, ENVELOPE, 0, state(0), "", reject, 8)
+    return Snapshots(rounds, ENVELOPE, 0, state(0), "", reject)
 
 
 START = "p"
@@ -74,18 +70,11 @@ def test_a_snapshot_with_inf_or_nan_anywhere_is_refused(bad):
 
 @pytest.mark.parametrize("changes", [
     {"zero": 0}, {"record": None}, {"zero": True}, {"fragment": 1}, {"index": 5}, {"index": -1}, {"anchor": 1},
-    {"outer": 2}, {"fingerprint": 7},
+    {"outer": 2}, {"fingerprint": 7}, {"fingerprint": None},
 ], ids=repr)  # fmt: skip
 def test_a_snapshot_whose_header_does_not_fit_is_refused(changes):
     with pytest.raises(Invalid):
         read(changed(**changes))
-
-
-def test_a_snapshot_without_a_fingerprint_stops_nobody_that_lists_it():
-    world, rejected = World(), []
-    bad = changed(fingerprint=None)
-    world.objects[bad.name] = bad.body
-    assert complete(world, snapshots(rejected).load()) is None and rejected[0] == bad.name
 
 
 def test_the_newest_is_the_newest_valid_one():
@@ -111,7 +100,7 @@ def test_the_header_of_a_snapshot_in_many_parts_is_read_whole(monkeypatch):
         monkeypatch.setattr(module, "PART", 4)
     large, world, rejected = State(99_999_999, torch.ones(400), torch.ones(400)), World(), []
     rounds = RoundStore(0, layout_of(Float32(), 400), ENVELOPE, lambda name, reason: None)
-    reader = Snapshots(rounds, ENVELOPE, 0, large, "", lambda name, reason: rejected.append(reason), 8)
+    reader = Snapshots(rounds, ENVELOPE, 0, large, "", lambda name, reason: rejected.append(reason))
     sealed = seal_snapshot(ENVELOPE, 0, large, "f" * 64)
     world.objects[sealed.name] = sealed.body
     loaded = complete(world, reader.peek(sealed.name))
@@ -209,18 +198,14 @@ def test_a_name_that_is_not_one_of_ours_harms_no_collection(name):
 
 
 @pytest.mark.parametrize(
-    ("header", "stride", "first"), [(0, 1, 10), (0, 4, 12), (0, snapshots_.STRIDE, 16), (snapshots_.FIELDS, 1, 7)]
+    ("members", "stride", "first"), [(1, 1, 100), (2, 1, 100), (2, 16, 112), (4, 1, 50), (4, 16, 64)]
 )
-def test_one_is_due_when_the_rounds_since_weigh_enough_at_a_multiple_of_the_stride(header, stride, first, monkeypatch):
-    """Two members: a delta of 8 bytes, a snapshot of 12, so that 25 times its bytes are moved after 10 rounds; or after
-    7, where a header is larger than both."""
+def test_one_is_due_after_two_hundred_deltas_at_a_multiple_of_the_stride(members, stride, first, monkeypatch):
     monkeypatch.setattr(snapshots_, "STRIDE", stride)
-    monkeypatch.setattr(snapshots_, "FIELDS", header)
     writer, due = snapshots(), []
     writer.newest = 0
-    for index in range(1, 20):
-        writer.followed(Record(0, index, "", 7, "a", (Entry("a", "", 1.0), Entry("b", "", 1.0))))
-        writer.consider(state(index), "record", wanted=-1, first=True, now=0.0, straggler_timeout=1.0)
+    for index in range(1, 120):
+        writer.consider(state(index), "record", members, wanted=-1, now=0.0, timeout=0.0)
         due += [index] * (writer._waiting is not None)
     assert due[0] == first
 
@@ -228,13 +213,21 @@ def test_one_is_due_when_the_rounds_since_weigh_enough_at_a_multiple_of_the_stri
 def test_one_is_due_when_it_is_wanted_and_not_there_and_the_closer_of_the_round_puts_it():
     world, held = World(), state(5)
     writer = snapshots()
-    writer.consider(held, "record", wanted=-1, first=True, now=0.0, straggler_timeout=1.0)
+    writer.consider(held, "record", 1, wanted=-1, now=0.0, timeout=0.0)
     complete(world, writer.tick(5, 0.0, False))
     assert not world.objects
-    writer.consider(held, "record", wanted=0, first=True, now=0.0, straggler_timeout=1.0)
+    writer.consider(held, "record", 1, wanted=0, now=0.0, timeout=0.0)
     complete(world, writer.tick(5, 0.0, False))
     assert writer.newest == 5 and len(world.objects) == 1
     other = snapshots()
     for now, due in ((0.0, False), (1.0, False), (1.5, True)):  # nobody has put one during the straggler timeout
-        other.consider(held, "record", wanted=5, first=False, now=now, straggler_timeout=1.0)
+        other.consider(held, "record", 1, wanted=5, now=now, timeout=1.0)
         assert (other._waiting is not None) == due
+
+
+def test_who_closed_the_last_round_puts_its_snapshot_at_once():
+    _, a = one_member(1)
+    timeouts = []
+    a.reduce._fragments[0].snapshots.consider = lambda *arguments: timeouts.append(arguments[-1])
+    together((a,), 3)
+    assert timeouts and not any(timeouts)

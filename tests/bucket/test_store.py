@@ -13,7 +13,7 @@ from diloco import Balanced, DiLoCo, Float32
 from diloco.bucket import Bucket
 from diloco.bucket.store import All, Create, List, Read, Size, Write
 from diloco.bucket.store.backend import TIMEOUT, Failure, Obstore, open_store, patiently
-from diloco.bucket.store.store import LARGE, MAX_TRANSFERS, STEADY, Closed, Store, TransferLimit
+from diloco.bucket.store.store import LARGE, LARGEST, MAX_TRANSFERS, Closed, Store, TransferLimit
 from diloco.errors import ConfigError
 from tests.support.members import PATIENT, until
 
@@ -65,12 +65,12 @@ class Link(Memory):
             if len(batch.names) >= min(self.client._transfers.allowed, rest):
                 self.sizes.append(len(batch.names))
                 batch.failed = len(batch.names) > self.CARRIES
-                self.now += TIMEOUT if batch.failed else 0.4 * TIMEOUT  # three would not make it
+                self.now += TIMEOUT if batch.failed else 0.2 * TIMEOUT
                 self.batch = Batch()
         return batch.failed is not None
 
 
-def test_over_a_slow_link_as_many_large_bodies_travel_as_it_carries_and_small_ones_pass():
+def test_over_a_slow_link_large_bodies_take_turns_and_small_ones_pass():
     link = Link()
     parts = All([Create(f"p{k}", bytes(LARGE + 1)) for k in range(link.BODIES)])
     sending = threading.Thread(target=link.client.perform, args=(parts,), daemon=True)
@@ -79,26 +79,18 @@ def test_over_a_slow_link_as_many_large_bodies_travel_as_it_carries_and_small_on
     link.client.perform(Write("beat", b"x"))
     sending.join(PATIENT)
     assert len(link.stored) == link.BODIES + 1
-    assert link.sizes == [8, 4, 2, 2, 2, 2] and link.client._transfers.allowed == 2
+    assert link.sizes == [8] + [1] * 8 and link.client._transfers.allowed == 1
 
 
-def test_lanes_are_halved_once_for_all_that_time_out_together_and_come_back_when_transfers_are_quick():
-    transfers, never = TransferLimit(60.0), threading.Event()
-    with transfers.transfer(never) as first, transfers.transfer(never) as second:
-        for halved in (first, second):
-            transfers.failed(60.0, halved)
-    assert transfers.allowed == 4
-    transfers.failed(0.1, 1)  # refused, not slow
-    assert transfers.allowed == 4
-    for halved in range(1, 9):
-        transfers.failed(60.0, halved)
-    assert transfers.allowed == 1
-    for _ in range(100):
-        transfers.succeeded(43.0)  # two would not make it
-    assert transfers.allowed == 1
-    for _ in range(STEADY * (MAX_TRANSFERS - 1)):
-        transfers.succeeded(1.0)
+def test_after_a_timeout_large_bodies_take_turns_until_the_link_is_seen_to_carry_several():
+    transfers = TransferLimit(60.0)
+    transfers.failed(0.1)  # refused, not slow
     assert transfers.allowed == MAX_TRANSFERS
+    transfers.failed(60.0)
+    assert transfers.allowed == 1
+    for nbytes, seconds, allowed in ((LARGEST, 4.0, 1), (LARGE, 1.0, 1), (LARGE, 0.2, MAX_TRANSFERS)):
+        transfers.succeeded(nbytes, seconds)
+        assert transfers.allowed == allowed
 
 
 def test_who_waits_for_a_lane_is_let_go_when_the_store_is_closed_and_sends_nothing_stale():

@@ -28,6 +28,7 @@ from diloco import (
 )
 from diloco.codecs.codec import CHUNK
 from diloco.codecs.formats import GATHER
+from diloco.core.sync import Work
 from diloco.exchange import local, mean, transport
 from diloco.exchange.reducer import Delta, State
 from diloco.exchange.transport import Broken
@@ -59,7 +60,7 @@ def _lose_a_peer(rank, how, folder):
         if how == "stop" and rank == 0:
             until(lambda: all(path.exists() for path in [*learned, folder / "pid"]))
             os.kill(int((folder / "pid").read_text()), signal.SIGCONT)
-        return str(error), diloco.state_dict()["shard 0 of 1"]["step"]
+        return str(error), diloco.state_dict()["shard 0 of 1"]["work"][2]
     except KeyboardInterrupt:
         until(lambda: all(path.exists() for path in learned))  # the process lives on, but has left
     return None
@@ -364,7 +365,7 @@ def test_one_flipped_bit_in_the_outer_state_is_detected_on_all():
 @message_of(Mismatch)
 def _resumed_apart(rank):
     model, optimizer, diloco = make(sync_every=6, overlap=0, fragments=Balanced(2))
-    diloco._replica.step_count = 8 * rank  # as if the checkpoints were of different steps
+    diloco.replica.work = Work(steps=8 * rank)  # as if the checkpoints were of different steps
     with diloco:
         train_steps(model, optimizer, rank, 1, 30)
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from diloco import Balanced, ConfigError, Named, Sequential, Strided
+from diloco import Balanced, ConfigError, Sequential, Strided
 from diloco.core import fragment as rules
 from diloco.core.fragment import Piece
 from diloco.core.tensors import find_layers, trainable
@@ -18,7 +18,7 @@ from tests.support.models import Tiny
 shapes = st.dictionaries(
     st.text("abc.0123", min_size=1, max_size=6), st.lists(st.integers(0, 9), max_size=3).map(tuple), min_size=1
 )
-FRAGMENTERS = [Strided(2), Sequential(2), Balanced(3), Named((("layers.0.*",), ("layers.*",)))]
+FRAGMENTERS = [Strided(2), Sequential(2), Balanced(3)]
 
 
 def fragments_of(model, fragmenter):
@@ -161,12 +161,6 @@ def test_a_plain_sequential_counts_as_layers():
     assert [p.name for p in fragments_of(model, Sequential(2))[0]] == ["0.weight", "0.bias", "2.weight", "2.bias"]
 
 
-def test_named_groups_take_the_first_match_and_the_rest_goes_apart():
-    fragments = fragments_of(Tiny(layers=3), Named((("layers.0.*", "norm.*"), ("layers.*",))))
-    assert {p.name for p in fragments[0]} == {"layers.0.weight", "layers.0.bias", "norm.weight", "norm.bias"}
-    assert {p.name.split(".")[0] for f in fragments[2:] for p in f} == {"embedding", "head"}
-
-
 def test_scalars_have_one_row():
     assert Balanced(1).split({"a": ()}, []) == [(Piece("a", 0, 1),)]
 
@@ -177,7 +171,6 @@ def test_scalars_have_one_row():
         (lambda: Strided(0), "layers=0: give a whole number of at least 1"),
         (lambda: Sequential(0), "layers=0: give a whole number of at least 1"),
         (lambda: Balanced(-1), "fragments=-1"),
-        (lambda: fragments_of(Tiny(), Named((("nothing.*",),))), r"no parameter matches \('nothing.\*',\)"),
         (lambda: trainable(nn.Linear(2, 2, device="meta")), "weight has no values yet"),
         (lambda: trainable(nn.LazyLinear(2)), "weight has no values yet"),
         (lambda: trainable(nn.Linear(2, 2).requires_grad_(False)), "no parameter of the model has requires_grad"),
@@ -194,17 +187,14 @@ def test_what_cannot_be_cut_is_refused_with_the_reason(act, message):
     ("strided:1", Strided(1)),
     ("sequential:2", Sequential(2)),
     ("balanced:7", Balanced(7)),
-    ("named:embedding.*,head.*;layers.*", Named((("embedding.*", "head.*"), ("layers.*",)))),
 ])  # fmt: skip
 def test_a_fragmenter_has_a_name(text, expected):
     assert rules.fragmenter(text) == expected
 
 
-@pytest.mark.parametrize(
-    "text", ["woven:3", "strided:0", "strided:", "balanced:-1", "balanced:²", "named:", "named:a;"]
-)
+@pytest.mark.parametrize("text", ["woven:3", "strided:0", "strided:", "balanced:-1", "balanced:²", "strided"])
 def test_a_wrong_name_of_a_fragmenter_says_what_is_allowed(text):
-    with pytest.raises(ConfigError, match=r"give strided:N, sequential:N or balanced:N .* or named:PATTERN"):
+    with pytest.raises(ConfigError, match=r"give strided:N, sequential:N or balanced:N with N"):
         rules.fragmenter(text)
 
 

@@ -11,6 +11,7 @@ import time
 import warnings
 import weakref
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from torch.utils._pytree import tree_map_only
 from diloco import E3M0, SGD, Balanced, DiLoCo, Float32, Nesterov
 from diloco.codecs.codec import codec_named
 from diloco.codecs.formats import FORMATS
+from diloco.core import lane as lane_module
 from diloco.core.fragment import Piece
 from diloco.core.lane import Lane
 from diloco.core.memory import Memory
@@ -300,7 +302,7 @@ def _bucket_pinned(rank):
     late_device.install()
     counted, pinned = Counter(), []
     for members in _bucket_steps((LATE, LATE, LATE), 240):
-        pinned.append([member.diloco.pinned_bytes for member in members])
+        pinned.append([member.diloco.replica.memory.pinned_bytes for member in members])
         counted.update(o.counted for _, o in members[2].reduce.outcomes if isinstance(o, Round))
         for member in members:
             member.reduce.outcomes.clear()  # they have the states
@@ -369,8 +371,9 @@ def _placed(rank):
     ):
         model = torch.nn.Linear(8, 4).to(device)
         settings = {"reducer": reducer, "fragments": Balanced(2)} | settings
-        out.append(DiLoCo(model, state="auto", **settings).placement)
-        if out[-1].startswith("host"):
+        replica = DiLoCo(model, state="auto", **settings).replica
+        out.append((replica.where, replica.why))
+        if replica.where == "host":
             with pytest.raises(ConfigError, match='state="device"'):
                 DiLoCo(model, state="device", **settings)
 
@@ -379,8 +382,9 @@ def _placed(rank):
 
     for memory_info in (lambda device=None: (2000, free), refuse):
         torch.accelerator.get_memory_info = memory_info
-        out.append(DiLoCo(torch.nn.Linear(8, 4).to(LATE), state="auto", reducer=reducer).placement)
-    return [text.partition(":")[0] for text in out], out
+        replica = DiLoCo(torch.nn.Linear(8, 4).to(LATE), state="auto", reducer=reducer).replica
+        out.append((replica.where, replica.why))
+    return list(zip(*out, strict=True))
 
 
 class Momentum(Nesterov):
@@ -389,9 +393,9 @@ class Momentum(Nesterov):
 
 @pytest.mark.slow
 def test_the_state_is_on_the_device_if_it_can_be_and_takes_a_small_part_of_the_free_memory():
-    ((places, texts),) = run(1, _placed)
-    assert places == ["host", "device", "host", "host", "host", "host", "host"], texts
-    assert len(set(texts)) == len(texts)  # each for a reason of its own
+    ((places, reasons),) = run(1, _placed)
+    assert places == ("host", "device", "host", "host", "host", "host", "host"), reasons
+    assert len(set(reasons)) == len(reasons)  # each for a reason of its own
 
 
 def _trainer_places(rank):
@@ -553,7 +557,7 @@ def _ahead(rank):
         step()
         ahead.append(any(fragment.place._uploads))
     script.now = 6
-    return ahead, any(script.poll(0, 1).state.arriving)
+    return ahead, any(script.poll(0, 1).state.uploads)
 
 
 @pytest.mark.slow
@@ -568,7 +572,7 @@ def _applied(rank, codec, **round):
     diloco, step = _alone(LATE, Script({(0, 1): [(6, outcome)]}), codec)
     for _ in range(6):
         step()
-    (lane,) = diloco._replica.memory.lanes.values()
+    (lane,) = diloco.replica.memory.lanes.values()
     return diloco.indices, len(lane._free)
 
 
@@ -597,15 +601,15 @@ def _restarted(rank):
         for buffer in (model.norm.running_mean, model.norm.running_var):
             buffer.fill_(2.0)
     diloco.join()
-    lanes = [weakref.ref(lane) for lane in diloco._replica.memory.lanes.values()]
-    (before,) = [fragment.state.anchor.tolist() for fragment in diloco._replica.buffers]
+    lanes = [weakref.ref(lane) for lane in diloco.replica.memory.lanes.values()]
+    (before,) = [fragment.state.anchor.tolist() for fragment in diloco.replica.buffers]
     with torch.no_grad():
         model.norm.running_mean.fill_(3.0)
     diloco.step()
     diloco.restart(sync_every=8, fragments=Balanced(2), overlap=1, codec=E3M0())
     diloco.step()
     gc.collect()
-    (after,) = [fragment.state.anchor.tolist() for fragment in diloco._replica.buffers]
+    (after,) = [fragment.state.anchor.tolist() for fragment in diloco.replica.buffers]
     return [lane() is None for lane in lanes], before == after == [2.0] * 8, model.norm.running_mean.cpu().tolist()
 
 
@@ -729,7 +733,7 @@ def _replaced(rank):
     for change in (OnHost.replace, OnHost.adopt):
         place, memory = _place(OnHost, Float32(), packs_for=None)
         place.prepare()
-        state = State(1, torch.full((600,), 3.0, pin_memory=True), torch.zeros(601), arriving=())
+        state = State(1, torch.full((600,), 3.0, pin_memory=True), torch.zeros(601))
         change(place, state)
         delta = memory.deltas.take(600)
         place.send(delta)()
@@ -740,6 +744,20 @@ def _replaced(rank):
 @pytest.mark.slow
 def test_a_delta_is_against_the_anchor_of_now_even_if_another_was_prepared():
     assert run(1, _replaced) == [([[2.0], [2.0]], [])]
+
+
+def _adopted(rank):
+    """A state in memory that is not pinned, as the ranks behind `FirstRank` get it."""
+    place, _ = _place(OnHost, Float32(), packs_for=None)
+    place.adopt(State(1, torch.full((600,), 3.0), torch.zeros(601)))
+    late_device.counters = late_device.Counters()
+    place._view.write(place.state.anchor)
+    return place.state.anchor.unique().tolist(), late_device.counters.pageable["up"]
+
+
+@pytest.mark.slow
+def test_a_state_that_another_has_made_is_uploaded_from_pinned_memory():
+    assert run(1, _adopted) == [([3.0], 0)]
 
 
 def _replaced_on_the_device(rank):
@@ -773,6 +791,44 @@ def test_when_memory_is_closed_no_copy_uses_it_anymore():
     assert run(1, _closed) == [(600.0, [])]
 
 
+def _order(rank):
+    """In which order streams work when a lane comes, and when it goes: what waits for the later of two, alone."""
+    late_device.install()
+    device, order = torch.device(LATE), []
+    training = torch.accelerator.current_stream(device)
+    late_device._enqueue(training, lambda: order.append("training, before"))
+    lane = Lane(device, 600)
+    late_device._enqueue(lane.copies, lambda: order.append("copies"))
+    lane.copies.record_event().synchronize()
+    late_device._enqueue(lane.copies, lambda: order.append("last copies"))
+    del lane
+    gc.collect()
+    late_device._enqueue(training, lambda: order.append("training, afterwards"))
+    training.record_event().synchronize()
+    return order
+
+
+@pytest.mark.slow
+def test_memory_is_reused_in_order_when_a_lane_takes_it_and_returns_it():
+    assert run(1, _order) == [["training, before", "copies", "last copies", "training, afterwards"]]
+
+
+def _hangs(rank):
+    late_device.install()
+    lane = Lane(torch.device(LATE), 600)
+    lane_module.CLOSING = 0.05
+    lane.copies = SimpleNamespace(record_event=lambda: SimpleNamespace(query=lambda: False))
+    with pytest.warns(UserWarning, match="may hang"):
+        lane.close()
+    lane.copies = torch.Stream(lane.device)  # for `__del__`
+    return True
+
+
+@pytest.mark.slow
+def test_a_device_that_hangs_does_not_keep_a_replica_from_leaving():
+    assert run(1, _hangs) == [True]
+
+
 def _timed(rank):
     """Seconds of the training stream: before it gets there, afterwards, and asked again; and in rounds."""
     late_device.install()
@@ -787,7 +843,7 @@ def _timed(rank):
     with diloco:
         for step in steps(model, optimizer, rank, 1, STEPS):
             if step == STEPS // 2:
-                diloco._replica.memory.seconds = lambda: 100.0
+                diloco.replica.memory.seconds = lambda: 100.0
     return seconds, [(round.seconds_device, round.seconds_exposed) for round in diloco.stats.last]
 
 
@@ -803,7 +859,7 @@ def _captured(rank):
     """Where torch says that a graph is being captured, which it asks of CUDA alone."""
     late_device.install()
     diloco, step = _alone(LATE, Silent())
-    (lane,) = diloco._replica.memory.lanes.values()
+    (lane,) = diloco.replica.memory.lanes.values()
     torch.cuda.is_current_stream_capturing = lambda: True
     for _ in range(3):
         step()
@@ -812,10 +868,10 @@ def _captured(rank):
         step()
     except DiLoCoError as error:
         message = str(error)
-    count = diloco._replica.step_count
+    count = diloco.step_count
     torch.cuda.is_current_stream_capturing = lambda: False
     step()
-    return message, count, diloco._replica.step_count
+    return message, count, diloco.step_count
 
 
 @pytest.mark.slow

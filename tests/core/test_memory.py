@@ -89,6 +89,14 @@ def test_memory_is_unregistered_before_it_is_unmapped(driver):
     assert not driver.ranges and pinned.nbytes == 0
 
 
+def test_memory_is_unregistered_only_after_copies_have_ended(driver):
+    registered = []
+    lane = SimpleNamespace(close=lambda: registered.append(len(driver.ranges)))
+    buffer = Pinned("cuda", [lane]).empty(8)
+    del buffer
+    assert registered == [1] and not driver.ranges
+
+
 def test_memory_of_a_cycle_that_nobody_closed_is_unregistered(driver):
     taken = Memory(pinned=Pinned("cuda"))
     taken.anchors.give(taken.anchors.take(8), already)

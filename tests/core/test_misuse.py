@@ -10,6 +10,7 @@ from torch import nn
 
 from diloco import Balanced, DiLoCo, DiLoCoError, Mismatch, NotFinite, run_replicas
 from diloco.core.outer import Nesterov
+from diloco.core.sync import Work
 from diloco.exchange import local
 from tests.support.commands import Command, ended
 from tests.support.fake_reducer import Script, start
@@ -246,7 +247,7 @@ def test_replicas_in_one_process_that_resume_out_of_step_are_refused_as_by_the_c
 
     def loop(reducer):
         model, optimizer, diloco = make(sync_every=6, overlap=5, fragments=Balanced(2), reducer=reducer)
-        diloco._replica.step_count = 8 * reducer.replica
+        diloco.replica.work = Work(steps=8 * reducer.replica)
         train_steps(model, optimizer, reducer.replica, 1, 30)
 
     with pytest.raises(Mismatch, match="replica 1 sends round 1 of fragment 1 while replica 0"):

@@ -1,5 +1,6 @@
 """The core against a reducer that does what an elastic one may do: rounds without us, jumps, drops, calls, delays."""
 
+import time
 from dataclasses import replace
 
 import pytest
@@ -72,15 +73,22 @@ def test_a_replica_that_was_away_catches_up_over_several_steps_and_at_once_when_
 
 
 def test_a_round_that_was_not_sent_costs_the_training_thread_its_wait_and_its_hook():
-    diloco, step = start(Script({(0, 1): [(1, mean(-10.0, counted=False))]}))
-    step()
+    states = [State(k, torch.zeros(1), torch.empty(0)) for k in (1, 2)]
+    rounds = [Round(state, {"me": 3.0, "b": 1.0}, counted=state.index == 2) for state in states]
+    script = Script({(0, round.state.index): [(round.state.index, round)] for round in rounds})
+    diloco, step = start(script, overlap=0, sync_every=2)
     (fragment,) = diloco._fragments
-    outcome, seconds = Round(fragment.state, {}, counted=False), {"waited": 0.25, "applying": 0.5}
-    figures = fragment.stats(outcome, None, name="a", step=7, overlap=1, **seconds)
-    assert (figures.sent_step, figures.seconds_exposed, figures.seconds_waited) == (None, 0.75, 0.25)
-    sent = replace(fragment.take_delta(5, Work()), seconds=2.0)
-    figures = fragment.stats(Round(fragment.state, {"a": 3.0, "b": 1.0}), sent, name="a", step=7, overlap=1, **seconds)
-    assert (figures.sent_step, figures.applied_step, figures.seconds_exposed, figures.share) == (5, 7, 2.75, 0.75)
+    wait, poll, take, merge = time.sleep, script.poll, fragment.place.send, fragment.view.merge
+    script.poll = lambda *place: (wait(0.05), poll(*place))[1]
+    fragment.place.send = lambda out: (wait(0.1), take(out))[1]
+    fragment.view.merge = lambda *values: (wait(0.2), merge(*values))[1]
+    step()
+    (figures,) = diloco.stats.last
+    assert figures.sent_step is None and 0.05 <= figures.seconds_waited <= figures.seconds_exposed
+    step()
+    figures = diloco.stats.last[-1]
+    assert (figures.sent_step, figures.applied_step, figures.share) == (2, 2, 0.75)
+    assert figures.seconds_waited >= 0.05 and figures.seconds_exposed >= figures.seconds_waited + 0.1 + 0.2
 
 
 def test_a_state_that_the_reducer_has_made_is_taken_as_it_is():
@@ -259,21 +267,23 @@ def test_a_delta_and_a_saved_state_are_read_only_once_the_copies_from_the_device
     diloco, _ = start(Script())
     fragment = diloco._fragments[0]
     for use in (
-        lambda sent: fragment.delta_later(sent, tokens=False, last=False)(),
-        lambda sent: fragment.state_dict(),
+        lambda: fragment.delta_later()(),
+        lambda: fragment.state_dict(),
     ):
-        sent = fragment.take_delta(1, Work(1.0))
-        copied = []
-        fragment.in_flight = sent = replace(sent, values=lambda m=sent.memory, copied=copied: copied.append(True) or m)
-        use(sent)
+        fragment.take_delta(Work(1.0))
+        sent, copied = fragment.in_flight, []
+        fragment.in_flight = replace(sent, values=lambda m=sent.memory, copied=copied: copied.append(True) or m)
+        use()
         assert copied == [True]
 
 
 def test_inf_or_nan_that_comes_with_the_last_copy_is_found():
     diloco, _ = start(Script())
-    sent = diloco._fragments[0].take_delta(1, Work(1.0))
-    late = replace(sent, values=lambda: sent.memory.fill_(float("nan")))
-    assert diloco._fragments[0].delta_later(late, tokens=False, last=False)().find_non_finite() == 0
+    (fragment,) = diloco._fragments
+    fragment.take_delta(Work(1.0))
+    sent = fragment.in_flight
+    fragment.in_flight = replace(sent, values=lambda: sent.memory.fill_(float("nan")))
+    assert fragment.delta_later()().find_non_finite() == 0
 
 
 def test_an_uncounted_round_leaves_the_state_that_a_sent_delta_is_against_as_it_was():
@@ -360,7 +370,7 @@ def test_a_delta_holds_the_mean_learning_rate_of_its_steps_over_all_groups_and_o
         optimizer.step()
         other.step()
     assert [delta.lr for _, _, delta in script.sent] == [0.375 + 1.25, 0.0625 + 1.25]
-    assert diloco.state_dict()["shard 0 of 1"]["work"] == (4.0, 0.875 + 4 * 1.25, 4)
+    assert diloco.state_dict()["shard 0 of 1"]["work"] == (4.0, 0.875 + 4 * 1.25, 4, False)
 
 
 def test_finish_ends_with_the_mean_of_the_replicas_and_without_momentum():

@@ -184,26 +184,6 @@ report(model, steps=diloco.step_count, rounds=diloco.stats.rounds, evaluated=eva
         assert resumed["hash"] == one["hash"] and resumed["rounds"] == one["rounds"]
 
 
-def test_schedule_free_weights_agree_after_finish(tmp_path):
-    code = """
-import schedulefree
-from diloco import DiLoCo, replica
-reduce = replica()
-optimizer = schedulefree.AdamWScheduleFree(model.parameters(), lr=1e-2)
-optimizer.train()
-data = torch.tensor(rows)[reduce.replica :: 2]
-with DiLoCo(model, optimizer, sync_every=5, reducer=reduce):
-    for batch in data.split(5):
-        model(input_ids=batch, labels=batch).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-optimizer.eval()
-report(model)
-"""
-    (one,), (two,) = launch(tmp_path, TINY + code)
-    assert one["hash"] == two["hash"]
-
-
 def test_evaluations_do_not_change_training_with_a_schedule_free_optimizer(tmp_path):
     code = """
 from diloco import replica

@@ -13,7 +13,7 @@ from tests.support.slurm import cluster, script
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.timeout(900)
-TRAIN = f"{sys.executable} -m diloco train --model tiny --context 32 --batch 4 --eval-tokens 2048 --sync-every 4"
+TRAIN = f"{sys.executable} -m diloco train --model tiny --context 32 --batch 4 --sync-every 4"
 LOOP = """
 import hashlib, torch
 from diloco import DiLoCo, replica

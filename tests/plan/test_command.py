@@ -10,7 +10,6 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from diloco.autopilot import speed
 from diloco.cli.plan import PlanConfig, main
 from diloco.codecs import device
 from diloco.codecs.codec import codec_named
@@ -37,7 +36,7 @@ FLAGS = {"model": "1b", "step_seconds": "1", "link": "100mbit", "codec_ns": 0.0,
 )  # fmt: skip
 def test_the_recommendation_is_within_one_percent_of_the_best(name, group, rate):
     model, link = model_of_preset(name), rate
-    choice = choose(model, group, link, Limits())
+    choice = choose(model, lambda codec: group, link, Limits())
     layers = sorted({k for k in (1, 2, 3, 4, 6, 8, 12) if k <= len(model.layers)})
     fragments = [f"{kind}:{k}" for kind in ("strided", "sequential") for k in layers] + ["balanced:15", "balanced:30"]
     grid = [*product((30, 60, 90, 175, 240, 300), fragments, (2, 5), ("e3m0",)), (300, "strided:3", 5, "bfloat16")]
@@ -47,7 +46,7 @@ def test_the_recommendation_is_within_one_percent_of_the_best(name, group, rate)
 
 
 def test_a_short_run_gets_enough_rounds():
-    choice = choose(model_of_preset("tiny"), Group(0.2), 1e5, Limits(steps=2000))
+    choice = choose(model_of_preset("tiny"), lambda codec: Group(0.2), 1e5, Limits(steps=2000))
     assert 2000 / choice.settings.sync_every >= 50
 
 
@@ -59,7 +58,7 @@ def test_a_short_run_gets_enough_rounds():
 def test_loss_estimates_are_near_the_published_tables(parameters, replicas, sync_every, published):
     estimate = laws.loss_gap(parameters, replicas, sync_every, 1)
     assert 100 * estimate.gap == pytest.approx(published, abs=0.75)
-    assert "2503.09799" in estimate.source and "2501.18512" in estimate.source and not estimate.caution
+    assert not estimate.caution
 
 
 def test_loss_estimates_outside_the_published_range_say_so():
@@ -82,23 +81,20 @@ def test_steps_are_those_of_the_trainer(replicas, context, batch, tokens):
 def test_json_holds_every_method_and_agrees_with_itself(capsys):
     assert main(PlanConfig(**FLAGS, json=True)) == 0
     plan = json.loads(capsys.readouterr().out)
-    assert [row["name"] for row in plan["methods"]] == [
-        "data-parallel", "DiLoCo", "streaming, as in the paper", "streaming, recommended",
-    ]  # fmt: skip
-    gradients, _, papers, best = plan["methods"]
-    assert gradients["utilization"] < papers["utilization"] < best["utilization"]
-    assert best["needed"]["90%"] <= 1e8
-    n = model_of_preset("1b").parameters
-    rounds = 86400 * papers["utilization"] / 100
-    assert papers["bytes_per_day"] == pytest.approx(rounds * n * 4.03125 / 8, rel=1e-4)
+    assert [row["name"] for row in plan["methods"]] == ["data-parallel", "DiLoCo", "streaming, recommended"]
+    gradients, _, best = plan["methods"]
+    assert gradients["utilization"] < best["utilization"] and best["needed"]["90%"] <= 1e8
+    n, chosen = model_of_preset("1b").parameters, plan["recommended"]["settings"]
+    rounds = 86400 * best["utilization"] / chosen["sync_every"]
+    assert best["bytes_per_day"] == pytest.approx(rounds * n * 4.03125 / 8, rel=1e-4)
     assert gradients["largest_burst"] == 2 * n
-    assert plan["recommended"]["settings"]["overlap"] <= 5
+    assert chosen["overlap"] <= 5
 
 
 @pytest.mark.parametrize(
     ("link", "answer"),
     [
-        ("100Mbps", r"Yes: 100 Mbit/s is enough. .* 99.0 % utilization"),
+        ("100Mbps", r"Yes: 100 Mbit/s is enough. .* 99.9 % utilization"),
         ("1kbit", r"No: 1 kbit/s is too slow. .* 0.0 % utilization .* years. 95 % would take \d+ Mbit/s."),
     ],
 )
@@ -117,14 +113,6 @@ def test_the_tables_fit_the_terminal_and_cut_no_number(capsys, monkeypatch, widt
         assert text in out
 
 
-@pytest.mark.slow
-def test_2_bits_are_suggested_for_a_link_that_is_too_slow(capsys):
-    for link, suggested in (("1mbit", True), ("1gbit", False)):
-        main(PlanConfig(**FLAGS | {"link": link}, json=True))
-        reason = json.loads(capsys.readouterr().out)["recommended"]["reasons"]["codec"]
-        assert ("--codec twobit (2.06 bits) would reach" in reason) == suggested
-
-
 def test_the_recommended_flags_are_those_of_train(capsys):
     main(PlanConfig(**FLAGS))
     out = capsys.readouterr().out.partition("Recommended settings")[2]
@@ -136,15 +124,13 @@ def test_the_recommended_flags_are_those_of_train(capsys):
 
 
 @pytest.mark.slow
-def test_planning_with_a_cached_speed_needs_no_torch_and_names_the_assumption(cached):
+def test_planning_needs_no_torch():
     program = (
         "import sys; from diloco.cli.plan import PlanConfig, main;"
         "main(PlanConfig(model='1b', step_seconds='1', link='1gbit', json=True)); sys.exit('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=60, text=True)
     assert done.returncode == 0, done.stderr
-    notes = " ".join(json.loads(done.stdout)["notes"])
-    assert "takes 7.5 ns" in notes and "30.0 ns" in notes and "as measured on this machine" in notes
 
 
 def planned(capsys, **flags):
@@ -153,50 +139,68 @@ def planned(capsys, **flags):
 
 
 def test_an_accelerator_pays_memory_for_its_buffers_and_rounds_wait_for_its_copies(capsys):
-    settings = {"fragments": "balanced:10", "sync_every": 100, "overlap": 1}
+    settings = {"fragments": "balanced:10", "sync_every": 100, "overlap": 1, "codec": "e3m0"}
     n = model_of_preset("1b").parameters
-    host = planned(capsys, **settings)["methods"][-1]
-    assert host["device_bytes"] == 0
-    assert host["host_bytes"] == pytest.approx(8 * n + n / 10 * (8 + 4 + 0.504), rel=2e-3)
-    quick = planned(capsys, **settings, bus="50GB/s")["methods"][-1]
-    assert quick["device_bytes"] == pytest.approx(3 * 4 * n / 10, rel=1e-3)
-    assert quick["host_bytes"] == pytest.approx(8 * n + n / 10 * (8 + 0.504), rel=2e-3)  # it encodes by itself
-    assert quick["needed"] == pytest.approx(host["needed"], rel=0.05)
+    cpu = planned(capsys, **settings, bus="none")["methods"][-1]
+    assert cpu["device_bytes"] == 0
+    assert cpu["host_bytes"] == pytest.approx(8 * n + n / 10 * (8 + 4 + 0.504), rel=2e-3)
+    host = planned(capsys, **settings, bus="50GB/s")["methods"][-1]
+    assert host["device_bytes"] == pytest.approx(3 * 4 * n / 10, rel=1e-3)
+    assert host["host_bytes"] == pytest.approx(8 * n + n / 10 * (8 + 0.504), rel=2e-3)  # it encodes by itself
+    assert host["needed"] == pytest.approx(cpu["needed"], rel=0.05)
+    device = planned(capsys, **settings, bus="1GB/s", state="device")["methods"][-1]
+    assert device["device_bytes"] == pytest.approx(8.504 * n + 3 * 4 * n / 10, rel=2e-3)
+    assert device["host_bytes"] == pytest.approx(2 * 0.504 * n / 10, rel=0.03)
     crowded = planned(capsys, **settings, bus="1GB/s")["methods"][-1]  # 1.08 s of copies a round
-    assert crowded["utilization"] < quick["utilization"] - 0.03
+    assert crowded["utilization"] < host["utilization"] - 0.03 and crowded["utilization"] < device["utilization"] - 0.03
     shard = planned(capsys, **settings, bus="1GB/s", shards=8)["methods"][-1]
     for name in ("device_bytes", "host_bytes"):
-        assert shard[name] == pytest.approx(quick[name] / 8, rel=2e-3)
-    assert shard["utilization"] == pytest.approx(quick["utilization"], abs=0.02)
-    assert shard["largest_burst"] == quick["largest_burst"]
+        assert shard[name] == pytest.approx(host[name] / 8, rel=2e-3)
+    assert shard["utilization"] == pytest.approx(host["utilization"], abs=0.02)
+    assert shard["largest_burst"] == host["largest_burst"]
 
 
 @pytest.mark.parametrize("name", CODECS)
 def test_a_delta_takes_on_the_bus_what_the_device_leaves_of_it(name):
     codec = codec_named(name)
     encoded = codec.nbytes(1 << 20) / (1 << 20) if device.supports(codec) else 4.0
-    assert bus_bytes(name) == pytest.approx(8 + encoded) and bus_bytes(name, "bucket") == 12.0
+    assert bus_bytes(name, 2) == pytest.approx(8 + encoded) and bus_bytes(name, 2, "bucket") == 12.0
 
 
-@pytest.fixture
-def cached(tmp_path, monkeypatch):
-    """A machine that encodes in 1.5 ns, decodes in 2, steps in 2 and copies in 30."""
-    encode, decode = dict.fromkeys(CODECS, 1.5), dict.fromkeys(CODECS, 2.0)
-    figures = {"encode": encode, "decode": decode, "outer": 2.0, "hook": 30.0}
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    (tmp_path / "diloco").mkdir()
-    (tmp_path / "diloco/speed.json").write_text(json.dumps({speed._key(): figures}))
+def test_what_is_assumed_is_said_in_one_line_and_nothing_that_was_set(capsys):
+    def assumed(**flags):
+        unset = {"codec_ns": None, "hook_ns": None}
+        return [note for note in planned(capsys, **{**unset, **flags})["notes"] if note.startswith("Assumed")]
+
+    (line,) = assumed()
+    assert "--codec-ns 5.7, --bus 20GB/s." in line and "doctor --device" in line
+    assert assumed(bus="25GB/s", codec_ns=2.0) == assumed(bus="25GB/s", state="device") == []
+    assert assumed(bus="none")[0].startswith("Assumed, not measured: --codec-ns 5.7, --hook-ns 2.7.")
 
 
-def test_the_recommendation_syncs_less_often_where_the_hook_is_slow(cached, capsys):
-    def recommended(**flags):
-        main(PlanConfig(model="1b", step_seconds="1", link="10gbit", json=True, **flags))
-        return json.loads(capsys.readouterr().out)["recommended"]
-
-    slow, quick = recommended(), recommended(codec_ns=0.0, hook_ns=0.0)
+def test_the_recommendation_syncs_less_often_where_the_hook_is_slow(capsys):
+    slow, quick = (planned(capsys, link="10gbit", hook_ns=ns)["recommended"] for ns in (30.0, 0.0))
     assert quick["settings"]["sync_every"] == 30 and quick["utilization"] == pytest.approx(1.0, abs=0.01)
     assert slow["settings"]["sync_every"] > 100
     assert slow["utilization"] < 0.95  # 30 s per round of all fragments
+
+
+@pytest.mark.parametrize(("members", "egress"), [(8, 68.75), (64, 77.80)])
+def test_a_bucket_costs_what_its_requests_were_counted_to_cost_and_little_with_direct_payloads(capsys, members, egress):
+    """In docs/bucket.md, for a model of 1B in 24 fragments."""
+    flags = {"model": None, "parameters": 10**9, "layers": 24, "replicas": members, "reduce": "bucket"}
+    flags |= {"link": "100gbit", "sync_every": 100, "fragments": "strided:1", "overlap": 1}
+    cost = r"about \$([\d.]+) a day: \$([\d.]+) for requests, and \$([\d.]+) for .*announce\): \$([\d.]+)\."
+
+    def dollars(**more):
+        notes = " ".join(planned(capsys, **flags, **more)["notes"])
+        return [float(figure) for figure in re.search(cost, notes).groups()]
+
+    total, requests, read, direct = dollars()
+    assert total == pytest.approx(requests + read, abs=0.011) and requests == pytest.approx(1.1, abs=0.1)
+    assert read == pytest.approx(egress, rel=0.02) and direct == pytest.approx(1.40, abs=0.1)
+    free = dollars(prices=(5.0, 0.4, 0.0))
+    assert free == [requests, requests, 0.0, requests]
 
 
 @pytest.mark.parametrize(
@@ -224,6 +228,10 @@ def test_the_recommendation_syncs_less_often_where_the_hook_is_slow(cached, caps
         ({"bus": "50gbit"}, "large B: 50GB/s"),
         ({"bus": "0GB/s"}, "above 0"),
         ({"shards": 0}, "shards=0"),
+        ({"state": "device", "bus": "none"}, "use --state host"),
+        ({"state": "device", "codec": "float32"}, "--codec e3m0 or bfloat16"),
+        ({"state": "device", "reduce": "bucket"}, "--reduce collective"),
+        ({"prices": (5.0, 0.4)}, "three numbers"),
         ({"hook_ns": -1.0}, "hook_ns=-1.0: must be 0 or more"),
         ({"tokens": 0}, "at least 1"),
     ],

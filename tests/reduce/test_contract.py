@@ -253,7 +253,8 @@ def _first_sends_before_second(reducer, number, folder):
 
 @every
 def test_send_returns_before_the_others_have_sent_and_each_delta_is_asked_for_once(kind, tmp_path):
-    assert all(calls == [0, 1] for calls in meet(kind, _first_sends_before_second, tmp_path))
+    calls = meet(kind, _first_sends_before_second, tmp_path)
+    assert len(calls) >= 2 and all(fragments == [0, 1] for fragments in calls)
 
 
 def _round(reducer, number, folder):

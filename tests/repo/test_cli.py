@@ -1,7 +1,6 @@
 """The command line: quick, without torch, helpful when misused."""
 
 import contextlib
-import io
 import json
 import os
 import re
@@ -16,13 +15,13 @@ from pathlib import Path
 
 import pytest
 
-from diloco.cli import COMMANDS, doctor, main
+from diloco.cli import COMMANDS, main
 from diloco.cli.help import render
 from diloco.errors import ConfigError
 from diloco.exchange.world import World, own_address, own_job, own_world
 from diloco.runs.config import METHODS, TrainConfig, distinguishes, names, reads
-from diloco.runs.flags import meaning, parse, spelled, stored, to_toml
-from diloco.train.settings import lr_at, resolve
+from diloco.runs.flags import meaning, parse, read_toml, spelled, to_toml
+from diloco.train.settings import lr_at, resolve, weight_decay
 from tests.support.commands import ended, run_here, start_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -57,14 +56,15 @@ def test_the_help_of_a_command_fits_80_columns_names_every_flag_once_and_has_val
     assert max(map(len, text.splitlines())) <= 80
     assert "None" not in text and "{" not in text and "MISSING" not in text
     for field in fields(module.CONFIG):
-        name = spelled(f"[no-]{field.name}" if field.default is True else field.name)
+        name = spelled(f"no-{field.name}" if field.default is True else field.name)
         label = field.name.removesuffix("s").upper() if meaning(field).positional else re.escape(name)
-        (entry,) = re.findall(rf"^  {label}\b(?!-)(.*(?:\n {{24}}.*)*)", text, re.MULTILINE)
+        (entry,) = re.findall(rf"^  {label}\b(?!-)(.*(?:\n {{9,}}.*)*)", text, re.MULTILINE)
         assert " ".join(entry.split()).endswith(".") and len(entry.split()) > 2
     with contextlib.chdir(tmp_path):
         for example in module.EXAMPLES:
             words = shlex.split(example)
-            assert isinstance(parse(module.CONFIG, words[words.index(command) + 1 :]), module.CONFIG)
+            words = getattr(module, "complete", list)(words[words.index(command) + 1 :])
+            assert isinstance(parse(module.CONFIG, words), module.CONFIG)
 
 
 def test_help_shows_the_usual_flags_and_help_all_every_one(capsys):
@@ -90,19 +90,18 @@ def test_help_shows_the_usual_flags_and_help_all_every_one(capsys):
         (["train", "--steps", "few"], "--steps few: use a whole number"),
         (["train", "--lr", "low"], "--lr low: use a number"),
         (["train", "--lr", "nan"], "--lr nan: use a number"),
-        (["train", "--steps"], "--steps needs a value"),
-        (["train", "--steps", "--json"], "--steps needs a value"),
+        (["train", "--steps", "--json"], "--steps expected one argument"),
         (["train", "--method", "streming"], "streaming, diloco, dp or local; did you mean streaming?"),
-        (["train", "--json=yes"], "--json yes: use true or false"),
+        (["train", "--json=yes"], "--json takes no value"),
         (["train", "--codec", "topk"], "use e3m0, bfloat16, float32 or twobit"),
         (["train", "--track", "wandb", "logbook"], "--track logbook: use tensorboard, wandb or trackio"),
         (["train", "more"], "unexpected argument 'more': flags begin with --; configs: a path that ends in .toml, or"),
         (["train", "--steps", "5", "demo.toml"], "unexpected argument 'demo.toml': the config comes before the flags"),
         (["train", "absent.toml"], "absent.toml does not exist; `diloco train --help` lists the configs"),
         (["export", "runs/x"], "--to is missing"),
-        (["export", "--to", "y"], "RUN is missing"),
+        (["export", "--to", "y"], "required: RUN"),
         (["export", "x", "y", "--to", "z"], "unexpected argument 'y'"),
-        (["run", "--sync-every", "5"], "SCRIPT is missing"),
+        (["run", "--sync-every", "5"], "required: SCRIPT"),
         (["run", "-m"], "-m needs the name of a module"),
         (["plan", "--model", "1b", "--step-seconds", "1"], "--link is missing: Rate of the slowest link"),
         (["plan", "demo"], "unexpected argument 'demo': flags begin with --"),
@@ -114,7 +113,7 @@ def test_a_wrong_command_flag_or_value_is_refused_in_one_line(words, message, ca
 
 
 def test_flags_are_read_as_people_write_them():
-    config = parse(TrainConfig, ["--data", "a", "b", "--sync_every=7", "--overlap", "1", "--overlap", "2", "--compile",
+    config = parse(TrainConfig, ["--data", "a", "b", "--sync-every=7", "--overlap", "1", "--overlap", "2", "--compile",
                                  "--bucket", "b", "--no-json", "--seed", "-1", "--key-file", "k",
                                  "--steps", "7_000"])  # fmt: skip
     assert (config.data, config.sync_every, config.overlap, config.seed) == (("a", "b"), 7, 2, -1)
@@ -123,10 +122,15 @@ def test_flags_are_read_as_people_write_them():
     assert parse(export, ["runs/x", "--to", "y"]) == parse(export, ["--to", "y", "runs/x"]) == export(
         run=Path("runs/x"), to=Path("y"))  # fmt: skip
     report = import_module("diloco.cli.report").CONFIG
-    assert parse(report, ["a", "--json", "b"]).runs == (Path("a"), Path("b"))
-    script = import_module("diloco.cli.run").CONFIG
-    config = parse(script, ["--sync-every", "5", "-m", "trl.sft", "--overlap", "x", "--help"])
-    assert (config.sync_every, config.script) == (5, ("-m", "trl.sft", "--overlap", "x", "--help"))
+    assert parse(report, ["a", "b", "--json"]) == parse(report, ["a", "--json", "b"])
+    assert parse(report, ["a", "b", "--json"]).runs == (Path("a"), Path("b"))
+    dashboard = import_module("diloco.cli.dashboard").CONFIG
+    assert parse(dashboard, []) == dashboard()
+    script = import_module("diloco.cli.run")
+    words = ["--sync-every", "5", "--no-shard", "-m", "trl.sft", "--overlap", "x", "--", "--help"]
+    config = parse(script.CONFIG, script.complete(words))
+    assert (config.sync_every, config.script) == (5, tuple(words[3:]))
+    assert parse(script.CONFIG, script.complete(["--overlap", "5", "--", *words[3:]])).script == tuple(words[3:])
 
 
 @pytest.mark.parametrize("text", ["1.5", "k", "1e99", "1" * 5000, "1e-3", "", "1kk", "²"])
@@ -153,12 +157,6 @@ def test_bucket_settings_say_so_and_are_refused_without_a_bucket():
             TrainConfig(**{field.name: "x"})
 
 
-@pytest.mark.parametrize("outer", ["adam", "nesterov:", "nesterov:0.6", "sgd:1,2", "sgd:-1", "nesterov:a,b"])
-def test_an_invalid_outer_optimizer_is_refused(outer):
-    with pytest.raises(ConfigError, match=r"outer( lr)?="):
-        TrainConfig(outer=outer)
-
-
 def test_a_config_written_as_toml_comes_back_the_same(tmp_path):
     config = TrainConfig(
         data=("a b.txt", 'c"d\\.txt', "e\n\x7fü😀.txt"),
@@ -177,6 +175,8 @@ def test_a_config_written_as_toml_comes_back_the_same(tmp_path):
     [
         (b"[sync]\nevery = 3\n", "is a table"),
         (b"sync_every = = 3", "is not valid TOML"),
+        (b"sync_evry = 3", "unknown setting sync_evry; did you mean sync_every?"),
+        (b"steps = [1, 2]", "steps: .* use one value"),
         (b"name = '\xff'", "is not valid TOML"),
         (b"steps = " + b"1" * 5000, "is not valid TOML"),
         (b"steps = " + b"[" * 3000, "is not valid TOML"),
@@ -185,10 +185,10 @@ def test_a_config_written_as_toml_comes_back_the_same(tmp_path):
 def test_a_broken_recipe_is_refused_with_the_reason(tmp_path, text, message):
     (tmp_path / "recipe.toml").write_bytes(text)
     with pytest.raises(ConfigError, match=message):
-        stored(tmp_path / "recipe.toml")
+        read_toml(TrainConfig, tmp_path / "recipe.toml")
 
 
-ODD = ['"x"', '""', '"-1"', '"--resume"', '"\\u0000"', '"hf:"', '"train:"', '"named:("', "[]", '"nesterov:nan,inf"',
+ODD = ['"x"', '""', '"-1"', '"--resume"', '"\\u0000"', '"hf:"', '"train:"', "[]", '"nesterov:nan,inf"',
        '"balanced:0"', '"strided:99999999999999999"', "[1, 2]", "[[1]]", "{a = 1}", "nan", "inf", "-1", "0", "1.5",
        "1e400", "true", "1979-05-27", "9" * 30, "0x" + "f" * 5000]  # fmt: skip
 
@@ -234,22 +234,21 @@ def test_settings_that_are_not_set_are_derived_with_their_reasons():
     assert config.lr == pytest.approx(22256 * 35e6**-0.8827 * 2**0.2929, rel=0.01)
     assert config.batch == 32  # 0.00709 · 35e6^0.4695 · 2^0.3399 = 31.2, even
     assert config.steps == round(20 * 35_000_000 / (32 * 2048))
-    assert config.warmup == 1000 and config.weight_decay == pytest.approx(1 / config.steps, 0.01)
     assert config.inner == "muon" and resolve(TrainConfig(model="hf:x"), 35_000_000, 2)[0].inner == "adamw"
     assert "scaling law" in reasons["lr"] and "20 tokens" in reasons["tokens"]
     assert "grows with the rounds" in reasons["outer_momentum"]
-    complete = TrainConfig(inner="muon", lr=1e-3, batch=8, steps=10, warmup=0, weight_decay=0.0,
+    complete = TrainConfig(inner="muon", lr=1e-3, batch=8, steps=10,
                            outer="nesterov:0.7,0.8", eval_every=5)  # fmt: skip
     assert resolve(complete, 35_000_000, 2) == (replace(complete, replicas=2), [])
 
 
 def test_the_learning_rate_warms_up_and_falls_to_five_percent():
-    config = TrainConfig(lr=1.0, warmup=10, steps=110)
+    config = TrainConfig(lr=1.0, steps=110)
     rates = [lr_at(config, step) for step in range(1, 111)]
-    assert rates[0] == pytest.approx(0.1) and rates[9] == 1.0
+    assert rates[0] == pytest.approx(1 / 11) and rates[10] == 1.0
     assert rates[-1] == pytest.approx(0.05)
-    assert rates[59] == pytest.approx(0.525)
-    assert all(a >= b for a, b in pairwise(rates[9:]))
+    assert all(a >= b for a, b in pairwise(rates[10:]))
+    assert weight_decay(config) == 0.00909
 
 
 def _be_late(words):
@@ -273,20 +272,8 @@ def test_the_doctor_checks_this_machine_and_measures_link_and_clocks_under_torch
     assert "NTP" in findings["clocks 0 and 1"]["remedy"]
 
 
-def test_the_doctor_fits_80_columns_and_ends_with_a_verdict(monkeypatch):
-    found = doctor.check_machine()
-    bad = doctor.Finding("host name", "has no address " * 8, False, "set GLOO_SOCKET_IFNAME " * 6)
-    for findings, verdict in ((found, "no problems"), ([*found, bad], "problems: host name")):
-        out = io.StringIO()
-        monkeypatch.setenv("COLUMNS", "80")
-        with contextlib.redirect_stdout(out):
-            doctor.show(findings, as_json=False)
-        lines = out.getvalue().splitlines()
-        assert max(map(len, lines)) <= 80 and lines[-1].startswith(verdict)
-
-
 def test_the_doctor_tries_a_bucket_and_leaves_nothing_in_it(tmp_path):
-    words = ["doctor", "--json", "--megabytes", "1", "--bucket"]
+    words = ["doctor", "--json", "--bucket"]
     code, out, err = run_here(tmp_path, *words, "absent")
     found = json.loads(out)[-1]
     assert code == 1 and found["good"] is False and "there is no folder" in found["value"], err
@@ -304,17 +291,11 @@ def test_an_output_folder_that_cannot_be_made_is_refused_with_the_flag(tmp_path)
         assert code == 2 and "cannot write to" in err and "--out" in err, err
 
 
-@pytest.mark.slow
-def test_an_unknown_kind_of_bucket_is_refused(tmp_path):
-    code, _, err = run_here(tmp_path, "train", "--bucket", "s3x://a")
-    assert code == 2 and "s3x://a" in err and "gs://" in err, err
-
-
 WRONG = [
     ["train", "--model", "tinny"], ["train", "--data", "/no/such"],
     ["train", "--tokenizer", "/no/such"], ["train", "--resume"], ["compare", "--methods", "none"],
     ["watch", "/no/such"], ["export", "/no/such", "--to", "x"], ["sample", "/no/such"],
-    ["doctor", "--megabytes", "-1"], ["plan", "--model", "1b", "--step-seconds", "1", "--link", "1xyz"],
+    ["doctor", "--megabytes", "1"], ["plan", "--model", "1b", "--step-seconds", "1", "--link", "1xyz"],
     ["plan", "--model", "1b", "--step-seconds", "1", "--link", "1gbit", "--tokens", "many"],
     ["fleet", "--chips", "16k", "--quorum", "3"],
 ]  # fmt: skip

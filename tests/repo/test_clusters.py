@@ -11,15 +11,6 @@ BUCKET = "s3://my-bucket/run-1"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["member.sh", "slurm.sbatch"])
-@pytest.mark.parametrize(("variables", "missing"), [({}, "BUCKET"), ({"BUCKET": BUCKET}, "MEMBER")])
-def test_a_script_names_the_variable_that_is_not_set(name, variables, missing):
-    environment = {"PATH": "/usr/bin:/bin", **variables}
-    result = subprocess.run(["bash", FOLDER / name], env=environment, capture_output=True, text=True)
-    assert result.returncode != 0 and f"{missing}: " in result.stderr
-
-
-@pytest.mark.slow
 def test_slurm_requeues_only_a_job_that_was_told_to_stop(tmp_path):
     """The exit code of the trainer decides."""
     for name in ("srun", "scontrol"):

@@ -12,6 +12,7 @@ import torch
 from diloco.autopilot import accelerator
 from diloco.cli import doctor
 from diloco.codecs import device
+from diloco.plan import quantity
 from tests.support import late_device
 from tests.support.commands import run_here
 from tests.support.processes import run
@@ -47,9 +48,11 @@ def test_the_doctor_measures_an_accelerator_and_gives_a_line_to_report(tmp_path,
     bits = "E3M0() fingerprint, BFloat16() fingerprint" if broken else "none"
     assert re.search(rf"[\d.]+ kB pinned; other bits: {re.escape(bits)}$", line)
     findings = {finding["what"]: finding for finding in json.loads(as_json)}
-    assert re.fullmatch(r"[\d.]+ m?s a step alone, .* with DiLoCo: [\d.]+ ns a value and round \(--hook-ns\)",
+    assert re.fullmatch(r"[\d.]+ m?s a step alone, .* with DiLoCo: diloco plan --hook-ns [\d.]+",
                         findings["cost on the accelerator"]["value"])  # fmt: skip
     assert findings["copies"]["good"]
+    (bus,) = re.findall(r"diloco plan --bus (\S+)$", findings["copies"]["value"])
+    assert quantity.bandwidth(bus) > 0
     assert findings["codecs on it"]["good"] is (None if broken else True)
 
 

@@ -26,10 +26,3 @@ def test_the_cells_run(tmp_path: Path) -> None:
         commands = [line[1:].format(**names).replace(" --device", "") for line in lines if line.startswith("!")]
         run_commands(tmp_path, commands)
     assert out.getvalue().startswith("steps            6\n")
-
-
-def test_it_says_first_that_nobody_has_run_it() -> None:
-    assert "Nobody has run this notebook yet" in "".join(CELLS[0]["source"])
-    assert not any(cell.get("outputs") for cell in CELLS)
-    installs = [cell for cell in CELLS if cell["metadata"].get("tags")]
-    assert len(installs) == 1 and "pip install" in "".join(installs[0]["source"])

@@ -28,7 +28,7 @@ from tests.support.s3 import free_port
 PAGES = [*("README.md", "CONTRIBUTING.md", "SECURITY.md", "examples/bucket/README.md"),
          *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]  # fmt: skip
 RUNNABLE = ("console", "bash", "python", "diff")
-SHORT = ["--steps", "6", "--batch", "4", "--context", "32", "--eval-tokens", "512", "--sync-every", "6"]
+SHORT = ["--steps", "6", "--batch", "4", "--context", "32", "--sync-every", "6"]
 SHORTER = {
     "train": SHORT,
     "compare": [*SHORT, "--model", "nano", "--replicas", "2", "--seeds", "1", "--methods", "streaming"],
@@ -62,7 +62,7 @@ def test_blocks_run(page: str, tmp_path: Path) -> None:
             (tmp_path / block.mark.removeprefix("file: ")).write_text(block.text)
         else:
             code = block.after.replace("model, optimizer = ...", "") if block.kind == "diff" else block.text
-            code = re.sub(r"(TrainConfig\(.*?)steps=\d+", r"\1steps=4, context=32, eval_tokens=512", code)
+            code = re.sub(r"(TrainConfig\(.*?)steps=\d+", r"\1steps=4, context=32", code)
             code = code.replace("s3://my-bucket", f"store-{number}")
             run_python(tmp_path, code, int(block.mark.removeprefix("processes: ") or 2))
 

@@ -135,9 +135,6 @@ def test_the_choices_of_the_autopilot_are_shown(copied: Path) -> None:
     events = {event["event"]: event["settings"] for event in timeline(read(copied))["replicas"][0]["events"]}
     assert events["autopilot"] == "sync_every 50, fragments strided:3, overlap 2, codec e3m0; link speed 94 Mbit/s"
     assert events["save"] == ""
-    html.write([copied], copied / "report.html")
-    page = (copied / "report.html").read_text()
-    assert '<th scope="row">after step 10</th><td>sync_every 50, fragments strided:3' in page
 
 
 def test_the_page_gets_every_field_of_a_round_by_its_name(finished: Path) -> None:

@@ -17,8 +17,7 @@ from diloco.bucket import Bucket
 from diloco.bucket.rounds import Branched, read_record, record_name
 from diloco.bucket.store import All, Create, Delete, List, Pause, Read, Size, Work, Write, advance, too_large
 from diloco.bucket.store.envelope import Envelope, Invalid
-from diloco.core.sync import advance_of
-from diloco.exchange.reducer import Join, Jump, Round
+from diloco.exchange.reducer import Jump, Round
 
 FRAGMENTS = 2
 SYNC_EVERY = 2
@@ -92,6 +91,9 @@ class World:
                 replaced = record is not None and record.voids == digest
                 if digest and (record is None or record.digest != digest) and not replaced and not self.tolerant:
                     raise Violation(f"the record of fragment {fragment}, round {index} is gone or another")
+                if replaced and digest:  # what followed it does not count either
+                    self.records = {key: link for key, link in self.records.items() if key < (fragment, index)
+                                    or key[0] != fragment}  # fmt: skip
                 if record is None:
                     break
                 self.records[fragment, index] = record.digest
@@ -194,14 +196,7 @@ def joining(reducer, job):
 
 def job_of(diloco):
     """What the core hands over when it joins."""
-    fragments, sync_every = diloco._replica.all, diloco.schedule.sync_every
-    return Join(
-        diloco._replica.contract(sync_every, diloco.codec),
-        [fragment.state for fragment in fragments],
-        [fragment.codec for fragment in fragments],
-        advance_of(fragments),
-        sync_every,
-    )
+    return diloco.replica.offer(diloco.schedule.sync_every, diloco.codec)
 
 
 class Player:

@@ -85,8 +85,3 @@ def test_batches_resume_at_any_position(position, replica, seed):
     second.load_state_dict(saved)
     for _ in range(20):
         assert all(torch.equal(a, b) for a, b in zip(first.next(), second.next(), strict=True))
-
-
-def test_a_replica_that_does_not_exist_is_refused():
-    with pytest.raises(ConfigError, match="replica=2: use a number from 0 to 1"):
-        _batches(np.arange(100), replica=2, replicas=2)

@@ -11,8 +11,10 @@ import torch
 
 from diloco.errors import ConfigError
 from diloco.runs.config import TrainConfig
+from diloco.runs.writer import open_sinks
 from diloco.train import settings
 from diloco.train.data.corpus import documents, prepare
+from diloco.train.model import build
 from tests.support.processes import context
 
 LINES = [f"line {i}: {'abcdefghij'[i % 10] * (i % 37)} end" for i in range(2000)]
@@ -270,19 +272,21 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path, book):
 
 
 @pytest.mark.parametrize(
-    ("module", "data", "tokenizer", "text"),
+    ("module", "use", "text"),
     [
-        ("datasets", ["hf:x"], "bytes", r"data='hf:x' needs datasets: pip install .*\[hf\]'"),
-        ("pyarrow", ["x.parquet"], "bytes", r"x.parquet needs pyarrow: pip install .*\[parquet\]'"),
-        ("tokenizers", ["x.txt"], "train:300", r"tokenizer='train:300' needs the tokenizers library: "
-         r"pip install .*\[bpe\]'"),
+        ("datasets", lambda: prepare(["hf:x"], "bytes"), r"data='hf:x' needs datasets: pip install .*\[hf\]'"),
+        ("pyarrow", lambda: prepare(["x.parquet"], "bytes"), r"x.parquet needs pyarrow: pip install .*\[parquet\]'"),
+        ("tokenizers", lambda: prepare(["x.txt"], "train:300"), r"needs the tokenizers library: .*\[bpe\]'"),
+        ("transformers", lambda: build("hf:x", 9, 9, seed=0), r"model='hf:x' needs transformers: .*\[hf\]'"),
+        ("wandb", lambda: open_sinks(["wandb"], "run", {}, Path()), r"track=wandb is not installed: .*\[wandb\]'"),
     ],
-)  # fmt: skip
-def test_a_missing_library_is_named_with_its_extra(tmp_path, monkeypatch, module, data, tokenizer, text):
+)
+def test_a_missing_library_is_named_with_its_extra(tmp_path, monkeypatch, module, use, text):
     (tmp_path / "x.parquet").touch()
     (tmp_path / "x.txt").write_text("text")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     for name in (module, f"{module}.parquet"):
         monkeypatch.setitem(sys.modules, name, None)  # what `import` finds if it is not installed
     with pytest.raises(ConfigError, match=text):
-        prepare(data, tokenizer, tmp_path / "cache")
+        use()

@@ -49,9 +49,9 @@ def test_a_member_that_accumulates_anyway_takes_a_multiple_of_its_micro_batches(
     assert (batch_for(pace, 0.5, accumulate=4).sequences, batch_for(pace, 0.5, accumulate=4).accumulate) == (48, 4)
 
 
-def test_the_creator_times_no_more_than_its_share_and_nobody_more_than_what_counts():
-    assert max(measure(machine(1e-6), until=float("inf"), most=12)) == 12
-    assert max(measure(machine(1e-6), until=1.0, most=12)) == 12
+@pytest.mark.parametrize("until", [1.0, float("inf")])
+def test_nobody_times_more_sequences_than_count(until):
+    assert max(measure(machine(1e-6), until=until, most=12)) == 12
 
 
 def test_a_step_that_something_else_slowed_down_does_not_change_the_share_of_the_creator():

@@ -45,6 +45,16 @@ def test_the_plan_is_within_five_percent_of_the_real_model(llamas, capsys, name,
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("replicas", [2, 8])
+def test_the_plan_is_within_five_percent_with_the_state_on_the_device(capsys, replicas):
+    settings = {"model": "4b", "shards": 8, "fragments": "strided:3", "replicas": replicas, "state": "device"}
+    assert main(PlanConfig(**FLAGS, **settings, json=True)) == 0
+    plan = json.loads(capsys.readouterr().out)
+    for name in ("device_bytes", "host_bytes"):
+        assert plan["rehearsal"][name] == pytest.approx(plan["methods"][-1][name], rel=0.05), name
+
+
+@pytest.mark.slow
 def test_a_rehearsal_is_printed_beside_the_plan(capsys):
     assert main(PlanConfig(**FLAGS, model="4b", shards=8, fragments="strided:3")) == 0
     out = capsys.readouterr().out.partition("Rehearsal")[2]
@@ -71,7 +81,7 @@ def test_rank_0_has_its_part_of_every_fragment_and_a_bucket_gets_what_the_host_e
     ("flags", "message"),
     [
         ({"model": None, "parameters": 8_000_000_000, "layers": 32}, "set --model"),
-        ({"model": "1b", "bus": None, "hook_ns": 0.0}, "set --bus"),
+        ({"model": "1b", "bus": "none"}, "leave out --bus none"),
     ],
 )
 def test_what_cannot_be_rehearsed_is_refused(flags, message):

@@ -12,7 +12,7 @@ import diloco.train.run
 from diloco.cli import main
 from diloco.cli.train import complete
 from diloco.errors import ConfigError
-from diloco.runs.folder import holders, locked
+from diloco.runs.folder import locked
 from tests.support.commands import (
     Command,
     check_anchors,
@@ -39,7 +39,8 @@ def test_a_run_killed_at_any_moment_resumes_to_the_same_trajectory(place, whole)
     """With a checkpoint after every step the kill falls into a save more often than not."""
     name = "killed"
     process = start(place, *training(name, "--steps", "40", "--save-every", "1", "--inner", "muon"))
-    wait_for_lines(place / f"runs/{name}/replica-0/metrics.jsonl", 7, process)
+    for replica in (0, 1):  # one may be steps ahead of another that has saved nothing yet
+        wait_for_lines(place / f"runs/{name}/replica-{replica}/metrics.jsonl", 7, process)
     for child in children(process):
         os.kill(child, signal.SIGKILL)
     code, _, err = ended(process)
@@ -54,7 +55,8 @@ def test_a_run_killed_at_any_moment_resumes_to_the_same_trajectory(place, whole)
 @pytest.mark.slow
 def test_ctrl_c_leaves_a_checkpoint_of_one_step_and_a_report_and_resumes(place):
     process = start(place, *training("stopped", "--steps", "2000", "--save-every", "5000"))
-    wait_for_lines(place / "runs/stopped/replica-0/metrics.jsonl", 6, process)
+    for replica in (0, 1):  # one may be steps ahead of another that cannot be stopped yet
+        wait_for_lines(place / f"runs/stopped/replica-{replica}/metrics.jsonl", 6, process)
     process.send_signal(signal.SIGINT)
     code, out, err = ended(process)
     assert code == 130, err
@@ -71,7 +73,6 @@ def test_ctrl_c_leaves_a_checkpoint_of_one_step_and_a_report_and_resumes(place):
     code, out, err = run(place, "train", "--resume", "--name", "stopped", "--steps", str(stops[0] + 5), "--json")
     assert code == 0, err
     assert f"changed: steps 2000 → {stops[0] + 5}\n" in err
-    assert "warmup 200, weight_decay 0.0005, eval_every 1000 stay as they were for 2000 steps" in err
     assert json.loads(out)["steps"] == stops[0] + 5
     assert (place / "runs/stopped/config.toml").read_text() == before.replace("= 2000", f"= {stops[0] + 5}")
 
@@ -89,7 +90,7 @@ def test_a_closed_terminal_during_the_start_stops_all_and_promises_no_checkpoint
     process.send_signal(signal.SIGHUP)
     code, _, err = ended(process)
     assert code == 130
-    assert err.splitlines()[-1] == "diloco: stopped; no step was done, there is nothing to resume"
+    assert err.splitlines()[-1] == "diloco: stopped before the first step; there is nothing to resume"
     assert all(not Path(f"/proc/{replica}").exists() for replica in replicas)
 
 
@@ -110,7 +111,8 @@ def test_replicas_whose_launcher_was_killed_stop_with_a_checkpoint_and_the_run_i
         os.kill(replica, signal.SIGSTOP)
     process.kill()
     process.wait()
-    assert not _is_free(place / "runs/orphans") and holders(place / "runs/orphans") == sorted(replicas)
+    with pytest.raises(ConfigError, match=f"in use by process {process.pid}: "), locked(place / "runs/orphans"):
+        pass
     for replica in replicas:
         os.kill(replica, signal.SIGCONT)
     try:
@@ -132,8 +134,8 @@ def test_resume_takes_the_settings_of_the_run_that_is_named_not_of_the_newest(tm
         (tmp_path / name / "config.toml").write_text(f'name = "{name}"\ninner = "muon"\nsteps = 7\n')
         os.utime(tmp_path / name / "config.toml", (len(name), len(name)))
     words = ["--resume", *spelled, f"--out={tmp_path}"]
-    assert complete(words) == ["--name", "first", "--inner", "muon", "--steps", "7", *words]
-    assert complete(["--resume", "--out", str(tmp_path)])[1] == "second"
+    assert complete(words) == [str(tmp_path / "first/config.toml"), *words]
+    assert complete(["--resume", "--out", str(tmp_path)])[0] == str(tmp_path / "second/config.toml")
     (tmp_path / "recipe.toml").write_text("steps = 9\n")
     with pytest.raises(ConfigError, match=r"which run\? Add --name"):
         complete([str(tmp_path / "recipe.toml"), "--resume"])
@@ -141,7 +143,7 @@ def test_resume_takes_the_settings_of_the_run_that_is_named_not_of_the_newest(tm
 
 @pytest.mark.slow
 def test_sharded_replicas_with_accumulation_save_export_and_resume(place):
-    words = ["--shards", "2", "--batch", "8", "--accumulate", "2", "--save-every", "3", "--eval-tokens", "512",
+    words = ["--shards", "2", "--batch", "8", "--accumulate", "2", "--save-every", "3",
              "--sync-every", "3", "--overlap", "1"]  # fmt: skip
     code, out, err = train(place, "sharded", "--steps", "4", *words, "--json")
     assert code == 0, err

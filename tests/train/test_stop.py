@@ -1,14 +1,18 @@
-"""Replicas that are asked to stop do so after the same step, wherever they are."""
+"""Replicas that are asked to stop do so after the same step, wherever they are; and what is said of a stopped run."""
 
+import json
 import os
 import signal
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from diloco.cli.train import stop_report
 from diloco.train.stop import Stop
+from tests.support.run_directory import make_run
 
 seconds = st.floats(0.01, 0.3)
 phase = st.floats(0.0, Stop.POLL)
@@ -63,3 +67,40 @@ def test_a_signal_asks_and_outside_the_context_it_does_what_it_did_before(capfd,
     finally:
         signal.signal(number, before)
     assert capfd.readouterr().err.count("saving a checkpoint and stopping") == 1
+
+
+def _checkpoint(replica: Path, step: int) -> None:
+    path = replica / f"checkpoints/step-{step:08d}"
+    path.mkdir(parents=True)
+    (path / ".metadata").touch()
+
+
+@pytest.mark.parametrize(
+    ("saved", "says"),
+    [
+        ([20, 60], "stopped at step 60 of 60, which is saved; continue with: diloco train --resume --name 'my run'"),
+        ([20], "stopped at step 60 of 60, the newest checkpoint is of step 20; continue with: diloco train --resume"),
+        ([], "stopped at step 60 of 60; no checkpoint was saved, so there is nothing to resume"),
+    ],
+)
+def test_a_stopped_run_says_what_is_saved_and_how_to_go_on(tmp_path, monkeypatch, saved, says):
+    monkeypatch.chdir(tmp_path)
+    run = make_run(Path("runs/my run"), steps=60)
+    (run / "summary.json").write_text(json.dumps({"stopped": True, "steps": 15}))  # of an earlier stop
+    for step in saved:
+        for replica in ("replica-0", "replica-1"):
+            _checkpoint(run / replica, step)
+    _checkpoint(run / "replica-0", 50)  # the other replica was killed before it
+    assert stop_report(run).startswith(says)
+    assert stop_report(run).endswith("my run'") or not saved
+
+
+def test_a_run_outside_the_usual_folder_is_found_again(tmp_path):
+    run = make_run(tmp_path / "elsewhere/one", steps=60)
+    for replica in ("replica-0", "replica-1"):
+        _checkpoint(run / replica, 60)
+    assert stop_report(run).endswith(f"--resume --name one --out {tmp_path / 'elsewhere'}")
+
+
+def test_a_run_without_a_step_has_nothing_to_resume(tmp_path):
+    assert stop_report(tmp_path) == "stopped before the first step; there is nothing to resume"

@@ -1,15 +1,11 @@
 """`diloco train` as it is used and misused: real processes, what they leave and what they refuse."""
 
 import json
-from pathlib import Path
 from unittest import mock
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from diloco.cli import main
-from diloco.runs.writer import Phase
 from tests.support.commands import (
     check_anchors,
     check_same,
@@ -19,7 +15,6 @@ from tests.support.commands import (
     run,
     run_here,
     start_ranks,
-    train,
     training,
     weights,
 )
@@ -81,7 +76,6 @@ def test_processes_that_torchrun_started_are_the_same_trainer(place, whole):
     (["--name", ""], "name='': use a name"),
     (["--member", "a/../../evil", "--bucket", "b"], "member='a/../../evil': use a name"),
     (["--lr", "-1"], "lr=-1.0: use a positive number"),
-    (["--weight-decay", "2"], "weight_decay=2.0: use a number from 0 to 1"),
     (["--seed", "99999999999999999999"], "seed=99999999999999999999"),
     (["--name", "a\0b"], "use a name"),
     (["--model", "tinny"], "did you mean tiny?"),
@@ -98,6 +92,8 @@ def test_processes_that_torchrun_started_are_the_same_trainer(place, whole):
     (["--key-file", "none"], "--key-file without --bucket: it would be ignored"),
     (["--bucket", "nowhere", "--join-only"], "there is no folder"),
     (["--bucket", "b", "--method", "dp"], "use streaming or diloco"),
+    (["--auto", "--method", "dp"], "--auto with method dp"),
+    (["--bucket", "b", "--preemption", "heroku"], "use aws, gcp, azure"),
     (["--bucket", "b", "--member", "A B"], "member name 'A B': use 1 to 63 of"),
     (["--bucket", "ftp://x"], "s3://"),
     (["--bucket", "b", "--key-file", "missing"], "No such file"),
@@ -112,21 +108,6 @@ def test_wrong_input_is_one_line_with_the_remedy_before_anything_starts(place, t
     assert out == ""
     assert message in err and "Traceback" not in err and len(err.splitlines()) == 1
     assert not list(tmp_path.iterdir())
-
-
-def test_a_folder_that_cannot_be_written_is_named(place, tmp_path):
-    (tmp_path / "file").touch()
-    words = ["train", "--data", "corpus.txt", "--steps", "2", "--out", str(tmp_path / "file")]
-    for code, _, err in (run_here(place, *words), *(ended(p) for p in start_ranks(place, 1, main, words))):
-        assert code == 2 and "cannot write to" in err and "--out" in err and "Traceback" not in err
-
-
-def test_a_name_with_a_space_or_a_dot_is_the_name_of_the_folder(place, tmp_path):
-    words = ["--steps", "2", "--save-every", "2", "--out", tmp_path]
-    code, _, err = train(place, "exp 1.b", *words)
-    assert code == 0, err
-    assert [path.name for path in tmp_path.iterdir()] == ["exp 1.b"]
-    assert 'name = "exp 1.b"' in (tmp_path / "exp 1.b/config.toml").read_text()
 
 
 @pytest.mark.parametrize(("words", "notes"), [
@@ -194,64 +175,6 @@ def test_what_only_the_replicas_can_find_is_one_line_too(place, whole, tmp_path,
     assert not list(tmp_path.iterdir())  # nothing is left behind
 
 
-def _noting_phases(words):
-    """The command, with every phase that it says kept beside the run."""
-    say = Phase.say
-
-    def note(phase, text):
-        with Path("phases.txt").open("a") as file:
-            file.write(text + "\n")
-        say(phase, text)
-
-    Phase.say = note
-    return main(words)
-
-
-def test_a_run_says_what_it_does_from_its_start_to_its_end(place, tmp_path):
-    (tmp_path / "corpus.txt").symlink_to(place / "corpus.txt")
-    words = training("told", "--steps", "10", "--eval-every", "6", "--save-every", "4", "--sync-every", "5")
-    (done,) = [ended(process) for process in start_ranks(tmp_path, 1, _noting_phases, words)]
-    assert done[0] == 0, done
-    assert "run runs/told" in done[2], "also the processes of torchrun say where the run is"
-    phases = [line for line in (tmp_path / "phases.txt").read_text().splitlines() if not line.endswith("%")]
-    assert phases == ["reading the data", "making the model", "joining the others", "training", "evaluating",
-                    "training", "saving", "training",
-                    "evaluating", "training", "saving", "training", "evaluating", "last sync", "saving", "training",
-                    "evaluating", "training", "writing a sample"]  # fmt: skip
-
-
-def test_a_recipe_is_stored_flags_and_a_typo_in_it_gets_a_suggestion_as_on_the_line(place, whole):
-    written = (place / "runs/whole/config.toml").read_text()
-    assert "steps = 40" in written and "context = 32" in written and "lr = 0.008" in written
-    (place / "typo.toml").write_text("sync_evry = 7\n")
-    for words, message in (
-        (["typo.toml"], "typo.toml: unknown setting sync_evry; did you mean sync_every?"),
-        (["--sync-evry", "7"], "--sync-every"),
-    ):
-        code, _, err = run_here(place, "train", *words)
-        assert code == 2
-        assert message in err
-
-
-def test_report_and_export_read_a_finished_run(place, whole):
-    code, out, err = run_here(place, "report", "runs/whole")
-    assert code == 0 and "loss of the anchors" in out, err
-    code, out, err = run_here(place, "report", "runs/whole", "--json")
-    assert json.loads(out)[0]["steps"] == 40, err
-    code, out, err = run_here(place, "export", "runs/whole", "--to", "exported")
-    assert code == 0 and out == "exported\n", err
-    first, last = err.splitlines()
-    assert first.startswith("export: writing the anchors of runs/whole, step 40")
-    assert 'diloco sample exported "text"' in last and 'AutoModelForCausalLM.from_pretrained("exported")' in last
-    exported = load_file(place / "exported/model.safetensors")
-    saved = weights(place, "whole", 40)
-    assert all(torch.equal(value, saved[f"/model/{name}"]) for name, value in exported.items())
-    code, _, err = run_here(place, "export", "runs/absent", "--to", "elsewhere")
-    assert code == 2 and "holds no run" in err
-    code, _, err = run_here(place, "export", "runs/whole", "--to", "exported")
-    assert code == 2 and "not an empty folder" in err
-
-
 def test_the_model_of_a_run_and_an_exported_one_go_on_with_a_text(place, whole):
     words = ["--tokens", "12", "--temperature", "0"]
     code, first, err = run_here(place, "sample", "runs/whole", "def ", *words)
@@ -262,7 +185,7 @@ def test_the_model_of_a_run_and_an_exported_one_go_on_with_a_text(place, whole):
     assert code == 0 and 'diloco sample spoken "text"' in err
     code, second, err = run_here(place, "sample", "spoken", "def ", *words)
     assert code == 0 and second == first, err
-    for words, message in ((["absent", "x"], "there is no folder absent"), (["absent"], "TEXT is missing"),
+    for words, message in ((["absent", "x"], "there is no folder absent"), (["absent"], "required: TEXT"),
                            (["cache", "x"], "holds neither a run"),
                            (["runs/whole", "x", "--temperature", "-1"], "temperature of at least 0"),
                            (["runs/whole", "x", "y"], "unexpected argument 'y'")):  # fmt: skip
@@ -274,3 +197,5 @@ def test_export_of_a_step_on_the_way_is_the_anchors_not_the_replica(place, whole
     code, _, err = run_here(place, "export", "runs/whole", "--to", "half", "--step", "20")
     assert code == 0, err
     check_anchors(place, "half", weights(place, "whole", 20))
+    code, _, err = run_here(place, "export", "runs/whole", "--to", "half")
+    assert code == 2 and "not an empty folder" in err

@@ -41,10 +41,9 @@ REFUSALS = 3
 """Refusals after which an object is left alone, while other operations succeed."""
 SILENT = 10.0
 """Seconds without any success after which a failing store is reported as not answering: two heartbeats."""
-LARGE = 1 << 20
+LARGE, LARGEST = 1 << 20, 16 << 20
+"""Bytes of a body from which on it counts as large, and of the largest."""
 MAX_TRANSFERS = 8
-STEADY = 4
-"""Quick transfers in a row before one more is allowed."""
 _GIVEN_UP: dict[type, Any] = {Read: FORBIDDEN, Size: 0, Delete: None}
 """The answers when one object is refused: it is unusable, as if it were empty."""
 T = TypeVar("T")
@@ -105,7 +104,7 @@ class Store:
             if self.closing.is_set():
                 raise Closed
             try:
-                answer = self._transfer(operation) if is_large(operation) else self._backend.attempt(operation)
+                answer = self._transfer(operation) if size_of(operation) > LARGE else self._backend.attempt(operation)
             except Failure as failure:
                 if _is_stale(operation):
                     return None
@@ -155,7 +154,7 @@ class Store:
 
     def _transfer(self, operation: Operation) -> Any:
         """Try an operation with a large body once."""
-        with self._transfers.transfer(self.closing) as halved:
+        with self._transfers.transfer(self.closing):
             if self.closing.is_set():
                 raise Closed
             if _is_stale(operation):
@@ -164,9 +163,10 @@ class Store:
             try:
                 answer = self._backend.attempt(operation)
             except Failure:
-                self._transfers.failed(self._clock() - began, halved)
+                self._transfers.failed(self._clock() - began)
                 raise
-            self._transfers.succeeded(self._clock() - began)
+            moved = len(answer) if isinstance(answer, bytes) else size_of(operation)
+            self._transfers.succeeded(moved, self._clock() - began)
             return answer
 
     def _at_once(self, operations: Sequence[Operation]) -> list[Any]:
@@ -234,54 +234,46 @@ def _is_stale(operation: Operation) -> bool:
     return isinstance(operation, Create) and operation.stale is not None and operation.stale()
 
 
-def is_large(operation: Operation) -> bool:
-    """Judged by the maximum it may move, so that heartbeats and records never wait behind deltas and snapshots."""
+def size_of(operation: Operation) -> int:
+    """The most that it may move: heartbeats and records never wait behind deltas and snapshots."""
     match operation:
         case Create(data=data) | Write(data=data):
-            return len(data) > LARGE
+            return len(data)
         case Read(limit=limit, first=first):
-            return (limit if first is None else first) > LARGE
-    return False
+            return limit if first is None else first
+    return 0
 
 
 class TransferLimit:
-    """Limits concurrent large transfers to those that the link can finish within the timeout. The limit is halved when
-    a transfer times out, down to one, and raised by one after several quick transfers."""
+    """Large transfers travel several at a time. Once one has timed out they take turns, until the link is seen to carry
+    several within half of the timeout."""
 
     def __init__(self, timeout: float) -> None:
         self.allowed = MAX_TRANSFERS
-        self._timeout = timeout
-        self._busy = self._quick = self._halved = 0
+        self._timeout, self._busy = timeout, 0
         self._changed = threading.Condition()
 
     @contextmanager
-    def transfer(self, closing: threading.Event) -> Iterator[int]:
-        """Wait for a free place, unless the store is closed. Yields how often the limit was halved so far."""
+    def transfer(self, closing: threading.Event) -> Iterator[None]:
+        """Wait for a free place, unless the store is closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._busy < self.allowed or closing.is_set())
             self._busy += 1
-            halved = self._halved
         try:
-            yield halved
+            yield
         finally:
             with self._changed:
                 self._busy -= 1
                 self._changed.notify_all()
 
-    def failed(self, seconds: float, halved: int) -> None:
-        """Concurrent transfers time out together, which counts once. An early failure says nothing about the link."""
-        with self._changed:
-            if seconds >= self._timeout / 2 and halved == self._halved:
-                self.allowed, self._quick, self._halved = max(self.allowed // 2, 1), 0, halved + 1
+    def failed(self, seconds: float) -> None:
+        """An early failure says nothing about the link."""
+        if seconds >= self._timeout / 2:
+            self.allowed = 1
 
-    def succeeded(self, seconds: float) -> None:
-        """A transfer is quick if it would take less than half of the timeout alongside one more."""
-        with self._changed:
-            quick = seconds * (self.allowed + 1) / self.allowed < self._timeout / 2
-            self._quick = self._quick + 1 if quick else 0
-            if self._quick >= STEADY and self.allowed < MAX_TRANSFERS:
-                self.allowed, self._quick = self.allowed + 1, 0
-                self._changed.notify_all()
+    def succeeded(self, nbytes: int, seconds: float) -> None:
+        if 2 * MAX_TRANSFERS * LARGEST * seconds < nbytes * self._timeout:
+            self.allowed = MAX_TRANSFERS
 
     def wake(self) -> None:
         with self._changed:

@@ -1,10 +1,9 @@
 """The order of training: every window of the corpus once per epoch, in an order that is computed, not stored.
 
-Window w starts at token w·context. A permutation by (seed, epoch) puts all windows in a row, which is dealt out,
-`sequences` to each replica in turn. So step t takes the same windows, summed over the replicas, for any number of
-replicas and any method with the same global batch (replicas · sequences): such runs can be compared. Within an epoch no
-two replicas see the same window. For sharded replicas, count ranks instead of replicas; for gradient accumulation, take
-several batches per step.
+Window w starts at token w·context. A permutation by (seed, epoch) orders all windows; replicas take `sequences` of them
+in turn. So with the same global batch (replicas · sequences), step t covers the same windows for any number of replicas
+and any method, which makes runs comparable. Within an epoch no two replicas see the same window. For sharded replicas,
+count ranks instead of replicas; for gradient accumulation, take several batches per step.
 """
 
 import hashlib
@@ -31,8 +30,6 @@ class Batches:
     def __init__(
         self, tokens: np.ndarray, *, replica: int, replicas: int, sequences: int, context: int, seed: int
     ) -> None:
-        if not 0 <= replica < replicas:
-            raise ConfigError(f"replica={replica}: use a number from 0 to {replicas - 1}")
         self.windows = max(len(tokens) - 1, 0) // context
         if self.windows < replicas * sequences:
             raise ConfigError(
@@ -75,8 +72,8 @@ class Batches:
 
 
 class LeasedBatches(Batches):
-    """The windows that a member of a bucket has leased, in an order that all members share: `seed` is that of the run.
-    Each rank of a sharded member leases among its share of the windows. Without a lease it takes windows of its own."""
+    """The windows that a member of a bucket has leased, in the order that all members share: `seed` is the run's. Each
+    rank of a sharded member leases from its own share of the windows. Without a lease it falls back to `own`."""
 
     def __init__(self, own: Batches, leases: Leases, step: Callable[[], int], *, shard: int, shards: int, seed: int):
         """`step`: the number of the step that the next batch is for."""
@@ -96,9 +93,9 @@ class LeasedBatches(Batches):
 def permuted(places: np.ndarray, size: int, seed: int, epoch: int) -> np.ndarray:
     """Map each place by a pseudo-random permutation of range(size).
 
-    A Feistel network on a nearly square grid of at least `size` cells: each round moves one coordinate by a hash of the
-    other, which can be undone. A place that lands beyond `size` is mapped again until it lands within: that is rare, as
-    the grid has fewer than √size + 1 extra cells.
+    A Feistel network on a nearly square grid of at least `size` cells: each round shifts one coordinate by a hash of
+    the other, which is invertible. A place that lands beyond `size` is mapped again until it lands inside; that is
+    rare, because the grid has fewer than √size + 1 extra cells.
 
     >>> permuted(np.arange(6), 6, seed=0, epoch=0).tolist()
     [1, 5, 0, 2, 3, 4]

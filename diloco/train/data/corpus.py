@@ -8,9 +8,11 @@ import hashlib
 import json
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -20,7 +22,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from diloco.autopilot.speed import default_cache
 from diloco.errors import ConfigError
 from diloco.runs.writer import Phase
 from diloco.train.data import documents
@@ -33,6 +34,12 @@ _FORMAT = 2
 """Part of the cache's key: raise it when the files or the split change."""
 _CHUNK = 1 << 22
 _EVALUATED_AT_ONCE = 16
+
+
+def default_cache() -> Path:
+    """The folder `diloco` in the user's cache directory."""
+    base = os.environ.get("XDG_CACHE_HOME") or ("~/Library/Caches" if sys.platform == "darwin" else "~/.cache")
+    return Path(base).expanduser() / "diloco"
 
 
 @dataclass(frozen=True)
@@ -158,18 +165,14 @@ def _is_complete(folder: Path) -> bool:
 
 def _publish(temporary: Path, folder: Path) -> None:
     """Rename to the final name, unless another process was faster: its folder has the same content."""
-    while True:
-        try:
-            # TemporaryDirectory still owns the outer folder, so move the inner one.
-            (temporary / "corpus").rename(folder)
-            return
-        except OSError:
-            if _is_complete(folder):
-                return
-            if not folder.exists():
-                raise
-            # Move a damaged folder away in one step, so that two processes do not delete each other's repair.
-            folder.rename(temporary / f"damaged-{len(list(temporary.iterdir()))}")
+    if folder.exists() and not _is_complete(folder):
+        with suppress(FileNotFoundError):  # another process was faster
+            folder.rename(temporary / "damaged")  # in one step: two processes must not delete each other's repair
+    try:
+        (temporary / "corpus").rename(folder)  # TemporaryDirectory still owns the outer folder
+    except OSError:
+        if not _is_complete(folder):
+            raise
 
 
 def _write(temporary: Path, sources: Sources, tokenizer: str, phase: Phase) -> None:

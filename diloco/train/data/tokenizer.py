@@ -6,7 +6,6 @@ transformers' AutoTokenizer reads what `save` writes, and gives the same ids.
 import contextlib
 import hashlib
 import json
-import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -43,6 +42,10 @@ class Tokenizer(Protocol):
 
     def nbytes(self, ids: np.ndarray) -> int:
         """Bytes of the decoded text."""
+        ...
+
+    def digest(self) -> str:
+        """A short text that differs if an id means different text."""
         ...
 
     def save(self, folder: Path) -> None:
@@ -97,13 +100,6 @@ def tokenizer_identity(spec: str) -> str:
     return hashlib.sha256(_file(spec).read_bytes()).hexdigest()
 
 
-def tokenizer_digest(tokenizer: Tokenizer) -> str:
-    """Hash of the saved tokenizer. It must be the same on all replicas: otherwise an id means different text."""
-    with tempfile.TemporaryDirectory() as folder:
-        tokenizer.save(Path(folder))
-        return hashlib.sha256((Path(folder) / "tokenizer.json").read_bytes()).hexdigest()[:16]
-
-
 class Bytes:
     """Every byte is a token; 256 is the end.
 
@@ -123,6 +119,9 @@ class Bytes:
 
     def nbytes(self, ids: np.ndarray) -> int:
         return int(np.count_nonzero(ids < 256))
+
+    def digest(self) -> str:
+        return "bytes"
 
     def save(self, folder: Path) -> None:
         """Write a byte-level BPE without merges, by hand because `tokenizers` may not be installed."""
@@ -185,6 +184,9 @@ class BPE:
 
     def nbytes(self, ids: np.ndarray) -> int:
         return len(self.decode(ids).encode())
+
+    def digest(self) -> str:
+        return hashlib.sha256(self._tokenizer.to_str().encode()).hexdigest()[:16]
 
     def save(self, folder: Path) -> None:
         self._tokenizer.save(str(folder / "tokenizer.json"))
