@@ -9,8 +9,8 @@ from diloco.exchange.world import started_here
 
 
 def _end(code: int) -> None:
-    """Exit without tearing the interpreter down: gloo's threads may still be releasing tensors, for which they need the
-    interpreter. They abort the process if it is gone (Python 3.11, torch 2.13: one export of sharded anchors in ten)."""
+    """Exit without tearing the interpreter down. gloo's threads may still be releasing tensors, for which they need the
+    interpreter: if it is gone, they abort the process (torch 2.13, Python 3.11: one export of a sharded run in ten)."""
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
