@@ -32,7 +32,7 @@ from diloco.bucket.store.envelope import Envelope
 from diloco.bucket.store.store import Closed, Store
 from diloco.codecs.formats import GATHER
 from diloco.errors import ConfigError, DiLoCoError
-from diloco.exchange.reducer import Delta, Dropped, Identity, Join, Outcome, State, advanced
+from diloco.exchange.reducer import Called, Delta, Dropped, Identity, Join, Outcome, State, advanced
 from diloco.exchange.thread import start_threads
 
 log = logging.getLogger("diloco")
@@ -202,7 +202,7 @@ class Bucket:
             self._check()
             self._trained.add(fragment)
             self._entering = False
-            if fragment == 0 and self.session is not None:
+            if fragment == 0 and self.session is not None and self._ends is None:
                 self.session.timing.stepped()
             return self._fragments[fragment].should_send(steps, scheduled)
 
@@ -215,19 +215,28 @@ class Bucket:
     def poll(self, fragment: int, index: int) -> Outcome | None:
         part = self._fragments[fragment]
         with self._lock:
-            while True:
-                self._check()
-                outcome = part.poll(index)
-                if outcome is not None:
-                    self._wake(fragment)  # there is room for the next one
-                    return outcome
-                if not self._must_wait(part):
-                    return None
-                left = 1.0 if self._ends is None else self._ends - self._clock()
-                if left <= 0:
-                    part.give_up()
-                    return Dropped()
-                self._lock.wait(min(left, 1.0))
+            outcome = self._poll(part, index)
+            while outcome is None and self._entering and not part.machine.caught_up:
+                self._lock.wait(1.0)
+                outcome = self._poll(part, index)
+            while outcome is None and self._ends is not None and part.machine.expects_outcome:
+                outcome = self._last_outcome(part, index, self._ends - self._clock())
+            if outcome is not None:
+                self._wake(fragment)  # there is room for the next one
+            return outcome
+
+    def _poll(self, part: Fragment, index: int) -> Outcome | None:
+        self._check()
+        return part.poll(index)
+
+    def _last_outcome(self, part: Fragment, index: int, left: float) -> Outcome | None:
+        """Wait a moment for a round in flight, as no step follows, but not when the time for it is over."""
+        if left <= 0:
+            part.give_up()
+            return Dropped()
+        self._lock.wait(min(left, 1.0))
+        called = any(fragment.machine.is_awaited for fragment in self._fragments)
+        return self._poll(part, index) or (Called() if called else None)
 
     def drain(self, seconds: float | None = None) -> bool:
         with self._lock:
@@ -322,11 +331,6 @@ class Bucket:
         log.warning("run %s is no longer in the store: its run.json was deleted or replaced. Nobody can join this run, "
                     "and only its members hold its result. Keep their checkpoints, stop them, and start again in an "
                     "empty store", self.run.id)  # fmt: skip
-
-    def _must_wait(self, fragment: Fragment) -> bool:
-        if self._entering and not fragment.machine.caught_up:
-            return True
-        return self._ends is not None and fragment.machine.expects_outcome
 
     def _event(self, event: str, **values: Any) -> None:
         if self.session is not None:

@@ -329,7 +329,7 @@ class Machine:
         self._differs_since: float | None = None  # when bits were found to differ for the second time
         self._branches = 0  # how often the store's rounds differed from those followed
         self._steps_from: int | None = 0  # steps count from here on
-        self._never_sent, self._given_up = True, False
+        self._never_sent = True
         self._missed = 0  # deltas in a row that did not count
         self._sent_at = 0.0
 
@@ -346,9 +346,14 @@ class Machine:
         return self.caught_up and not self._late and self.phase is Phase.IDLE
 
     @property
+    def is_awaited(self) -> bool:
+        """Whether another member waits for a delta of this one, which has none in flight."""
+        return self.sending is Phase.IDLE and self.held == self.frontier and self._is_called()
+
+    @property
     def expects_outcome(self) -> bool:
-        """Whether a delta is in flight and its outcome is worth waiting for."""
-        return self.sending is not Phase.IDLE and not self._given_up
+        """Whether a delta was sent whose outcome training has not got."""
+        return self.own.waiting is not None or bool(self.own.encoded) or self.sending is not Phase.IDLE
 
     def start_from(self, state: State, previous: str) -> None:
         """Begin with a state of the run. `previous`: what the next record must refer to."""
@@ -364,7 +369,6 @@ class Machine:
             case Polled(index):
                 return self._polled(index)
             case GaveUp():
-                self._given_up = True
                 self._clear(counted=False)
                 return None
             case Look():
@@ -433,8 +437,7 @@ class Machine:
             return None  # a delivered delta is final; a newer one replaces any other
         if event.scheduled if self._never_sent else count >= self.session.timing.sync_every:
             return TakeDelta()
-        answers = self.sending is Phase.IDLE and count >= 1 and self.held == self.frontier
-        return TakeDelta() if answers and self._is_called() else None
+        return TakeDelta() if count >= 1 and self.is_awaited else None
 
     def _sent(self, sent: Sent, now: float) -> Effect | None:
         if self._is_over(sent.index):

@@ -26,7 +26,7 @@ from diloco.core.schedule import Schedule
 from diloco.core.stats import Stats
 from diloco.core.sync import FragmentSync
 from diloco.errors import DiLoCoError
-from diloco.exchange.reducer import Dropped, Jump, NonFinite, Reducer, Round, Shard
+from diloco.exchange.reducer import Called, Dropped, Jump, NonFinite, Reducer, Round, Shard
 
 CATCH_UP = 2
 """Rounds of a fragment that are applied after one step: a replica that was away catches up over many steps, instead of
@@ -82,6 +82,7 @@ class DiLoCo:
         self.schedule = Schedule(sync_every, len(self._fragments))
         self._overlap = Overlap(overlap, len(self._fragments), sync_every)
         self.after_step: Callable[[], None] | None = None
+        self._called = False
         self._life = Life.APART
         self._hooks = Hooks(self.replica.optimizers, before=self.join, after=self._step)
 
@@ -140,6 +141,9 @@ class DiLoCo:
                 fragment.jump(outcome.state, self.replica.work)
             case NonFinite():
                 fragment.fail(outcome)
+            case Called():
+                self._called = True
+                return False
         return outcome is not None
 
     def step(self) -> None:
@@ -181,12 +185,11 @@ class DiLoCo:
         if not self.replica.started:
             checks.warn_no_step()
         self.replica.find_buffers()
-        fragments = self.replica.all
-        self._apply(fragments)
+        self._await_rounds()
         evaluate(self.replica.optimizers)
-        for fragment in fragments:
+        for fragment in self.replica.all:
             fragment.send(self.replica.work, last=last)
-        self._apply(fragments)
+        self._await_rounds()
         self.replica.write_anchors()
         self.leave()
         self._life = Life.FINISHED
@@ -200,6 +203,18 @@ class DiLoCo:
         last = self.reducer.drain(seconds)
         self._life = Life.FINISHING
         return last
+
+    def _await_rounds(self) -> None:
+        """Apply all rounds in flight. Send what the others wait for meanwhile: two members of a bucket that finish at
+        the same time, each with a different fragment in flight, would wait for each other."""
+        self._apply(self.replica.all)
+        while self._called:
+            self._called = False
+            for fragment in self._fragments:
+                steps = self.step_count - fragment.sent_step
+                if fragment.in_flight is None and self.reducer.should_send(fragment.number, steps, scheduled=False):
+                    fragment.send(self.replica.work)
+            self._apply(self.replica.all)
 
     @torch.no_grad()
     def flush(self, seconds: float) -> int:
@@ -219,7 +234,7 @@ class DiLoCo:
             for fragment in behind:
                 if fragment.in_flight is None:
                     fragment.send(self.replica.work)
-            self._apply(behind)
+            self._await_rounds()
         self.replica.reshard()
         return self.step_count - self.replica.counted_steps
 

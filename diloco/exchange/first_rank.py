@@ -18,6 +18,7 @@ from diloco import errors
 from diloco.errors import DiLoCoError, Mismatch, PeerLost
 from diloco.exchange.contract import compare
 from diloco.exchange.reducer import (
+    Called,
     Cost,
     Delta,
     Dropped,
@@ -193,7 +194,7 @@ class FirstRank:
                            "still be saved.") from None  # fmt: skip
 
 
-_OUTCOMES = {kind.__name__: kind for kind in (Round, Jump, Dropped, NonFinite)}
+_OUTCOMES = {kind.__name__: kind for kind in (Round, Jump, Dropped, NonFinite, Called)}
 
 
 def _outline(outcome: Outcome | None, digest: int | None) -> tuple[str, dict[str, Any], int | None] | None:

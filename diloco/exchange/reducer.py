@@ -163,7 +163,13 @@ class Dropped:
     non_finite: bool = False
 
 
-Outcome = Round | NonFinite | Jump | Dropped
+@dataclass(frozen=True)
+class Called:
+    """Instead of an outcome, after `drain`: the others wait for another fragment. Ask `should_send` of each, and poll
+    again."""
+
+
+Outcome = Round | NonFinite | Jump | Dropped | Called
 
 
 class Reducer(Protocol):
@@ -185,7 +191,8 @@ class Reducer(Protocol):
         ...
 
     def poll(self, fragment: int, index: int) -> Outcome | None:
-        """The outcome of round `index`, or None if there is none yet. Called when it may be applied."""
+        """The outcome of round `index`, or None if there is none yet. Called when it may be applied. After `drain` it
+        waits for a round that was sent."""
         ...
 
     def drain(self, seconds: float | None = None) -> bool:

@@ -2,21 +2,23 @@
 matter of time."""
 
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
 import pytest
 import torch
 
-from diloco import ConfigError, DiLoCoError, Float32, Mismatch, NotFinite
+from diloco import Balanced, ConfigError, DiLoCo, DiLoCoError, Float32, Mismatch, NotFinite
 from diloco.bucket import Bucket
 from diloco.bucket.machine import AHEAD
-from diloco.bucket.members import MemberOptions, Superseded
+from diloco.bucket.members import MemberOptions, Phase, Superseded
 from diloco.bucket.store import Create, Read, Size, Write
 from diloco.bucket.store.backend import Failure, open_store
 from diloco.exchange.reducer import Round, State
 from tests.support.fake_reducer import job
-from tests.support.members import COMPLETE, PATIENT, Member, agree, until
-from tests.support.models import anchors, flat
+from tests.support.members import PATIENT, Member, agree, until
+from tests.support.models import Tiny, adamw, anchors, flat, steps
 from tests.support.players import Paced, World, live
 
 pytestmark = pytest.mark.slow  # members train for many rounds
@@ -99,6 +101,56 @@ def test_leaving_is_known_at_once_and_finish_waits_for_nobody_that_has_left(tmp_
     assert a.done == 60 and {round.members for round in a.rounds} == {1, 2}
 
 
+def test_two_that_finish_with_different_fragments_in_flight_do_not_wait_for_each_other(tmp_path):
+    """Each would wait for what the other sends only after its own round."""
+    answers = threading.Event()
+    answers.set()
+
+    class Gated:
+        def __init__(self):
+            self._store = open_store(str(tmp_path))
+
+        def __getattr__(self, name):
+            return getattr(self._store, name)
+
+        def attempt(self, operation):
+            answers.wait(PATIENT)
+            return self._store.attempt(operation)
+
+    def member(name):
+        model = Tiny(0)
+        optimizer = adamw(model)
+        options = {"heartbeat": 0.2, "poll": 0.02, "straggler_timeout": 2 * PATIENT, "backend": Gated()}
+        bucket = Bucket(str(tmp_path), name, **options)
+        diloco = DiLoCo(model, optimizer, sync_every=10, overlap=4, fragments=Balanced(2), reducer=bucket)
+        diloco.join()
+
+        def train(first, last):
+            for _ in steps(model, optimizer, ord(name), first, last):
+                if last > first:
+                    until(lambda: {*bucket.phases} <= {Phase.IDLE, Phase.READY})
+
+        return diloco, train
+
+    def others(diloco):
+        return diloco.reducer.session.members.alive(time.monotonic()).values()
+
+    a, train_a = member("a")
+    train_a(1, 24)
+    b, train_b = member("b")
+    train_b(1, 9)
+    until(lambda: all([m.joining for m in others(it)] == [False] for it in (a, b)))
+    answers.clear()  # neither sees what the other sends after its last step
+    train_a(25, 25)
+    train_b(10, 10)
+    assert [it.in_flight for it in (a, b)] == [1, 1]
+    answers.set()
+    with ThreadPoolExecutor() as pool:
+        for done in [pool.submit(it.finish) for it in (a, b)]:
+            done.result(PATIENT)
+    assert a.indices[0] > 2 and a.indices[1] > 2
+
+
 def test_a_member_that_flushes_before_it_leaves_loses_no_step(tmp_path):
     gate, left = threading.Barrier(2), threading.Event()
 
@@ -143,8 +195,8 @@ def test_nan_in_a_delta_resets_the_member_and_harms_nobody(tmp_path):
             b.model.head.weight[0, 0] = float("nan")
 
     gate = threading.Barrier(2)
-    a = Member(tmp_path, "a", 80, straggler_timeout=COMPLETE, gate=gate)
-    b = Member(tmp_path, "b", 80, straggler_timeout=COMPLETE, gate=gate, at={21: spoil})
+    a = Member(tmp_path, "a", 80, straggler_timeout=PATIENT, gate=gate)
+    b = Member(tmp_path, "b", 80, straggler_timeout=PATIENT, gate=gate, at={21: spoil})
     a.end()
     b.end()
     agree(a, b)

@@ -25,7 +25,7 @@ from diloco.errors import ConfigError
 from diloco.exchange.reducer import Shard
 from studies.bucket import direct
 from tests.support.fake_reducer import job
-from tests.support.members import COMPLETE, PATIENT, Member, agree, until
+from tests.support.members import PATIENT, Member, agree, until
 
 LOCAL = "127.0.0.1"
 HERE = check_announced(f"{LOCAL}:0", signed=False)
@@ -432,7 +432,7 @@ def trained(folder, names, **each):
     """Members that have made three rounds together, with the stores that they used."""
     gate = threading.Barrier(len(names))
     stores = {name: Noting(folder) for name in names}
-    members = [Member(folder, name, 40, gate=gate, straggler_timeout=COMPLETE, backend=stores[name],
+    members = [Member(folder, name, 40, gate=gate, straggler_timeout=PATIENT, backend=stores[name],
                       announce=each.get(name, f"{LOCAL}:0")) for name in names]  # fmt: skip
     for member in members:
         member.end()

@@ -15,7 +15,7 @@ from diloco.bucket import find_run
 from diloco.bucket.store import Create, List, Read, Write
 from diloco.bucket.store.backend import Failure, Refused, open_store
 from diloco.bucket.store.contract import probe
-from tests.support.members import COMPLETE, Member, agree, until
+from tests.support.members import PATIENT, Member, agree, until
 from tests.support.s3 import ENVIRONMENT, Proxy, Server, free_port
 
 
@@ -55,7 +55,7 @@ def test_a_range_is_read_as_far_as_there_is_something(proxy):
 @pytest.mark.slow
 def test_two_members_train_to_the_same_bits(proxy):
     gate = threading.Barrier(2)
-    members = [Member("s3://bucket/two", name, 40, gate=gate, straggler_timeout=COMPLETE) for name in "ab"]
+    members = [Member("s3://bucket/two", name, 40, gate=gate, straggler_timeout=PATIENT) for name in "ab"]
     for member in members:
         member.end()
     agree(*members)

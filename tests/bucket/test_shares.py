@@ -17,7 +17,7 @@ from diloco.bucket.store.backend import open_store
 from diloco.bucket.store.envelope import Envelope
 from diloco.errors import ConfigError, Mismatch
 from diloco.exchange.reducer import Jump
-from tests.support.members import COMPLETE, Member, agree
+from tests.support.members import PATIENT, Member, agree
 from tests.support.players import SYNC_EVERY, Player, World, mean_of
 from tests.support.sharing import SHARES, crowd, rounds_of, small_pieces, together
 
@@ -219,7 +219,7 @@ def test_four_members_over_a_folder_share_and_agree(tmp_path, monkeypatch):
     monkeypatch.setattr(rounds_, "LEAST", 64)
     monkeypatch.setattr(rounds_, "UNIT", 256)
     gate = threading.Barrier(4)
-    members = [Member(tmp_path, name, 30, gate=gate, straggler_timeout=COMPLETE) for name in "abcd"]
+    members = [Member(tmp_path, name, 30, gate=gate, straggler_timeout=PATIENT) for name in "abcd"]
     for member in members:
         member.end()
     agree(*members)

@@ -9,9 +9,6 @@ from tests.support.models import Tiny, adamw, steps
 
 PATIENT = 150.0
 """Seconds: only a guard against hanging, never a measure."""
-COMPLETE = 20.0
-"""Straggler timeout with which rounds have all members, even on a busy machine. Members that finish at the same time,
-each with a different fragment in flight, wait this long for each other, twice: so it is well below PATIENT."""
 
 
 class Member(threading.Thread):
