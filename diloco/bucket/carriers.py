@@ -4,7 +4,7 @@ The store decides what counts, and names each payload by its SHA-256. So a carri
 time: what does not arrive, or has another digest, is read from the store.
 
 A member that announces an address serves its last payloads there. Its entry in the store also says which certificate it
-shows, and with which token a connection must begin: who cannot read the store learns nothing here.
+shows, and with which token a connection must begin: anyone who cannot read the store learns nothing.
 """
 
 import contextlib
@@ -36,8 +36,8 @@ nobody out."""
 HANDSHAKE, IDLE = 5.0, 120.0
 """Seconds of silence after which a connection is closed, before and after its token."""
 REFUSALS = 3
-"""Failures in a row after which a member is not asked for a while. Those of payloads that were asked for at the same
-time are one: a slow link may fail them all."""
+"""Failures in a row after which a member is not asked for a while. Failures of requests made at the same time count
+once: one slow link can fail them all."""
 REST = 60.0
 SHORTAGE = 0.2
 """Seconds until the next try to accept connections, after a failure."""
@@ -80,8 +80,8 @@ class Announced:
     def of_rank(self, rank: int, ranks: int) -> "Announced":
         """Each rank has the port after that of the rank before it."""
         if self.port and self.port + ranks > 1 << 16:
-            raise ConfigError(f"announce: {ranks} ranks need as many ports from {self.port} on, and the last port is "
-                              f"{(1 << 16) - 1}: announce {(1 << 16) - ranks} or a lower one")  # fmt: skip
+            raise ConfigError(f"announce: {ranks} ranks need {ranks} consecutive ports from {self.port}, but the "
+                              f"highest is {(1 << 16) - 1}: announce {(1 << 16) - ranks} or a lower one")  # fmt: skip
         return replace(self, port=self.port and self.port + rank)
 
 

@@ -181,8 +181,8 @@ class Fragment:
     def _deliver(self, index: int, delta: EncodedDelta) -> Task[bool]:
         """Put the pieces first: once the head exists, all of the delta does."""
 
-        def stale() -> bool:
-            return self.machine.is_stale(index)
+        def stale(failed: bool) -> bool:
+            return self.machine.is_stale(index, failed)
 
         began = self.session.clock()
         self.session.carrier.offer(self.number, index, delta.payloads)

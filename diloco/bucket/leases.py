@@ -185,6 +185,8 @@ class Leases:
             yield from self._close(lease)
         while self._left < self._wanted:
             lease = yield from self._claim()
+            if not self._wanted:  # released meanwhile
+                return (yield from self._close(lease))
             self._open.append(lease)
             self._queue.append(lease)
 

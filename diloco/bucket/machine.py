@@ -329,7 +329,7 @@ class Machine:
         self._differs_since: float | None = None  # when bits were found to differ for the second time
         self._branches = 0  # how often the store's rounds differed from those followed
         self._steps_from: int | None = 0  # steps count from here on
-        self._never_sent = True
+        self._never_sent, self._given_up = True, False
         self._missed = 0  # deltas in a row that did not count
         self._sent_at = 0.0
 
@@ -369,6 +369,7 @@ class Machine:
             case Polled(index):
                 return self._polled(index)
             case GaveUp():
+                self._given_up = True
                 self._clear(counted=False)
                 return None
             case Look():
@@ -468,9 +469,11 @@ class Machine:
         self._send(Phase.DELIVERING)
         return Deliver(index, encoded)
 
-    def is_stale(self, index: int) -> bool:
-        """Whether to stop delivering a delta for this round: a newer one waits, or the round is over."""
-        return self.own.waiting is not None or not self._is_open(index)
+    def is_stale(self, index: int, failed: bool) -> bool:
+        """Whether to stop delivering a delta for this round: the round is over, or an attempt has failed and a newer
+        delta waits. Without a failure the older one goes on: an upload may always take longer than `sync_every` steps,
+        and then none would ever arrive."""
+        return not self._is_open(index) or (failed and self.own.waiting is not None)
 
     def _is_open(self, index: int) -> bool:
         """Also if it was closed against other bits than this member's: then its delta is a vote."""
@@ -508,6 +511,8 @@ class Machine:
     def _polled(self, index: int) -> Effect | None:
         """The next outcome, in order. Not before this member's delta is encoded: its digest tells whether it counts."""
         if self.own.waiting is not None or not self.ready:
+            return None
+        if self._given_up:  # a record may name a delta that was given up, which a later life finds out
             return None
         outcome = self.ready[0]
         if isinstance(outcome, Followed) and outcome.record.fingerprint != self.fingerprint:
@@ -790,6 +795,8 @@ class Machine:
             self.session.want(self.number, target.least)
             if now < target.until:
                 return None
+            if target.until > -inf:  # an object is missing, and only a member that sends may replace its record
+                self.caught_up = True
             self._follow(Phase.OPEN)
             return self._next(now)
         state, link = snapshot

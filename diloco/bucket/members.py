@@ -147,10 +147,11 @@ class Members:
         self._expected: set[str] | None = None  # None: no closed round was seen yet
         self.active: set[str] = set()  # members that have delivered since the last update
         self.all_seen = False  # every entry was read at least once
+        self._looked = -inf  # when entries were last read
 
     def update(self, members: Iterable[Member], now: float) -> list[Member]:
         """Take in the entries of other members. Returns those that are new or have left."""
-        new = []
+        new, self._looked = [], now
         for member in members:
             known = self._seen.get(member.name)
             if known and (member.incarnation, member.counter) <= (known.member.incarnation, known.member.counter):
@@ -182,8 +183,8 @@ class Members:
         return self._alive[2]
 
     def away(self, names: Iterable[str], now: float) -> set[str]:
-        """Which of these are known to be dead. An unread one may live: among many members it takes a while to see
-        everybody, and if each counted only on those it has seen, all would do the work of all."""
+        """Which of these are known to be dead. One whose entry has not been read yet may be alive: a full scan takes
+        several heartbeats, and if everyone trusted only what it had read, everyone would do everyone's work."""
         living = self.alive(now)
         return {name for name in names if name not in living and (self.all_seen or name in self._seen)}
 
@@ -192,7 +193,8 @@ class Members:
         sight = self._seen.get(name)
         if sight is None or sight.member.incarnation < incarnation:
             return False
-        return sight.member.incarnation > incarnation or sight.member.left or now - sight.beat > self.ttl
+        silent = min(now, self._looked) - sight.beat  # nobody dies while the store cannot be read
+        return sight.member.incarnation > incarnation or sight.member.left or silent > self.ttl
 
     def stuck(self, now: float) -> set[str]:
         """Members with a heartbeat that make no steps."""

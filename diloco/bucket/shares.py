@@ -174,7 +174,6 @@ class Averaging:
         values = (yield source) if source is not None else None
         if values is None:
             return None
-        self.received += len(begin) + size
         return header + values
 
     def _average(self, share: int) -> Task[Tensor]:

@@ -148,7 +148,7 @@ def test_what_is_gone_is_looked_for_again_and_said_once():
         b.turn()
         b.step()
         world.now += a.reduce._options.ttl
-    assert b.held[0] == 1 and not b.reduce._fragments[0].machine.caught_up
+    assert b.held[0] == 1 and b.reduce._fragments[0].machine.caught_up  # it may train, and send
     assert [e["index"] for e in b.reduce.events() if e["event"] == "gone"] == [2]
     world.objects[name] = away
     for _ in range(3):

@@ -4,6 +4,7 @@ import warnings
 
 import pytest
 
+from diloco.bucket import rounds
 from diloco.bucket.members import LONGEST_STRAGGLER_TIMEOUT
 from tests.support.players import Paced, World, live
 
@@ -25,6 +26,16 @@ def test_a_round_waits_as_long_as_the_slowest_it_waits_for_needs(steps, uploads)
     live(world, (a, b), 90.0)
     assert len(a.rounds) > 10
     assert together(a) > 0.6
+
+
+def test_pieces_that_take_longer_than_sync_every_steps_arrive(monkeypatch):
+    monkeypatch.setattr(rounds, "LEAST", 64)
+    monkeypatch.setattr(rounds, "UNIT", 256)
+    world = World(1, values=2048)
+    member = Paced(world, "a", 0.05, 1.5)
+    live(world, (member,), 60.0)
+    assert any(name.startswith("pieces/") for name in world.objects)
+    assert len(member.rounds) > 5
 
 
 def test_who_is_never_counted_is_named_once_a_spell():

@@ -112,7 +112,7 @@ def test_who_waits_for_a_lane_is_let_go_when_the_store_is_closed_and_sends_nothi
     assert len(errors) == 1
     memory = Memory()
     client = Store(memory)
-    assert client.perform(Create("x", bytes(2 * LARGE), lambda: True)) is None
+    assert client.perform(Create("x", bytes(2 * LARGE), lambda failed: True)) is None
     assert not memory.stored and client.sent == 0
 
 

@@ -370,7 +370,7 @@ class Paced:
         while now >= self.next_poll[fragment]:
             operation = self.player.want(1 + fragment)
             each = operation.operations if isinstance(operation, All) else ()
-            if any(isinstance(o, Create) and "/d-" in o.name for o in each):
+            if any(isinstance(o, Create) and ("/d-" in o.name or "pieces/" in o.name) for o in each):
                 self.arrives[fragment] = self.arrives[fragment] or now + self.upload
                 if now < self.arrives[fragment]:
                     return

@@ -5,7 +5,7 @@ on threads over a real store, and in tests that interleave members, crashes and 
 """
 
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -40,7 +40,8 @@ class Create:
 
     name: str
     data: bytes
-    stale: Callable[[], bool] | None = None  # stop retrying once this is true
+    stale: Callable[[bool], bool] = field(default=lambda failed: False, repr=False)
+    """Whether to stop. `failed`: an attempt has failed."""
 
 
 @dataclass(frozen=True)
@@ -145,12 +146,13 @@ def create(name: str, data: bytes, limit: int) -> Task[bytes | Unusable]:
 
 def until_there(create: Create, look: Read | Size) -> Task[Any]:
     """Create an object and return the answer to `look`; None if the object became stale first."""
-    pauses = backoff(0.05, 5.0)
-    while create.stale is None or not create.stale():
+    pauses, failed = backoff(0.05, 5.0), False
+    while not create.stale(failed):
         yield create
         answer = yield look
         if answer is not None:
             return answer
+        failed = True
         yield Pause(next(pauses))  # refused although the name is free: it conflicted with another write, which failed
     return None
 

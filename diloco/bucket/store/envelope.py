@@ -211,7 +211,7 @@ class Envelope:
         return hmac.new(self.key, signed, "sha256").digest()
 
 
-def put(sealed: Sealed, stale: Callable[[], bool] | None = None) -> Task[bool]:
+def put(sealed: Sealed, stale: Callable[[bool], bool] = lambda failed: False) -> Task[bool]:
     """Put an object whose name holds its digest. True once the store has it; False if it became stale first, or if
     the name is taken by another object."""
     parts = {f"{sealed.name}.p{k}": part for k, part in enumerate(sealed.parts)}

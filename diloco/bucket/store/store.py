@@ -106,7 +106,7 @@ class Store:
             try:
                 answer = self._transfer(operation) if size_of(operation) > LARGE else self._backend.attempt(operation)
             except Failure as failure:
-                if _is_stale(operation):
+                if isinstance(operation, Create) and operation.stale(True):
                     return None
                 refusals += isinstance(failure, Refused)
                 if isinstance(failure, Refused) and self._is_forbidden(operation, failure, refusals, began):
@@ -126,7 +126,7 @@ class Store:
             return
         if self._succeeded > began and self._clock() - began > SILENT:
             self._unlisted.add(operation.prefix)
-            log.warning("the store does not list %s (%s); retrying", operation.prefix, failure)
+            log.warning("cannot list %s in the store (%s); retrying", operation.prefix, failure)
             self._report("store does not list", object=operation.prefix, reason=str(failure))
 
     def _note_success(self) -> None:
@@ -157,7 +157,7 @@ class Store:
         with self._transfers.transfer(self.closing):
             if self.closing.is_set():
                 raise Closed
-            if _is_stale(operation):
+            if isinstance(operation, Create) and operation.stale(False):
                 raise Failure("it became stale while it waited")
             began = self._clock()
             try:
@@ -228,10 +228,6 @@ class Store:
                     self.sent += len(data)
                 case Read() if isinstance(answer, bytes):
                     self.received += len(answer)
-
-
-def _is_stale(operation: Operation) -> bool:
-    return isinstance(operation, Create) and operation.stale is not None and operation.stale()
 
 
 def size_of(operation: Operation) -> int:
