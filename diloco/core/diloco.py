@@ -53,7 +53,7 @@ class DiLoCo:
         reducer: averages the deltas of the replicas; by default `Collective()` over all ranks.
         state: where anchors and momentum are: in the memory of the "host", or of the accelerator, "device": 8.5 bytes
             a value more there, and 1 byte a value and round over the bus instead of 8.5. "auto": on the device if they
-            take at most 15 % of its free memory. `placement` says which, and why.
+            take at most 15 % of its free memory. `replica.where` says which, `replica.why` why.
     """
 
     def __init__(
@@ -190,6 +190,8 @@ class DiLoCo:
         for fragment in self.replica.all:
             fragment.send(self.replica.work, last=last)
         self._await_rounds()
+        if self.reducer.identity.replicas is None:
+            self._sync_uncounted()
         self.replica.write_anchors()
         self.leave()
         self._life = Life.FINISHED
@@ -216,6 +218,17 @@ class DiLoCo:
                     fragment.send(self.replica.work)
             self._apply(self.replica.all)
 
+    def _sync_uncounted(self) -> None:
+        """Send what no round has counted, and again if a round of a bucket was closed without it, as long as rounds are
+        closed in time."""
+        indices = None
+        while indices != self.indices and (behind := self.replica.uncounted()):
+            indices = self.indices
+            for fragment in behind:
+                if fragment.in_flight is None:
+                    fragment.send(self.replica.work)
+            self._await_rounds()
+
     @torch.no_grad()
     def flush(self, seconds: float) -> int:
         """Before this member of a bucket leaves for a while: sync its work since the last rounds, for at most this
@@ -227,14 +240,7 @@ class DiLoCo:
             raise DiLoCoError("flush() is for a member of a bucket. Fixed replicas stop after the same step and lose "
                               "nothing: save and leave()")  # fmt: skip
         self._stop_training(seconds)
-        indices = None
-        # Again if a round was closed without this delta, as long as rounds are closed in time.
-        while indices != self.indices and (behind := self.replica.uncounted()):
-            indices = self.indices
-            for fragment in behind:
-                if fragment.in_flight is None:
-                    fragment.send(self.replica.work)
-            self._await_rounds()
+        self._sync_uncounted()
         self.replica.reshard()
         return self.step_count - self.replica.counted_steps
 
@@ -253,7 +259,7 @@ class DiLoCo:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
-            if kind is None:  # no sync from a broken replica
+            if kind is None and self._life is not Life.LEFT:  # no sync from a broken replica
                 self.finish()
         finally:
             self.leave()

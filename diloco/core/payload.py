@@ -33,7 +33,6 @@ def encode(codec: Codec, delta: Tensor, replicas: int, out: Tensor, state: Seque
     finite = [
         on_device.encode(codec, delta[cut], data[place])
         for cut, place in zip(cuts(n, replicas), _places(codec, n, replicas), strict=True)
-        if cut.stop > cut.start
     ]
     sums = [on_device.words(values) for values in (delta, *state)]
     sums += [torch.zeros_like(sums[0])] * (3 - len(sums))

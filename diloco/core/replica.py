@@ -248,10 +248,10 @@ class Replica:
         """Put the anchors into the model; restore its weights and float buffers afterwards."""
         buffers = {name: buffer.clone() for name, buffer in float_buffers(self.model).items()}
         saved = [(fragment.view, fragment.view.copies()) for fragment in self.fragments]
-        for fragment in self.fragments:
-            fragment.view.write(fragment.state.anchor)
-        self.reshard()
         try:
+            for fragment in self.fragments:
+                fragment.view.write(fragment.state.anchor)
+            self.reshard()
             with evaluation_mode(self.optimizers):
                 yield
         finally:

@@ -162,8 +162,9 @@ class FragmentSync:
         """Adopt the state after the round and merge it. If this replica's delta did not count, rebase: follow the
         anchor and keep all local work.
 
-        Except if one counted that an earlier life sent after it had saved the state that this one began with: all the
-        work in that state was in it. It cannot be told from the steps made since, which are lost with it."""
+        Exception: the round may count a delta that an earlier life sent after the checkpoint that this one resumed
+        from. It contains all the work in the checkpoint. Steps made since cannot be separated from that work, so they
+        are dropped too."""
         began = time.perf_counter()
         if done.tokens and not done.amount and not any(round.members.values()):
             checks.warn_no_tokens()
@@ -259,7 +260,8 @@ class FragmentSync:
             return bytearray()
         packed_for = self._packs_for if isinstance(sent.values(), Packed) else None
         buffer = io.BytesIO()
-        torch.save((sent.done.saved(), sent.new.saved(), sent.memory, packed_for), buffer)
+        codec = repr(self.codec) if packed_for else ""
+        torch.save((sent.done.saved(), sent.new.saved(), sent.memory, packed_for, codec), buffer)
         return bytearray(buffer.getvalue())
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
@@ -277,7 +279,10 @@ class FragmentSync:
         self.place.replace(State(saved["index"], saved["anchor"], saved["outer"]), reuse=True)
         self.sent_step, self.counted, self.in_flight = saved["sent_step"], Work(*saved["counted"]), None
         if saved["flight"]:
-            done, new, memory, packed_for = torch.load(io.BytesIO(saved["flight"]), weights_only=True)
+            done, new, memory, packed_for, codec = torch.load(io.BytesIO(saved["flight"]), weights_only=True)
+            if packed_for and codec != repr(self.codec):
+                raise Mismatch(f"fragment {self.number} has a saved delta in flight, encoded as {codec}, and this run "
+                               f"sends {self.codec!r}: resume with the codec it was saved with")  # fmt: skip
             if packed_for and packed_for != self._packs_for:  # the replicas or their devices have changed
                 encoded = packed(memory, self.codec, self.view.size, packed_for)
                 memory = decode_cuts(self.codec, encoded.payloads, self.view.size, packed_for)

@@ -340,6 +340,12 @@ def lane_sizes(fragments: Iterable[Fragment], tensors: Mapping[str, Tensor]) -> 
     return sizes
 
 
+LEAST = 32
+"""Values of a lane's buffers: an encoded delta of a few values is larger than they are."""
+
+
 def lanes_for(fragments: Iterable[Fragment], tensors: Mapping[str, Tensor]) -> dict[torch.device, Lane]:
     """A lane to each accelerator that holds a part of the model."""
-    return {device: Lane(device, n) for device, n in lane_sizes(fragments, tensors).items() if has_lane(device)}
+    return {
+        device: Lane(device, max(n, LEAST)) for device, n in lane_sizes(fragments, tensors).items() if has_lane(device)
+    }

@@ -148,7 +148,7 @@ class Collective:
         self._connection: _Connection | None = None
 
     def join(self, job: Join) -> list[State | None]:
-        self._job = job
+        self._job = replace(job, states=())  # which would keep the memory of the start
         self._rounds.clear()  # loading a state made them obsolete
         if self._at is not None and self._connection is None:
             self._across = _meet(self._at, self.replica, self.replicas, self._timeout)

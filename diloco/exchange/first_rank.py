@@ -51,7 +51,7 @@ class FirstRank:
         self._ranks = tuple(dist.get_process_group_ranks(group))
         self._first = self._place.index == 0
         self._group: Any = None
-        self._states: Sequence[State] = ()  # one of each fragment, for its sizes
+        self._sizes: Sequence[tuple[int, int]] = ()  # of each fragment: anchor and outer state
         self._apart = ""  # how the ranks have lost step
         self._sent: dict[int, Callable[[], Delta]] = {}  # by fragment, on the other ranks
         self._digests: dict[int, int] = {}  # of what the first rank has sent
@@ -66,7 +66,7 @@ class FirstRank:
         if self._group is None:
             place = replace(self._place, name=f"ranks {self._place.name}")
             self._group = self._safely(lambda: open_group("first rank", place, OPENING, patient=True))
-        self._states = job.states
+        self._sizes = [(len(state.anchor), len(state.outer)) for state in job.states]
         offers = self._gather([job.contract, [[state.index, state.fingerprint()] for state in job.states]])
         compare([contract for contract, _ in offers], [f"rank {rank}" for rank in self._ranks])
         versions = [states for _, states in offers]
@@ -138,8 +138,9 @@ class FirstRank:
 
     def _broadcast(self, fragment: int, index: int, state: State | None) -> State:
         """The first rank's state, on all ranks."""
-        like = self._states[fragment]
-        state = state or State(index, torch.empty_like(like.anchor), torch.empty_like(like.outer))
+        if state is None:
+            anchor, outer = (torch.empty(n, dtype=torch.float32, device="cpu") for n in self._sizes[fragment])
+            state = State(index, anchor, outer)
         self._broadcast_tensor(state.anchor)
         self._broadcast_tensor(state.outer)
         return state

@@ -7,7 +7,7 @@ So the order of execution, and with it every random number, is the same each tim
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -166,7 +166,7 @@ class Local:
 
     def join(self, job: Join) -> list[State | None]:
         board = self._board
-        self._job, self._states = job, list(job.states)
+        self._job, self._states = replace(job, states=()), list(job.states)  # which would keep the memory of the start
         self._joins += 1
         jobs = self._meet("join", job)
         self._sent.clear()
@@ -179,6 +179,7 @@ class Local:
                 theirs = jobs[source].states[i]
                 replaced[i] = self._states[i] = State(theirs.index, theirs.anchor.clone(), theirs.outer.clone())
         self._meet("copied", None)  # a source must not train before
+        board.meetings.pop(("join", self._joins), None)
         return replaced
 
     def _meet(self, purpose: str, value: T) -> list[T]:

@@ -165,8 +165,8 @@ class Dropped:
 
 @dataclass(frozen=True)
 class Called:
-    """Instead of an outcome, after `drain`: the others wait for another fragment. Ask `should_send` of each, and poll
-    again."""
+    """Instead of an outcome, after `drain`: the others wait for another fragment of this replica. Call `should_send`
+    for each, then poll again."""
 
 
 Outcome = Round | NonFinite | Jump | Dropped | Called
@@ -197,8 +197,8 @@ class Reducer(Protocol):
 
     def drain(self, seconds: float | None = None) -> bool:
         """This replica has done its steps. Returns whether all have: then the next round of each fragment is the last
-        one. Rounds that some replicas have not started end as Dropped. `seconds`: how long a member that the others do
-        not wait for may take for its last rounds, if they do not wait for it."""
+        one. Rounds that some replicas have not started end as Dropped. `seconds`: the most time that a member nobody
+        waits for may spend on its last rounds."""
         ...
 
     def leave(self) -> None:

@@ -108,6 +108,14 @@ def test_one_value_that_is_not_finite_is_found_in_any_pass(codec, at):
 
 
 @codecs
+def test_a_shard_without_rows_is_encoded_too(codec):
+    memory = torch.empty(room(codec, 0, 2))
+    encode(codec, torch.empty(0), 2, memory, ())
+    delta = packed(memory, codec, 0, 2)
+    assert delta.finite and not any(len(payload) for payload in delta.payloads)
+
+
+@codecs
 def test_one_value_that_is_not_finite_is_found_in_any_share(codec):
     n, replicas = 5 * CHUNK + 3, 8
     shares = cuts(n, replicas)

@@ -11,6 +11,7 @@ import time
 import warnings
 import weakref
 from collections import Counter
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -19,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils._pytree import tree_map_only
 
-from diloco import E3M0, SGD, Balanced, DiLoCo, Float32, Nesterov
+from diloco import E3M0, SGD, Balanced, BFloat16, DiLoCo, Float32, Nesterov
 from diloco.codecs.codec import codec_named
 from diloco.codecs.formats import FORMATS
 from diloco.core import lane as lane_module
@@ -28,7 +29,7 @@ from diloco.core.lane import Lane
 from diloco.core.memory import Memory
 from diloco.core.placement import OnDevice, OnHost
 from diloco.core.view import FlatView, Span, lanes_for
-from diloco.errors import ConfigError, DiLoCoError, NotFinite
+from diloco.errors import ConfigError, DiLoCoError, Mismatch, NotFinite
 from diloco.exchange import local
 from diloco.exchange.mean import exact
 from diloco.exchange.reducer import Round, State
@@ -446,6 +447,26 @@ def _saved_in_flight(rank):
             step()
         flights.append(bytes(diloco._fragments[0].state_dict()["flight"]))  # the replica's looks at the weights first
     return len(flights[0]) > 0, flights[0] == flights[1]
+
+
+def _resumed_with_another_codec(rank):
+    late_device.install()
+    reducer = Silent()
+    reducer.identity = replace(reducer.identity, packs_for=2)
+    diloco, step = _alone(LATE, reducer)
+    for _ in range(4):
+        step()
+    saved = diloco.state_dict()
+    other, _ = _alone(LATE, reducer, BFloat16())
+    try:
+        other.load_state_dict(saved)
+    except Mismatch as error:
+        return str(error)
+
+
+@pytest.mark.slow
+def test_an_encoded_delta_in_flight_is_refused_by_another_codec():
+    assert "resume with the codec it was saved with" in run(1, _resumed_with_another_codec)[0]
 
 
 @pytest.mark.slow

@@ -242,6 +242,30 @@ def test_nothing_that_needs_the_local_values_is_done_inside_anchors_and_they_com
     assert torch.equal(one, two)
 
 
+def test_an_interrupt_while_the_anchors_are_written_leaves_the_local_values():
+    model, optimizer, diloco = make(sync_every=4, reducer=Script())
+    diloco.join()
+    train_steps(model, optimizer, 0, 1, 2)
+    before, reshard = flat(model), diloco.replica.reshard
+
+    def interrupted():
+        diloco.replica.reshard = reshard
+        raise KeyboardInterrupt
+
+    diloco.replica.reshard = interrupted
+    with pytest.raises(KeyboardInterrupt), diloco.anchors():
+        pass
+    assert torch.equal(flat(model), before)
+    diloco.leave()
+
+
+def test_a_replica_may_leave_inside_its_with_block():
+    model, optimizer, diloco = make(sync_every=4, reducer=Script())
+    with diloco:
+        train_steps(model, optimizer, 0, 1, 2)
+        diloco.leave()
+
+
 def test_replicas_in_one_process_that_resume_out_of_step_are_refused_as_by_the_collective():
     """Both send round 1 of both fragments, but in a different order, which only the collective cannot undo."""
 
