@@ -18,7 +18,7 @@ from diloco.errors import ConfigError, DiLoCoError, Mismatch
 COMMANDS = {
     "train": "train a language model on several replicas",
     "run": "run a transformers or Lightning script as a replica, unchanged",
-    "compare": "run several methods at equal tokens, side by side",
+    "compare": "train several methods on the same number of tokens, side by side",
     "report": "list runs; show or compare them, here and in an HTML file",
     "dashboard": "serve a live page of all runs",
     "watch": "watch a run in a bucket, live, from anywhere",
@@ -86,7 +86,7 @@ def _usage() -> str:
         "usage: diloco COMMAND [flags]\n\n"
         "Train one model on machines that are far apart, without waiting for the slow\nlinks between them.\n\n"
         f"{commands}\n\n"
-        "diloco COMMAND --help lists the usual flags of a command, --help-all every one.\n"
+        "diloco COMMAND --help lists the common flags, --help-all lists all of them.\n"
         "diloco --version prints the version."
     )
 

@@ -1,4 +1,4 @@
-"""`diloco compare`: run several methods at equal tokens and compare them, with the spread over seeds."""
+"""`diloco compare`: train several methods on the same number of tokens and compare them, with the spread over seeds."""
 
 import itertools
 import sys
@@ -59,6 +59,8 @@ def main(config: CompareConfig) -> int:
         trained += 1
         if code:
             return code
+    if config.dry_run:
+        return 0
     runs = tuple(home / label for label, _ in cells)
     return report.main(report.ReportConfig(runs=runs, out=home / "report.html", json=config.json))
 
@@ -73,7 +75,8 @@ def _check_same(cell: TrainConfig, folder: Path) -> None:
     before = parse(TrainConfig, [str(folder / "config.toml")])
     for field in fields(TrainConfig):
         now, was = getattr(cell, field.name), getattr(before, field.name)
-        if distinguishes(field.name) and now is not None and now != was:
+        derived = field.name == "tokens"  # the stored run has the steps that follow from them
+        if distinguishes(field.name) and not derived and now is not None and now != was:
             raise ConfigError(f"{folder} was run with {field.name} {was}, not {now}: use another --name")
 
 

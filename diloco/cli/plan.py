@@ -1,10 +1,11 @@
 """`diloco plan`: predict utilization on a link, and recommend settings."""
 
 import json
+import math
 import sys
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 from diloco.codecs.formats import FORMATS, format_named
 from diloco.errors import ConfigError
@@ -92,13 +93,22 @@ def main(config: PlanConfig) -> int:
     rehearsal = _rehearsal(config, choice.settings) if config.rehearse else None
     if config.json:
         plan = {"methods": [asdict(row) for row in methods], "recommended": asdict(choice), "notes": [answer, *notes]}
-        print(json.dumps(plan | {"rehearsal": rehearsal} if rehearsal else plan))
+        print(json.dumps(_finite(plan | {"rehearsal": rehearsal} if rehearsal else plan), allow_nan=False))
     else:
         sheets = table.sheets(conditions, methods, choice)
         if rehearsal:
             sheets.append(table.rehearsed(conditions, methods[-1], choice.settings, rehearsal))
         sys.stdout.write(table.text(conditions, answer, sheets, notes))
     return 0
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no infinity: null stands for "never"."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _conditions(config: PlanConfig) -> Conditions:

@@ -77,4 +77,6 @@ def _expand(paths: Sequence[Path]) -> list[Path]:
     for path in paths if len(paths) == 1 else [path for path in paths if not path.is_file()]:
         inside = sorted(config.parent for config in path.glob("*/config.toml"))
         runs += [path] if not inside or (path / "config.toml").is_file() else inside
+    if not runs:
+        raise ConfigError("no run to report on: pass at least one folder written by `diloco train`")
     return runs

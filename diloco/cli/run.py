@@ -30,7 +30,7 @@ class RunConfig:
     fragments: str = flag("strided:3", "How to cut the model: strided:N, sequential:N or balanced:N.")
     codec: str = flag("e3m0", "Format of the deltas on the wire.", choices=FORMATS)
     outer: str = flag("nesterov", "Outer optimizer, such as nesterov:0.4,0.9 or sgd:1.")
-    shard: bool = flag(True, "Do not divide the training data over the replicas.")
+    shard: bool = flag(True, "Give every replica all of the training data.")
 
 
 CONFIG = RunConfig

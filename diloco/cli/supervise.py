@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from diloco.exchange.world import STARTED, World
+from diloco.exchange.world import STARTED, World, cores
 from diloco.runs.reader import read_errors
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
@@ -28,7 +28,8 @@ def start(
     `watch` is called several times a second. If one process fails, all stop. They inherit the open files `keep`.
     """
     signals: list[int] = []
-    before = {s: signal.signal(s, lambda number, _: signals.append(number)) for s in STOP_SIGNALS}
+    heeded = [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]  # as under nohup
+    before = {number: signal.signal(number, lambda number, _: signals.append(number)) for number in heeded}
     try:
         return _attend(_spawn(words, size, folder, shards, keep), folder, watch, signals)
     finally:
@@ -47,7 +48,7 @@ def _spawn(
         "WORLD_SIZE": str(size),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // size, 1))),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(cores() // size, 1))),
     }
     if sys.platform == "linux":
         common["GLOO_SOCKET_IFNAME"] = "lo"  # the machine's name may not resolve, above all offline

@@ -95,10 +95,11 @@ def run_here(config: TrainConfig, *, show: bool = True) -> tuple[int, Path]:
     if config.dry_run:
         print(settings.outline(config, config.replicas))
         return 0, folder
+    fresh = not folder.exists()
     with folders.locked(folder) as lock:
         for name in ("derived.txt", "phase"):
             (folder / name).unlink(missing_ok=True)
-        (folder / "start.toml").write_text(to_toml(replace(config, name=folder.name)))
+        (folder / "start.toml").write_text(to_toml(replace(config, name=folder.name)), encoding="utf-8")
         words = ["train", str(folder / "start.toml"), *(["--resume"] if config.resume else [])]
         print(f"run {folder}", file=sys.stderr)
         from diloco.report.live import Live  # only now, so that errors are reported at once
@@ -109,7 +110,7 @@ def run_here(config: TrainConfig, *, show: bool = True) -> tuple[int, Path]:
         print(f"diloco: {reason}", file=sys.stderr)
     if code == 130:
         print(f"diloco: {stop_report(folder)}", file=sys.stderr)
-    if code in (2, 130) and not (folder / "config.toml").exists():
+    if fresh and code in (2, 130) and not (folder / "config.toml").exists():
         shutil.rmtree(folder)  # refused, or stopped before there was anything to save
     if show and (folder / "summary.json").exists() and (code == 0 or (code == 130 and config.json)):
         show_run(folder, config.json)
@@ -198,7 +199,7 @@ def _run_member(config: TrainConfig) -> int:
     if resume and config.share == "auto" and (folder / "config.toml").exists():  # keep its batch
         before = parse(TrainConfig, [str(folder / "config.toml")])
         config = replace(config, share=before.share or "auto", accumulate=before.accumulate)
-    busy = f"member {member_name(config)!r} already trains here, in {folder}: use another --member for this one"
+    busy = f"member {member_name(config)!r} is already training in {folder}: use another --member for this one"
     with folders.locked(folder, busy) if world.shard == 0 else contextlib.nullcontext():
         if world.size > 1:
             meet(world, _backend())
@@ -235,7 +236,7 @@ def stop_report(folder: Path) -> str:
     of = f" of {run.steps}" if run.steps else ""
     if saved is None:
         return f"stopped at step {run.step}{of}; no checkpoint was saved, so there is nothing to resume"
-    state = "which is saved" if saved == run.step else f"the newest checkpoint is of step {saved}"
+    state = "which is saved" if saved == run.step else f"the newest checkpoint is from step {saved}"
     if read_config(folder).get("bucket"):
         return f"stopped at step {run.step}, {state}; the same command rejoins the run"
     out = "" if folder.parent == folders.RUNS else f" --out {shlex.quote(str(folder.parent))}"

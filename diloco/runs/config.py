@@ -53,12 +53,12 @@ class TrainConfig:
         "bytes, train:SIZE to train a BPE on the corpus, the path of a tokenizer.json, or hf:NAME for a model's.",
         why="bytes, which needs no training; hf: models use their own")
     context: int = _model(128, "Tokens per sequence.", why="for the tiny model")
-    steps: int | None = _optimization(None, "Training steps per replica.",
+    steps: int | None = _optimization(None, "Training steps per replica.", replaces="tokens",
         why="20 tokens per parameter; one pass over the data for hf: models")
     tokens: int | None = _optimization(None, "Total tokens over all replicas, such as 25b. Set this or --steps.",
-        why="20 per parameter; one pass over the data for hf: models", scope="member")
+        why="20 per parameter; one pass over the data for hf: models", scope="member", replaces="steps")
     batch: int | Literal["auto"] | None = _optimization(None, "Sequences per step over all replicas. auto, with "
-        "--bucket: as many as this machine trains in the time of the other members' steps.", why="by scaling law")
+        "--bucket: as many as this machine trains in the time of one step of the run's creator.", why="by scaling law")
     accumulate: int = _optimization(1, "Micro-batches per step of a replica; more micro-batches need less memory.",
         scope="member")
     inner: Literal["adamw", "muon"] | None = _optimization(None,
@@ -124,7 +124,7 @@ class TrainConfig:
         why="a tenth of the steps, from 50 to 1000", scope="member")
     save_every: int = _output(500, "Steps between two checkpoints. A run also saves one when it ends.", scope="member",
         result=False)
-    track: tuple[Sink, ...] = _output((), "Trackers to log to as well; each needs its extra.", why="none",
+    track: tuple[Sink, ...] = _output((), "Also log to these trackers; each needs its extra installed.", why="none",
         scope="member", result=False)
     name: str | None = _output(None, "Name of the run.",
         why="MODEL-METHOD-N; with --bucket, the last part of its address and the member", scope="member", result=False)

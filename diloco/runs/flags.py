@@ -48,6 +48,8 @@ class Meaning:
     positional: bool = False
     needs: str = ""
     """The flag without which this one would be ignored. Empty: none."""
+    replaces: str = ""
+    """The setting of a config file that this flag overrides too. Empty: none."""
     expert: bool = False
     """Whether only --help-all shows it."""
 
@@ -106,7 +108,9 @@ def parse_values(kind: type, words: Sequence[str]) -> dict[str, Any]:
         shipped = shipped_configs(kind)
         configs = f"; configs: a path that ends in .toml, or {_listed([*shipped])}" if shipped else ""
         raise ConfigError(f"unexpected argument {word!r}: {hint}{configs}")
-    return values | {name: tuple(v) if isinstance(v, list) else v for name, v in vars(parsed).items() if v is not None}
+    flags = {name: tuple(v) if isinstance(v, list) else v for name, v in vars(parsed).items() if v is not None}
+    replaced = {meaning(field).replaces for field in fields(kind) if field.name in flags}
+    return {name: value for name, value in values.items() if name not in replaced} | flags
 
 
 class _Parser(argparse.ArgumentParser):

@@ -370,7 +370,11 @@ def member_folder(config: TrainConfig) -> tuple[Path, bool]:
     for folder in (config.out / (stem if n == 1 else f"{stem}-{n}") for n in itertools.count(1)):
         stored_id = folder / "run-id"
         if not stored_id.exists():
-            return folder, False
+            if not (folder / "config.toml").exists():
+                return folder, False
+            if config.name is not None:
+                raise ConfigError(f"{folder} holds a run without a bucket: use another --name")
+            continue
         if run is not None and run.id == stored_id.read_text():
             return folder, True
         if config.name is not None:

@@ -196,6 +196,7 @@ def finish(run: Prepared, step: int, stopped: bool) -> Summary:
     samples = []
     if run.world.replica == 0:  # only its summary is written
         run.phase.say("writing a sample")
+        run.bare.eval()
         with _anchors(run):
             samples.append(sample(run.bare, run.corpus.tokenizer, "def ", 200, run.config.context, run.device))
     if run.diloco and stopped:

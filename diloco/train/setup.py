@@ -35,7 +35,7 @@ from diloco.core.stats import Stats
 from diloco.errors import ConfigError
 from diloco.exchange.collective import Collective
 from diloco.exchange.reducer import Reducer
-from diloco.exchange.transport import gather_json
+from diloco.exchange.transport import gather_json, open_group, place_in, wait_patiently
 from diloco.exchange.world import World
 from diloco.runs import folder as folders
 from diloco.runs.config import TUNED, TrainConfig
@@ -175,9 +175,9 @@ def prepare(config: TrainConfig, world: World, folder: Path, step: TrainStep) ->
         if batch.why:
             values.append(Derived("share", batch.sequences, batch.why))
         if batch.accumulate > asked:
-            values.append(Derived("accumulate", batch.accumulate, "larger micro-batches do not fit into memory"))
+            values.append(Derived("accumulate", batch.accumulate, "larger micro-batches do not fit in memory"))
         text = describe(values, parameters, config, corpus.name, run.start)
-        (folder / "derived.txt").write_text(text + "\n")
+        (folder / "derived.txt").write_text(text + "\n", encoding="utf-8")
         log.info(text)
     about = {"parameters": parameters, "time": time.time(), "host": socket.gethostname(), "device": str(device),
              "torch": torch.__version__, "diloco": __version__}  # fmt: skip
@@ -188,13 +188,19 @@ def prepare(config: TrainConfig, world: World, folder: Path, step: TrainStep) ->
     return run
 
 
+OPENING = 600.0
+"""Seconds for the processes to find each other."""
+
+
 def _corpus(config: TrainConfig, world: World, phase: Phase) -> Corpus:
-    """The first process prepares the corpus; the others wait and read it from the cache."""
-    if world.rank > 0:
-        dist.barrier()
+    """The first process of each machine prepares the corpus. The others wait as long as it takes, beyond the limit of
+    torch's groups, and read it from the cache."""
+    everyone = open_group("corpus", place_in(dist.group.WORLD), OPENING, patient=True) if world.size > 1 else None
+    if everyone and world.local_rank > 0:
+        wait_patiently(everyone.barrier())
     corpus = corpora.prepare(config.data, config.tokenizer or "bytes", text_key=config.text_key, phase=phase)
-    if world.rank == 0:
-        dist.barrier()
+    if everyone and world.local_rank == 0:
+        wait_patiently(everyone.barrier())
     return corpus
 
 
@@ -315,11 +321,14 @@ def device_for(config: TrainConfig, world: World) -> torch.device:
         device = torch.device("cpu") if accelerator is None or accelerator.type == "mps" else accelerator
     if device.type != "cpu":
         count = torch.accelerator.device_count()
+        if device.index is not None and world.size > 1:
+            raise ConfigError(f"device={config.device!r} with {world.size} processes: use {device.type}, and choose "
+                              "devices with a variable such as CUDA_VISIBLE_DEVICES")  # fmt: skip
         if world.local_rank >= count:
             raise ConfigError(f"this machine has {count} {device.type} devices, too few for process "
                               f"{world.local_rank}: start fewer processes here, or use --device cpu")  # fmt: skip
-        device = torch.device(device.type, world.local_rank)
-        torch.accelerator.set_device_index(world.local_rank)
+        device = torch.device(device.type, device.index if device.index is not None else world.local_rank)
+        torch.accelerator.set_device_index(device.index or 0)
     return device
 
 

@@ -24,8 +24,9 @@ class Stop:
     """
 
     POLL = 0.25
-    SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-    """Ctrl-C; the default of kill, Slurm and Kubernetes; the early warning that many Slurm scripts request."""
+    SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+    """Ctrl-C; the default of kill, Slurm and Kubernetes; a closed terminal; the early warning that many Slurm scripts
+    request."""
 
     def __init__(self, store: dist.Store, rank: int = 0, size: int = 1) -> None:
         self._store, self._rank, self._size = store, rank, size
@@ -37,7 +38,8 @@ class Stop:
         self._thread = threading.Thread(target=self._watch, name="stop", daemon=True)
 
     def __enter__(self) -> Self:
-        self._before = {int(s): signal.signal(s, self._ask) for s in self.SIGNALS}
+        heeded = [number for number in self.SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]  # nohup ignores
+        self._before = {int(number): signal.signal(number, self._ask) for number in heeded}
         self._thread.start()
         return self
 

@@ -133,6 +133,17 @@ def test_flags_are_read_as_people_write_them():
     assert parse(script.CONFIG, script.complete(["--overlap", "5", "--", *words[3:]])).script == tuple(words[3:])
 
 
+def test_steps_override_the_tokens_of_a_config_file_and_tokens_its_steps(tmp_path):
+    (tmp_path / "tokens.toml").write_text('tokens = "1m"\n')
+    (tmp_path / "steps.toml").write_text("steps = 9\n")
+    config = parse(TrainConfig, [str(tmp_path / "tokens.toml"), "--steps", "7"])
+    assert (config.steps, config.tokens) == (7, None)
+    config = parse(TrainConfig, [str(tmp_path / "steps.toml"), "--tokens", "2m"])
+    assert (config.steps, config.tokens) == (None, 2_000_000)
+    with pytest.raises(ConfigError, match="set one of them"):
+        parse(TrainConfig, [str(tmp_path / "steps.toml"), "--steps", "7", "--tokens", "2m"])
+
+
 @pytest.mark.parametrize("text", ["1.5", "k", "1e99", "1" * 5000, "1e-3", "", "1kk", "²"])
 def test_a_text_that_is_not_a_whole_number_is_refused(text):
     with pytest.raises(ConfigError, match="use a whole number, such as"):

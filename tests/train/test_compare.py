@@ -36,6 +36,10 @@ def test_compare_runs_the_methods_at_equal_tokens_and_goes_on_where_it_was_inter
     assert code == 0, err
     assert "%" in out and "report.html" in out
     assert (place / "runs/compared/dp-seed0/summary.json").stat().st_mtime == before
+    code, _, err = run_here(place, "compare", *SMALL, "--data", "corpus.txt", "--tokens", "2560", *words[-4:])
+    assert code == 0, err  # as many steps, from the tokens
+    code, out, err = run_here(place, *words[:-1], "planned", "--dry-run")
+    assert code == 0 and not (place / "runs/planned").exists(), err
     code, _, err = run_here(place, *words, "--lr", "0.1")
     assert code == 2 and "compared/dp-seed0 was run with lr 0.008, not 0.1: use another --name" in err
 

@@ -44,7 +44,7 @@ def test_one_command_begins_a_run_and_joins_it_and_it_ends_for_all(place):
     wait_for((place / "bucket/run.json").exists, a)
     b = member(place, "b", "--quorum", 2, "--lr", "0.1")  # what the run has settled is taken from the bucket
     code, _, err = run_here(place, *training("bucket-a", "--bucket", "bucket", "--member", "a"))
-    assert code == 2 and "member 'a' already trains here" in err and "another --member" in err
+    assert code == 2 and "member 'a' is already training in" in err and "another --member" in err
     results = [ended(process) for process in (a, b)]
     assert [code for code, _, _ in results] == [0, 0], results
     assert re.search(r"created run (\w+), as a", results[0][2]).group(1) in results[1][2]
@@ -99,6 +99,10 @@ def test_each_run_in_a_bucket_gets_a_folder_of_its_own_and_a_member_finds_it_aga
     assert folder("one/run", name="mine") == ("mine", False)
     with pytest.raises(ConfigError, match="belongs to run"):
         folder("two/run", name="mine")
+    (tmp_path / "runs/plain").mkdir()
+    (tmp_path / "runs/plain/config.toml").touch()
+    with pytest.raises(ConfigError, match="holds a run without a bucket"):
+        folder("one/run", name="plain")
 
 
 def test_watching_a_folder_without_a_run_says_so(tmp_path):

@@ -83,7 +83,13 @@ def _wait_before_the_first_step(words):
 
 
 @pytest.mark.slow
-def test_a_closed_terminal_during_the_start_stops_all_and_promises_no_checkpoint(place):
+@pytest.mark.parametrize("existing", [False, True])
+def test_a_closed_terminal_during_the_start_stops_all_and_deletes_only_what_is_its_own(place, existing):
+    folder = place / "runs/early"
+    mine = folder / "notes.txt" if existing else None
+    if mine:
+        mine.parent.mkdir(parents=True)
+        mine.write_text("notes")
     process = Command(place, _wait_before_the_first_step, training("early", "--steps", "2000"))
     wait_for(lambda: (place / "runs/early/replica-1/log.txt").exists(), process)
     replicas = children(process)
@@ -92,6 +98,9 @@ def test_a_closed_terminal_during_the_start_stops_all_and_promises_no_checkpoint
     assert code == 130
     assert err.splitlines()[-1] == "diloco: stopped before the first step; there is nothing to resume"
     assert all(not Path(f"/proc/{replica}").exists() for replica in replicas)
+    assert mine is None or mine.read_text() == "notes"
+    assert existing or (folder / "config.toml").exists() or not folder.exists()
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _is_free(folder):

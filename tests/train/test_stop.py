@@ -52,7 +52,7 @@ def test_one_process_alone_stops_at_once():
     assert stop.after(2, 0.1)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
 def test_a_signal_asks_and_outside_the_context_it_does_what_it_did_before(capfd, number):
     came = []
     before = signal.signal(number, lambda *_: came.append(number))
@@ -69,6 +69,16 @@ def test_a_signal_asks_and_outside_the_context_it_does_what_it_did_before(capfd,
     assert capfd.readouterr().err.count("saving a checkpoint and stopping") == 1
 
 
+def test_a_signal_that_is_ignored_as_under_nohup_stays_ignored():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Stop(dist.HashStore()) as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not stop.after(1, 0.1)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def _checkpoint(replica: Path, step: int) -> None:
     path = replica / f"checkpoints/step-{step:08d}"
     path.mkdir(parents=True)
@@ -79,7 +89,7 @@ def _checkpoint(replica: Path, step: int) -> None:
     ("saved", "says"),
     [
         ([20, 60], "stopped at step 60 of 60, which is saved; continue with: diloco train --resume --name 'my run'"),
-        ([20], "stopped at step 60 of 60, the newest checkpoint is of step 20; continue with: diloco train --resume"),
+        ([20], "stopped at step 60 of 60, the newest checkpoint is from step 20; continue with: diloco train --resume"),
         ([], "stopped at step 60 of 60; no checkpoint was saved, so there is nothing to resume"),
     ],
 )
