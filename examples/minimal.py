@@ -2,7 +2,7 @@
 
     torchrun --nproc_per_node 2 examples/minimal.py
 
-Without the three lines marked "+" this is an ordinary loop, run twice.
+Without the two lines marked "+" this is an ordinary loop, run twice.
 """
 
 import inspect

@@ -177,7 +177,10 @@ def text(fleet: Fleet, rows: Sequence[Row]) -> str:
         Sheet(title, head[: 5 if elastic else 6], [_cells(fleet, row) for row in rows if row.elastic == elastic])
         for elastic, title in titles.items()
     ]
-    note = f"One member is data-parallel training. Uptime: share of the time in which at least {fleet.quorum} trains."
+    note = (
+        "One member is data-parallel training. Uptime: share of the time in which at least "
+        f"{fleet.quorum} of the members train."
+    )
     return f"{wrapped(_verdict(fleet, rows))}\n{''.join(map(str, sheets))}{wrapped(note)}"
 
 

@@ -151,7 +151,8 @@ def notes(conditions: Conditions, choice: Choice) -> list[str]:
             )
         if conditions.assumed:
             notes.append(
-                f"Assumed, not measured: {', '.join(conditions.assumed)}. `diloco doctor --device` prints yours."
+                f"Assumed, not measured: {', '.join(conditions.assumed)}. `diloco doctor` prints yours, and with "
+                "--device that of the bus."
             )
     return notes
 

@@ -55,7 +55,7 @@ def compare(runs: Sequence[RecordedRun]) -> list[Row]:
         varied = _varied([other for other in runs if other.method == run.method])
         groups.setdefault(_label(run, varied), []).append(run)
     long = max(map(len, groups)) > SHORT
-    rows = [_row(_name(group) if long else setting, group, runs) for setting, group in groups.items()]
+    rows = [_row(name_of(group) if long else setting, group, runs) for setting, group in groups.items()]
     return sorted(rows, key=lambda row: row.runs[0].method != "dp")
 
 
@@ -66,7 +66,7 @@ def differences(rows: Sequence[Row]) -> dict[str, list[str]]:
     return {key: [_setting(run, key) if reads(run.method, key) else "–" for run in runs] for key in varied}
 
 
-def _name(group: Sequence[RecordedRun]) -> str:
+def name_of(group: Sequence[RecordedRun]) -> str:
     """The name of the first run, without its seed if there are several."""
     name = group[0].name
     return name.removesuffix(f"-seed{group[0].seed}") if len(group) > 1 else name

@@ -76,7 +76,7 @@ def compared(run: RecordedRun, setting: int) -> dict[str, Any]:
 
 def tuned(event: Event) -> str:
     """The autopilot's choices and the link speed they are for."""
-    choices = [f"{name} {event.details[name]}" for name in TUNED if event.details.get(name)]
+    choices = [f"{name} {event.details[name]}" for name in TUNED if name in event.details]
     rate = event.details.get("rate")
     return ", ".join(choices) + (f"; link speed {units.rate(rate)}" if rate else "")
 
@@ -104,7 +104,7 @@ def _per_replica(
     axis = sorted({step for curve in values.values() for step in curve} | set(steps))
     curves: list[Curve] = [(label, "replica", curve.get) for label, curve in values.items()]
     stride = max((b.step - a.step for r in run.replicas for a, b in pairwise(r.steps)), default=1)
-    note = f"Shows every {stride}th step of a replica." if stride > 1 else ""
+    note = f"Shows one step in {stride}." if stride > 1 else ""
     return _chart(axis, unit, [*curves, *more], note)
 
 

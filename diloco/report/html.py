@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import time
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -12,7 +13,6 @@ from typing import Any
 import jinja2
 
 from diloco import __version__
-from diloco.errors import ConfigError
 from diloco.report import terminal
 from diloco.report.comparison import compare, differences
 from diloco.report.curves import PER_STEP, charts, compared, timeline
@@ -35,8 +35,6 @@ GLOSSARY = {
 
 def write(folders: Sequence[Path], out: Path) -> None:
     """Write the report of one run directory, or the comparison of several, to the file `out`."""
-    if not folders:
-        raise ConfigError("no run to report on: pass at least one folder written by `diloco train`")
     runs = [Follower(folder).read() for folder in folders]
     if len(runs) == 1:
         text = page("run", run_values(runs[0]), run_data(runs[0]))
@@ -117,7 +115,8 @@ def _origin(run: RecordedRun) -> list[tuple[str, str]]:
         facts.insert(0, ("started", time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(start["time"]))))
     if run.summary and run.summary.corpus:
         facts.append(("corpus", f"{run.summary.corpus['name']}, sha256 {run.summary.corpus['sha256'][:12]}"))
-    return [*facts, ("repeat", f"diloco train {run.folder}/config.toml --name another")]
+    repeat = f"diloco train {shlex.quote(str(run.folder / 'config.toml'))} --name another"
+    return [*facts, ("repeat", repeat + (" --bucket NEW" if run.config.get("bucket") else ""))]
 
 
 @cache

@@ -11,7 +11,7 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.table import Table
 from rich.text import Text
 
-from diloco.report.comparison import Gap, compare, differences
+from diloco.report.comparison import Gap, compare, differences, name_of
 from diloco.runs import units
 from diloco.runs.reader import RecordedRun, Status
 
@@ -132,7 +132,7 @@ def comparison(runs: Sequence[RecordedRun]) -> RenderableType:
     ]
     parts: list[RenderableType] = [Fitted(columns), Text(LESS, "dim")]
     varied = differences(rows)
-    if varied and any(row.label == row.runs[0].name for row in rows):
+    if varied and any(row.label == name_of(row.runs) for row in rows):
         names = [Column("differs in", list(varied), left=True)]
         values = [Column(row.label, [cells[k] for cells in varied.values()], left=True) for k, row in enumerate(rows)]
         parts += [Text(""), Fitted(names + values)]

@@ -91,6 +91,12 @@ def test_json_holds_every_method_and_agrees_with_itself(capsys):
     assert chosen["overlap"] <= 5
 
 
+def test_json_says_null_where_no_rate_is_enough(capsys):
+    assert main(PlanConfig(**FLAGS | {"round_trip": "10s"}, json=True)) == 0
+    plan = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert plan["methods"][0]["needed"]["99%"] is None
+
+
 @pytest.mark.parametrize(
     ("link", "answer"),
     [
@@ -173,7 +179,7 @@ def test_what_is_assumed_is_said_in_one_line_and_nothing_that_was_set(capsys):
         return [note for note in planned(capsys, **{**unset, **flags})["notes"] if note.startswith("Assumed")]
 
     (line,) = assumed()
-    assert "--codec-ns 5.7, --bus 20GB/s." in line and "doctor --device" in line
+    assert "--codec-ns 5.7, --bus 20GB/s." in line and "with --device" in line
     assert assumed(bus="25GB/s", codec_ns=2.0) == assumed(bus="25GB/s", state="device") == []
     assert assumed(bus="none")[0].startswith("Assumed, not measured: --codec-ns 5.7, --hook-ns 2.7.")
 

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from diloco.cli import report
 from diloco.core.stats import RoundStats
 from diloco.errors import ConfigError
-from diloco.report import html, terminal
+from diloco.report import terminal
 from diloco.report.curves import charts, timeline
 from diloco.runs.reader import POINTS, Follower, read
 from tests.support.run_directory import (
@@ -90,15 +91,21 @@ def test_a_follower_reads_a_resumed_run_again_and_ignores_the_summary_of_its_sto
 def test_a_folder_that_is_not_a_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no config\.toml"):
         read(tmp_path)
-    with pytest.raises(ConfigError, match="no run"):
-        html.write([], tmp_path / "report.html")
+
+
+def test_files_alone_are_no_runs_to_compare(tmp_path: Path) -> None:
+    files = tmp_path / "a.html", tmp_path / "b.html"
+    for file in files:
+        file.touch()
+    with pytest.raises(ConfigError, match="no run to report on"):
+        report.main(report.ReportConfig(runs=files))
 
 
 def test_long_curves_are_thinned_and_keep_their_ends(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "long", steps=2 * POINTS + 1)
     run, whole = Follower(folder).read(), read(folder)
     loss = charts(run)["loss"]
-    assert len(loss["steps"]) <= POINTS and "every 4th step" in loss["note"] and loss["steps"][-1] == 2 * POINTS + 1
+    assert len(loss["steps"]) <= POINTS and "one step in 4" in loss["note"] and loss["steps"][-1] == 2 * POINTS + 1
     steps = whole.replicas[0].steps
     assert loss["curves"][0]["values"][0] == pytest.approx(steps[3].loss, rel=1e-6)
     assert loss["curves"][0]["values"][-1] == pytest.approx(steps[-1].loss, rel=1e-6)
