@@ -3,11 +3,13 @@
 A signal to any replica triggers it, or the death of the process that started them.
 """
 
+import contextlib
 import math
 import os
 import signal
 import sys
 import threading
+import time
 from types import FrameType
 from typing import Self
 
@@ -18,12 +20,16 @@ from diloco.exchange.world import orphaned
 
 class Stop:
     """Every process publishes its step in the store four times a second and checks for a step to stop at. A process
-    that is asked to stop proposes one far enough ahead that even the fastest process hears of it in time.
+    that is asked to stop proposes one far enough ahead that even the fastest process usually hears of it in time. Each
+    then promises to go no further than that step, or than its own step if it is further already, until it knows what
+    the others have promised: all stop after the latest of these steps.
 
     A context manager: inside it, signals request a stop and a thread polls the store.
     """
 
     POLL = 0.25
+    PATIENCE = 30.0
+    """Seconds to wait for the promises of the others. A process that has failed makes none."""
     SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
     """Ctrl-C; the default of kill, Slurm and Kubernetes; a closed terminal; the early warning that many Slurm scripts
     request."""
@@ -33,7 +39,8 @@ class Stop:
         self._now = (0, math.inf)  # step, and seconds per step
         self._asked: set[int] = set()
         self._proposed = False
-        self._at: int | None = None
+        self._promise: int | None = None
+        self._lock = threading.Lock()
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="stop", daemon=True)
 
@@ -45,6 +52,8 @@ class Stop:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._done.set()
+        with self._lock, contextlib.suppress(RuntimeError):  # the store is gone
+            self._promise_at_least(self._now[0])
         if kind is None:  # after an error the store may never answer
             self._thread.join()
         for number, handler in self._before.items():
@@ -56,18 +65,34 @@ class Stop:
 
     def after(self, step: int, step_seconds: float) -> bool:
         """Whether to stop after this step."""
-        self._now = (step, step_seconds)
-        if self._asked and not self._proposed:
-            self._proposed = True
-            self._at = int(self._store.compare_set("stop", "", str(self._ahead())))
-        return self._at is not None and step >= self._at
+        with self._lock:
+            self._now = (step, step_seconds)
+            if self._asked and not self._proposed:
+                self._proposed = True
+                proposed = int(self._store.compare_set("stop", "", str(self._ahead())))
+                self._promise_at_least(max(proposed, step))
+        return self._promise is not None and step >= self._promise and step >= self._last_step()
 
     def look(self) -> None:
         """Publish this process's step, and check whether another process has proposed one."""
         step, seconds = self._now
         self._store.set(f"at/{self._rank}", f"{step} {seconds}")
-        if self._at is None and self._store.check(["stop"]):
-            self._at = int(self._store.get("stop"))
+        with self._lock:
+            if self._promise is None and self._store.check(["stop"]):
+                step_under_way = self._now[0] + 1
+                self._promise_at_least(max(int(self._store.get("stop")), step_under_way))
+
+    def _promise_at_least(self, step: int) -> None:
+        if self._promise is None:
+            self._promise = step
+            self._store.set(f"promise/{self._rank}", str(step))
+
+    def _last_step(self) -> int:
+        """The latest step that somebody has promised."""
+        names, until = [f"promise/{rank}" for rank in range(self._size)], time.monotonic() + self.PATIENCE
+        while not self._store.check(names) and time.monotonic() < until:
+            time.sleep(0.02)
+        return max(int(self._store.get(name)) for name in names if self._store.check([name]))
 
     def _ahead(self) -> int:
         """The step to propose: the fastest replica needs one poll to publish and one to learn; doubled as a margin."""

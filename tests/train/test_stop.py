@@ -45,6 +45,16 @@ def test_the_slow_and_the_fast_stop_after_the_same_step_though_nothing_keeps_the
     assert ended[0] == ended[1]
 
 
+def test_one_that_hears_late_of_the_step_to_stop_at_takes_the_others_along():
+    store = dist.HashStore()
+    slow, fast = (Stop(store, rank, 2) for rank in (0, 1))
+    slow.ask()
+    assert not slow.after(1, 0.1)
+    assert not fast.after(50, 0.001)
+    fast.look()
+    assert not slow.after(50, 0.1) and slow.after(51, 0.1) and fast.after(51, 0.001)
+
+
 def test_one_process_alone_stops_at_once():
     stop = Stop(dist.HashStore())
     assert not stop.after(1, 0.1)
