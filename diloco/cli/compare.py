@@ -1,12 +1,13 @@
 """`diloco compare`: train several methods on the same number of tokens and compare them, with the spread over seeds."""
 
 import itertools
+import shutil
 import sys
 import time
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
-from diloco.cli.train import run_here
+from diloco.cli.train import newest_saved, run_here
 from diloco.errors import ConfigError
 from diloco.runs import folder as folders
 from diloco.runs import units
@@ -46,12 +47,16 @@ def main(config: CompareConfig) -> int:
     print(f"{len(cells)} runs in {home}", file=sys.stderr)
     start, trained = time.monotonic(), 0
     for number, (label, cell) in enumerate(cells, 1):
-        resume = (home / label / "config.toml").exists()  # interrupted: continue where it stopped
-        cell = replace(cell, out=home, name=label, resume=resume)
-        if resume:
-            _check_same(cell, home / label)
-        if _finished(home / label):
+        folder = home / label
+        begun = (folder / "config.toml").exists()
+        if begun:
+            _check_same(cell, folder)
+        if _finished(folder):
             continue
+        resume = begun and newest_saved(folder) is not None  # interrupted: continue where it stopped
+        if begun and not resume:
+            shutil.rmtree(folder)
+        cell = replace(cell, out=home, name=label, resume=resume)
         left = (time.monotonic() - start) / trained * (len(cells) - number + 1) if trained else None
         estimate = f"; about {units.duration(left)} left" if left else ""
         print(f"run {number} of {len(cells)}: {label}{estimate}", file=sys.stderr)

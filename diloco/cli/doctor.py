@@ -61,7 +61,7 @@ def main(config: DoctorConfig) -> int:
         findings += more
     if world and world.size > 1:
         findings += measure_links(world)
-    if world is None or world.rank == 0:
+    if world is None or world.local_rank == 0:  # on each machine: its findings are its own
         show(findings, config.json)
         if report and not config.json:
             print("\nNobody has run diloco on a GPU yet. Please open an issue with this line, whatever it says.\n")

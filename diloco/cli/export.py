@@ -75,9 +75,12 @@ def load_anchors(settings: TrainConfig, checkpoint: Path) -> tuple[Any, Any, int
     from diloco.exchange import local
     from diloco.exchange.rendezvous import meet
     from diloco.train.data.corpus import prepare
+    from diloco.train.data.tokenizer import load_tokenizer
     from diloco.train.model import build
 
-    tokenizer = prepare(settings.data, settings.tokenizer or "bytes", text_key=settings.text_key).tokenizer
+    spec = settings.tokenizer or "bytes"
+    trained = spec.startswith("train:")  # then it lies with the corpus; otherwise the data need not be here any more
+    tokenizer = prepare(settings.data, spec, text_key=settings.text_key).tokenizer if trained else load_tokenizer(spec)
     model = build(settings.model, tokenizer.vocabulary, settings.context, settings.seed)
     if settings.shards == 1:
         world = World(0, 1, 0)

@@ -230,7 +230,7 @@ def _progress(config: TrainConfig, folder: Path) -> Iterator[None]:
 
 def stop_report(folder: Path) -> str:
     """Say at which step the run stopped, what is saved, and how to resume."""
-    run, saved = status(folder), _saved(folder)
+    run, saved = status(folder), newest_saved(folder)
     if not run.step:
         return "stopped before the first step; there is nothing to resume"
     of = f" of {run.steps}" if run.steps else ""
@@ -244,7 +244,7 @@ def stop_report(folder: Path) -> str:
     return f"stopped at step {run.step}{of}, {state}; continue with: {command}"
 
 
-def _saved(folder: Path) -> int | None:
+def newest_saved(folder: Path) -> int | None:
     """The newest step for which every replica here has a checkpoint."""
     steps = [set(folders.checkpoints(replica / "checkpoints")) for replica in folder.glob("replica-*")]
     return max(set.intersection(*steps), default=None) if steps else None

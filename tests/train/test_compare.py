@@ -6,6 +6,7 @@ import re
 import pytest
 import torch
 
+from diloco.cli import compare
 from diloco.cli.compare import CompareConfig, _finished, plan
 from diloco.errors import ConfigError
 from tests.support.commands import SMALL, run, run_here, weights
@@ -42,6 +43,16 @@ def test_compare_runs_the_methods_at_equal_tokens_and_goes_on_where_it_was_inter
     assert code == 0 and not (place / "runs/planned").exists(), err
     code, _, err = run_here(place, *words, "--lr", "0.1")
     assert code == 2 and "compared/dp-seed0 was run with lr 0.008, not 0.1: use another --name" in err
+
+
+def test_a_run_that_ended_before_its_first_checkpoint_begins_again(tmp_path, monkeypatch):
+    begun = tmp_path / "compared/dp-seed0"
+    begun.mkdir(parents=True)
+    (begun / "config.toml").write_text('method = "dp"\n')
+    cells = []
+    monkeypatch.setattr(compare, "run_here", lambda cell, show: (cells.append(cell), (3, None))[1])
+    assert compare.main(CompareConfig(methods="dp", out=tmp_path, name="compared")) == 3
+    assert [cell.resume for cell in cells] == [False] and not begun.exists()
 
 
 def test_a_run_that_was_stopped_is_not_compared_as_it_is(tmp_path):

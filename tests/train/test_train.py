@@ -199,3 +199,10 @@ def test_export_of_a_step_on_the_way_is_the_anchors_not_the_replica(place, whole
     check_anchors(place, "half", weights(place, "whole", 20))
     code, _, err = run_here(place, "export", "runs/whole", "--to", "half")
     assert code == 2 and "not an empty folder" in err
+
+
+@pytest.mark.slow
+def test_a_run_is_exported_where_its_data_is_not(place, whole, tmp_path):
+    code, out, err = run_here(tmp_path, "export", place / "runs/whole", "--to", "exported")
+    assert (code, out) == (0, "exported\n"), err
+    assert (tmp_path / "exported/model.safetensors").exists()
