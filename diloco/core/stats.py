@@ -22,7 +22,6 @@ class RoundStats:
     members: int
     counted: bool
     seconds_apart: float = 0.0  # of `seconds`: until all replicas had reached the round
-    seconds_transfer: float = 0.0  # of `seconds`: from then on
     seconds_device: float = (
         0.0  # the part of seconds_exposed that an accelerator's training stream took, as far as known
     )

@@ -292,7 +292,6 @@ class Collective:
             bytes_received=groups.received - bytes_before[1] + headers_nbytes,
             seconds=ended - began,
             seconds_apart=met - came,
-            seconds_transfer=ended - met,
         )
         return Round(new_state, members, own=own, cost=cost)
 

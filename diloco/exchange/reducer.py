@@ -117,13 +117,12 @@ class Delta:
 
 @dataclass(frozen=True)
 class Cost:
-    """What a round cost. `seconds` runs from send to result, and has two parts."""
+    """What a round cost. `seconds` runs from send to result."""
 
     bytes_sent: int = 0
     bytes_received: int = 0
     seconds: float = 0.0
     seconds_apart: float = 0.0  # until all replicas had reached the round, as far as known
-    seconds_transfer: float = 0.0  # from then on
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ EVALUATION = Evaluation(3, 1.75, 96, 2.25, 3.25, 2.375)
 EVENT = Event("save", 2.0, 6, {"reason": "asked", "rounds": 8})
 ROUND = RoundStats(fragment=1, index=2, sent_step=10, applied_step=12, sent_at=1003.0, bytes_sent=500,
                    bytes_received=400, seconds=0.75, seconds_exposed=0.25, seconds_waited=0.125,
-                   members=3, counted=True, seconds_apart=0.5, seconds_transfer=0.25, seconds_device=0.0,
+                   members=3, counted=True, seconds_apart=0.5, seconds_device=0.0,
                    overlap=2)  # fmt: skip
 
 
