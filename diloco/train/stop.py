@@ -52,9 +52,9 @@ class Stop:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._done.set()
-        with self._lock, contextlib.suppress(RuntimeError):  # the store is gone
-            self._promise_at_least(self._now[0])
         if kind is None:  # after an error the store may never answer
+            with contextlib.suppress(RuntimeError):
+                self._promise_to_stop(self._now[0])
             self._thread.join()
         for number, handler in self._before.items():
             signal.signal(number, handler)
@@ -67,25 +67,25 @@ class Stop:
         """Whether to stop after this step."""
         with self._lock:
             self._now = (step, step_seconds)
-            if self._asked and not self._proposed:
-                self._proposed = True
-                proposed = int(self._store.compare_set("stop", "", str(self._ahead())))
-                self._promise_at_least(max(proposed, step))
+        if self._asked and not self._proposed:
+            self._proposed = True
+            self._promise_to_stop(int(self._store.compare_set("stop", "", str(self._ahead()))))
         return self._promise is not None and step >= self._promise and step >= self._last_step()
 
     def look(self) -> None:
         """Publish this process's step, and check whether another process has proposed one."""
         step, seconds = self._now
         self._store.set(f"at/{self._rank}", f"{step} {seconds}")
-        with self._lock:
-            if self._promise is None and self._store.check(["stop"]):
-                step_under_way = self._now[0] + 1
-                self._promise_at_least(max(int(self._store.get("stop")), step_under_way))
+        if self._promise is None and self._store.check(["stop"]):
+            self._promise_to_stop(int(self._store.get("stop")), under_way=1)
 
-    def _promise_at_least(self, step: int) -> None:
-        if self._promise is None:
-            self._promise = step
-            self._store.set(f"promise/{self._rank}", str(step))
+    def _promise_to_stop(self, step: int, *, under_way: int = 0) -> None:
+        """`under_way`: steps that the training thread may have begun."""
+        with self._lock:  # only for a moment: the training thread must not wait for the store
+            if self._promise is not None:
+                return
+            self._promise = max(step, self._now[0] + under_way)
+        self._store.set(f"promise/{self._rank}", str(self._promise))
 
     def _last_step(self) -> int:
         """The latest step that somebody has promised."""
