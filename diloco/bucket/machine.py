@@ -471,8 +471,8 @@ class Machine:
 
     def is_stale(self, index: int, failed: bool) -> bool:
         """Whether to stop delivering a delta for this round: the round is over, or an attempt has failed and a newer
-        delta waits. Without a failure the older one goes on: an upload may always take longer than `sync_every` steps,
-        and then none would ever arrive."""
+        delta waits. Otherwise the older one goes on: if every upload takes longer than `sync_every` steps, and newer
+        ones replaced it, none would ever arrive."""
         return not self._is_open(index) or (failed and self.own.waiting is not None)
 
     def _is_open(self, index: int) -> bool:
