@@ -204,6 +204,12 @@ class Collective:
             who = f" {roll_call.result()}" if roll_call else ""
             connection.lost = f"{what}, {seconds:.1f} s: {error}.{who} The state can still be saved."
             raise PeerLost(connection.lost) from None
+        except DiLoCoError:  # raised on all replicas
+            raise
+        except BaseException as error:  # the others would wait for this one until their timeout
+            connection.drop()
+            connection.lost = f"{what}: {type(error).__name__}: {error}. The state can still be saved."
+            raise
 
     def _join(self, groups: Groups, job: Join) -> list[State | None]:
         check_round(groups.exchange(Header(Kind.JOIN)))

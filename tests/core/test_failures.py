@@ -140,6 +140,31 @@ def test_a_peer_that_dies_within_a_payload_is_lost_at_once(replicas, sent):
         assert f"replica {replicas - 1} (" in message
 
 
+def _fail_alone(rank):
+    reducer, state = Collective(timeout=600.0), State(0, torch.zeros(5), torch.zeros(0))
+    reducer.join(job([state], [Float32()]))
+
+    def delta():
+        if rank == 1:
+            raise MemoryError("no memory for the delta")
+        return Delta(torch.ones(5), 1.0, False, state.fingerprint())
+
+    messages = []
+    for index in (1, 2):
+        reducer.send(0, index, delta)
+        with pytest.raises((PeerLost, MemoryError)) as error:
+            reducer.poll(0, index)
+        messages.append(f"{type(error.value).__name__}: {error.value}")
+    return messages
+
+
+def test_an_error_of_one_replica_alone_is_not_waited_for_by_the_others():
+    (lost, _), (failed, later) = run(2, _fail_alone)
+    assert lost.startswith("PeerLost") and "closed" in lost
+    assert failed == "MemoryError: no memory for the delta"
+    assert later.startswith("PeerLost") and "MemoryError: no memory for the delta" in later
+
+
 _HOST = """
 import sys, torch
 from diloco import Collective, Float32, PeerLost
