@@ -5,6 +5,7 @@ two for each fragment and step, is a small exchange inside the replica. The stat
 value, while training waits.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import Any, TypeVar
@@ -53,8 +54,9 @@ class FirstRank:
         self._group: Any = None
         self._sizes: Sequence[tuple[int, int]] = ()  # of each fragment: anchor and outer state
         self._apart = ""  # how the ranks have lost step
-        self._sent: dict[int, Callable[[], Delta]] = {}  # by fragment, on the other ranks
-        self._digests: dict[int, int] = {}  # of what the first rank has sent
+        self._sends = Counter[int]()  # by fragment
+        self._sent: dict[int, tuple[int, Callable[[], Delta]]] = {}  # the last send of each, on the other ranks
+        self._digests: dict[int, tuple[int, int]] = {}  # of the last delta that the first rank has taken, with its send
         self._warned = False
 
     @property
@@ -87,14 +89,17 @@ class FirstRank:
         return self._ask("step", lambda: self.reducer.should_send(fragment, steps, scheduled))[1]
 
     def send(self, fragment: int, index: int, delta: Callable[[], Delta]) -> None:
+        self._sends[fragment] += 1
+        number = self._sends[fragment]
+
         def of_all_ranks() -> Delta:
             """Each rank counts its own tokens, and the gradient is the mean over the ranks."""
             ours = delta()
-            self._digests[fragment] = ours.digest()
+            self._digests[fragment] = number, ours.digest()
             return replace(ours, weight=ours.weight * len(self._ranks)) if ours.tokens else ours
 
         if not self._first and not self._warned:
-            self._sent[fragment] = delta
+            self._sent[fragment] = number, delta
         self._ask("step", lambda: self.reducer.send(fragment, index, of_all_ranks))
 
     def poll(self, fragment: int, index: int) -> Outcome | None:
@@ -103,9 +108,11 @@ class FirstRank:
         )
         if outline is None:
             return None
-        kind, fields, digest = _OUTCOMES[outline[0]], outline[1], outline[2]
-        if kind is Round and fields["counted"] and (delta := self._sent.pop(fragment, None)):
-            self._check_trained_together(delta().digest() == digest)
+        kind, fields, taken = _OUTCOMES[outline[0]], outline[1], outline[2]
+        if kind is Round and fields["counted"] and (sent := self._sent.pop(fragment, None)):
+            number, delta = sent
+            if taken[0] == number:  # otherwise a newer delta was sent, and the first rank has not taken it yet
+                self._check_trained_together(delta().digest() == taken[1])
         if kind in (Round, Jump):
             fields["state"] = self._broadcast(fragment, fields["state"], outcome and outcome.state)
         if kind is Round:
@@ -198,7 +205,7 @@ class FirstRank:
 _OUTCOMES = {kind.__name__: kind for kind in (Round, Jump, Dropped, NonFinite, Called)}
 
 
-def _outline(outcome: Outcome | None, digest: int | None) -> tuple[str, dict[str, Any], int | None] | None:
+def _outline(outcome: Outcome | None, taken: tuple[int, int] | None) -> list[Any] | None:
     """An outcome as JSON: of states their index, and of a delta only its digest, and whether it is decoded."""
     if outcome is None:
         return None
@@ -207,4 +214,4 @@ def _outline(outcome: Outcome | None, digest: int | None) -> tuple[str, dict[str
         fields["state"] = outcome.state.index
     if isinstance(outcome, Round):
         fields |= {"members": dict(outcome.members), "own": outcome.own is not None, "cost": asdict(outcome.cost)}
-    return type(outcome).__name__, fields, digest
+    return [type(outcome).__name__, fields, taken]

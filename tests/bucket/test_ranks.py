@@ -5,6 +5,7 @@ import os
 import time
 import warnings
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from diloco import E3M0, Balanced, ConfigError, DiLoCo, DiLoCoError, FirstRank, Float32, Mismatch, PeerLost, TwoBit
 from diloco.bucket import Bucket
 from diloco.exchange.collective import Collective
-from diloco.exchange.reducer import Round, State
+from diloco.exchange.reducer import Delta, Round, State
 from tests.support.fake_reducer import Script, job, mean
 from tests.support.members import PATIENT, until
 from tests.support.models import Tiny, adamw, flat, loss_of
@@ -169,6 +170,30 @@ def test_ranks_that_do_not_train_together_are_warned_once(tmp_path):
     assert torch.equal(first, second) and not quiet
     (warning,) = warned
     assert "trained different weights" in warning and "DistributedDataParallel(model)" in warning
+
+
+def _replaced(rank):
+    """A newer delta replaces one that the first rank has taken, and is not taken before the round is there."""
+
+    class Late(Script):
+        def send(self, fragment, index, delta):
+            if self.sent:
+                self.under_way.add((fragment, index))
+            else:
+                super().send(fragment, index, delta)
+
+    script = Late({(0, 1): [(0, mean(-1.0, counted=True))]})
+    reducer, state = FirstRank(script, dist.group.WORLD), State(0, torch.zeros(1), torch.zeros(0))
+    reducer.join(job([state], [Float32()]))
+    for value in (1.0, 2.0):
+        reducer.send(0, 1, partial(Delta, torch.tensor([value]), 1.0, False, state.fingerprint()))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return reducer.poll(0, 1).counted
+
+
+def test_ranks_that_train_together_are_not_warned_if_a_newer_delta_waits():
+    assert run(2, _replaced, seconds=600) == [True, True]
 
 
 def _packs(rank):
