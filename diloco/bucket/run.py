@@ -231,7 +231,8 @@ class Session:
 
     @property
     def somebody_joins(self) -> bool:
-        return any(member.joining or member.wants for member in self.members.alive(self.clock()).values())
+        """Members that ask for a snapshot do not count: one that is always behind would keep everything forever."""
+        return any(member.joining for member in self.members.alive(self.clock()).values())
 
     def tick(self) -> Task[None]:
         """Write this member's heartbeat and read the others'."""

@@ -8,7 +8,8 @@ import pytest
 from rich.console import Console
 
 from diloco.bucket import Bucket, find_run
-from diloco.bucket.members import Member, Phase
+from diloco.bucket.members import Member, MemberOptions, Phase, Timing
+from diloco.bucket.run import Session
 from diloco.bucket.store.envelope import PREFIX, PROTOCOL, Envelope
 from diloco.errors import ConfigError, Mismatch
 from diloco.exchange.reducer import Shard
@@ -26,6 +27,14 @@ def begin(folder, **note):
     bucket = Bucket(str(folder), "a", note=note)
     bucket.join(job([], []))
     bucket.leave()
+
+
+def test_one_that_asks_for_a_snapshot_keeps_nobody_from_deleting_and_one_that_joins_does():
+    session = Session(Envelope("r"), Member("a", 0), Timing(MemberOptions(), 2), None, 1.0, 4)
+    session.members.update([Member("b", 0, joining=False, wants=((0, 100),))], session.clock())
+    assert not session.somebody_joins
+    session.members.update([Member("c", 0)], session.clock())
+    assert session.somebody_joins
 
 
 @pytest.mark.parametrize(
