@@ -166,6 +166,9 @@ def test_bucket_settings_say_so_and_are_refused_without_a_bucket():
         assert meaning(field).text.startswith("With --bucket: ")
         with pytest.raises(ConfigError, match=f"{spelled(field.name)} without --bucket: it would be ignored"):
             TrainConfig(**{field.name: "x"})
+    for name, value in (("streams", 4), ("timeout", 60.0)):
+        with pytest.raises(ConfigError, match=f"--{name} with --bucket: it is for replicas that connect"):
+            TrainConfig(bucket="runs", **{name: value})
 
 
 def test_a_config_written_as_toml_comes_back_the_same(tmp_path):
