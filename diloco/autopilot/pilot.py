@@ -6,7 +6,7 @@ with them. After that only the overlap follows the link, with `overlap="auto"` (
 
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -134,10 +134,13 @@ class Autopilot:
         own = choose(self._model, partial(facts.group, replicas=self._replicas), facts.rate, self._limits())
         agreed = self._reducer.gather(asdict(own))[0]
         settings, diloco = Settings(**agreed["settings"]), self._diloco
-        self.choice = choice = Choice(**{**agreed, "settings": settings})
         codec = diloco.codec if "codec" in self._keep else codec_named(settings.codec)
         cut = diloco.fragmenter if "fragments" in self._keep else fragmenter(settings.fragments)
         diloco.restart(sync_every=settings.sync_every, fragments=cut, overlap=settings.overlap, codec=codec)
+        if diloco.overlap != settings.overlap:
+            agreed["reasons"]["overlap"] = f"the least automatic overlap; {settings.overlap} would be enough"
+            settings = replace(settings, overlap=diloco.overlap)
+        self.choice = choice = Choice(**{**agreed, "settings": settings})
         measured = {"step_seconds": facts.step_seconds, "rate": facts.rate, "round_trip": facts.round_trip}
         details = {**asdict(settings), "expected_utilization": choice.utilization, **measured}
         self._say("\n".join(lines(choice, facts)), details)

@@ -29,6 +29,7 @@ def test_auto_measures_chooses_and_gives_reasons_and_the_run_continues_and_resum
     assert code == 0, err
     folder = place / "runs" / "auto"
     [chosen] = events(folder, "autopilot")
+    assert chosen["overlap"] >= 1  # the automatic one starts there, even if 0 would be enough
     assert chosen["step"] == 10 and chosen["codec"] == "bfloat16" and chosen["rate"] > 0 and chosen["step_seconds"] > 0
     reasons = (folder / "derived.txt").read_text()
     for name in ("sync_every", "fragments", "overlap", "codec"):
