@@ -3,7 +3,7 @@
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from diloco.runs.config import TrainConfig
 from diloco.runs.schema import Evaluation, Event, Step, Summary, bytes_data_parallel
 from diloco.train import preemption
 from diloco.train.model import bits_per_byte, held_out_loss, sample
-from diloco.train.setup import Prepared, prepare, set_lr
+from diloco.train.setup import Prepared, left_on_error, prepare, set_lr
 from diloco.train.stop import Stop
 
 DELAY = 2
@@ -75,20 +75,9 @@ class Readings:
 def train(config: TrainConfig, world: World, folder: Path) -> Summary:
     """Train this process's part of the run and return its summary. The default process group must exist."""
     run = prepare(config, world, folder, train_step)
-    with _left_on_error(run):
+    with left_on_error(run):
         step, stopped = fit(run)
         return finish(run, step, stopped)
-
-
-@contextlib.contextmanager
-def _left_on_error(run: Prepared) -> Iterator[None]:
-    """On an error, leave the others, which would otherwise wait for a timeout."""
-    try:
-        yield
-    except BaseException:
-        if run.diloco:
-            run.diloco.leave()
-        raise
 
 
 def fit(run: Prepared) -> tuple[int, bool]:

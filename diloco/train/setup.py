@@ -5,7 +5,7 @@ import logging
 import math
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -134,6 +134,8 @@ def prepare(config: TrainConfig, world: World, folder: Path, step: TrainStep) ->
     corpus = _corpus(config, world, phase)
     phase.say("making the model")
     digest = _agreed_tokenizer(corpus)
+    if world.local_rank == 0:
+        _keep_tokenizer(folder / "tokenizer", digest, config.resume)
     model = build(config.model, corpus.tokenizer.vocabulary, config.context, config.seed).to(device)
     parameters = sum(p.numel() for p in model.parameters())
     replicas = config.replicas or 2 if config.bucket else world.replicas
@@ -167,25 +169,28 @@ def prepare(config: TrainConfig, world: World, folder: Path, step: TrainStep) ->
         pace = _pace(run, step) if config.share == "auto" else None
         run = replace(run, members=Elastic(agreed, world, digest, corpus, pace))
     phase.say("joining the others")
-    run = _join(_load(run, folder), folder)
-    asked, config, batch = config.accumulate, run.config, run.members.batch
-    _store(config, world, folder)
-    if world.rank == 0:
-        values = [*derived, *placed(run.diloco, device)]
-        if batch.why:
-            values.append(Derived("share", batch.sequences, batch.why))
-        if batch.accumulate > asked:
-            values.append(Derived("accumulate", batch.accumulate, "larger micro-batches do not fit in memory"))
-        text = describe(values, parameters, config, corpus.name, run.start)
-        (folder / "derived.txt").write_text(text + "\n", encoding="utf-8")
-        log.info(text)
-    about = {"parameters": parameters, "time": time.time(), "host": socket.gethostname(), "device": str(device),
-             "torch": torch.__version__, "diloco": __version__}  # fmt: skip
-    run.writer.write(Event("resume" if run.start else "start", run.writer.seconds(), run.start, about))
-    if run.diloco and config.auto and config.method == "streaming":
-        _start_autopilot(run.diloco, run, folder)
+    run = _load(run, folder)
+    with left_on_error(run):
+        run = _join(run, folder)
+        _write_settings(run, folder, derived, asked=config.accumulate)
+        about = {"parameters": parameters, "time": time.time(), "host": socket.gethostname(), "device": str(device),
+                 "torch": torch.__version__, "diloco": __version__}  # fmt: skip
+        run.writer.write(Event("resume" if run.start else "start", run.writer.seconds(), run.start, about))
+        if run.diloco and run.config.auto and run.config.method == "streaming":
+            _start_autopilot(run.diloco, run, folder)
     phase.say("training")
     return run
+
+
+@contextlib.contextmanager
+def left_on_error(run: Prepared) -> Iterator[None]:
+    """On an error, leave the others, which would otherwise wait for a timeout."""
+    try:
+        yield
+    except BaseException:
+        if run.diloco:
+            run.diloco.leave()
+        raise
 
 
 OPENING = 600.0
@@ -211,6 +216,14 @@ def _agreed_tokenizer(corpus: Corpus) -> str:
         raise ConfigError("the replicas have different tokenizers: use the same tokenizer.json or, with train:SIZE, "
                           "the same --data")  # fmt: skip
     return digests[0]
+
+
+def _keep_tokenizer(file: Path, digest: str, resume: bool) -> None:
+    """Raise if a run resumes with another tokenizer than it began with."""
+    if resume and file.exists() and file.read_text() != digest:
+        raise ConfigError("the tokenizer is not the one that this run began with: with train:SIZE, resume with the same "
+                          "data; otherwise restore the tokenizer.json")  # fmt: skip
+    file.write_text(digest)
 
 
 def _batches(members: Members, corpus: Corpus, world: World) -> Batches:
@@ -279,6 +292,22 @@ def _join(run: Prepared, folder: Path) -> Prepared:
     batches = _batches(run.members, run.corpus, run.world)
     batches.load_state_dict(run.batches.state_dict())
     return replace(run, config=config, batches=batches, tokens_per_step=batch.sequences * config.context)
+
+
+def _write_settings(run: Prepared, folder: Path, derived: Sequence[Derived], *, asked: int) -> None:
+    """config.toml, and what was derived, with the reasons. `asked`: the micro-batches that were asked for."""
+    config, world, batch = run.config, run.world, run.members.batch
+    _store(config, world, folder)
+    if world.rank > 0:
+        return
+    values = [*derived, *placed(run.diloco, run.device)]
+    if batch.why:
+        values.append(Derived("share", batch.sequences, batch.why))
+    if batch.accumulate > asked:
+        values.append(Derived("accumulate", batch.accumulate, "larger micro-batches do not fit in memory"))
+    text = describe(values, run.parameters, config, run.corpus.name, run.start)
+    (folder / "derived.txt").write_text(text + "\n", encoding="utf-8")
+    log.info(text)
 
 
 def _store(config: TrainConfig, world: World, folder: Path) -> None:

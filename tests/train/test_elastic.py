@@ -24,6 +24,7 @@ from tests.support.commands import (
     ended,
     lines,
     main,
+    run,
     run_here,
     start,
     start_ranks,
@@ -181,6 +182,15 @@ def test_a_member_that_fails_leaves_so_that_nobody_waits_for_it(place):
     code, _, err = ended(Command(place, _fail_when_saving, [str(word) for word in words]))
     assert code == 1 and "the disk is gone" in err
     code, out, _ = run_here(place, "watch", "failing", "--once")
+    assert code == 0 and re.search(r"^a +left", out, re.MULTILINE), out
+
+
+@pytest.mark.slow
+def test_a_member_that_is_refused_after_it_has_joined_leaves_too(place):
+    words = training("greedy-a", "--bucket", "greedy", "--member", "a", "--steps", 10, "--share", 100_000)
+    code, _, err = run(place, *words)
+    assert code == 2 and "add more --data" in err, err
+    code, out, _ = run_here(place, "watch", "greedy", "--once")
     assert code == 0 and re.search(r"^a +left", out, re.MULTILINE), out
 
 

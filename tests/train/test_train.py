@@ -164,7 +164,8 @@ def test_a_dry_run_of_a_member_begins_no_run_in_the_bucket(place, tmp_path):
 @pytest.mark.parametrize(("words", "message"), [
     (["--data", "short.txt"], "more --data"),
     (["--data", "corpus.txt", "--context", "64", "--name", "whole", "--resume", "--tokenizer", "train:300"],
-     "does not fit this run"),
+     "not the one that this run began with"),
+    (["--data", "corpus.txt", "--name", "whole", "--resume", "--inner", "adamw"], "does not fit this run"),
 ])  # fmt: skip
 def test_what_only_the_replicas_can_find_is_one_line_too(place, whole, tmp_path, words, message):
     (place / "short.txt").write_text("short")
