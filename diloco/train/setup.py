@@ -221,8 +221,8 @@ def _agreed_tokenizer(corpus: Corpus) -> str:
 def _keep_tokenizer(file: Path, digest: str, resume: bool) -> None:
     """Raise if a run resumes with another tokenizer than it began with."""
     if resume and file.exists() and file.read_text() != digest:
-        raise ConfigError("the tokenizer is not the one that this run began with: with train:SIZE, resume with the same "
-                          "data; otherwise restore the tokenizer.json")  # fmt: skip
+        raise ConfigError("the tokenizer is not the one that this run began with: with train:SIZE, resume with the "
+                          "same data; otherwise restore the tokenizer.json")  # fmt: skip
     file.write_text(digest)
 
 

@@ -65,7 +65,10 @@ ROWS: dict[str, Cell] = {
     f"{FOUR}, outer 1/0.5": replace(_fixed, replicas=4, outer_lr=1.0),
     EIGHT: replace(_muon, replicas=8),
     f"{EIGHT}, outer 1.41/0.5": replace(_fixed, replicas=8, outer_lr=1.41),
-    f"{EIGHT}, outer 1/0 to 0.9/0.8": replace(_muon, replicas=8, outer="capped", outer_lr=0.9, momentum=0.8),
+    **{
+        f"{base}, outer 1/0 to 0.9/0.8": replace(_muon, replicas=replicas, outer="capped", outer_lr=0.9, momentum=0.8)
+        for replicas, base in ((2, DEFAULTS), (4, FOUR), (8, EIGHT))
+    },
     f"{EIGHT}, mean sent in bfloat16": replace(_muon, replicas=8, second="bfloat16"),
     f"{EIGHT}, sync_every 12": replace(_muon, replicas=8, sync_every=12),
     AVERAGED: replace(_dp_muon, tail=TAIL),
