@@ -54,8 +54,9 @@ def main(config: CompareConfig) -> int:
         if _finished(folder):
             continue
         resume = begun and newest_saved(folder) is not None  # interrupted: continue where it stopped
-        if begun and not resume:
-            shutil.rmtree(folder)
+        if begun and not resume and not config.dry_run:
+            with folders.locked(folder):
+                shutil.rmtree(folder)
         cell = replace(cell, out=home, name=label, resume=resume)
         left = (time.monotonic() - start) / trained * (len(cells) - number + 1) if trained else None
         estimate = f"; about {units.duration(left)} left" if left else ""
@@ -93,6 +94,8 @@ def plan(config: CompareConfig) -> list[tuple[str, TrainConfig]]:
             raise ConfigError(f"methods={config.methods}: {method!r} is not a method; use {', '.join(METHODS)}")
     if config.bucket is not None:
         raise ConfigError("compare starts its replicas here: leave --bucket out")
+    if config.auto:
+        raise ConfigError("compare needs equal settings: leave --auto out, and set what it would choose")
     if config.seeds < 1:
         raise ConfigError(f"seeds={config.seeds}: use at least 1")
     base = TrainConfig(**{f.name: getattr(config, f.name) for f in fields(TrainConfig)})

@@ -9,6 +9,7 @@ import torch
 from diloco.cli import compare
 from diloco.cli.compare import CompareConfig, _finished, plan
 from diloco.errors import ConfigError
+from diloco.runs.folder import locked
 from tests.support.commands import SMALL, run, run_here, weights
 
 
@@ -55,6 +56,17 @@ def test_a_run_that_ended_before_its_first_checkpoint_begins_again(tmp_path, mon
     assert [cell.resume for cell in cells] == [False] and not begun.exists()
 
 
+def test_a_run_that_trains_is_not_begun_again_and_a_dry_run_deletes_nothing(tmp_path, monkeypatch):
+    begun = tmp_path / "compared/dp-seed0"
+    begun.mkdir(parents=True)
+    (begun / "config.toml").write_text('method = "dp"\n')
+    monkeypatch.setattr(compare, "run_here", lambda cell, show: (0, None))
+    with locked(begun), pytest.raises(ConfigError, match="in use"):
+        compare.main(CompareConfig(methods="dp", out=tmp_path, name="compared"))
+    compare.main(CompareConfig(methods="dp", out=tmp_path, name="compared", dry_run=True))
+    assert (begun / "config.toml").exists()
+
+
 def test_a_run_that_was_stopped_is_not_compared_as_it_is(tmp_path):
     for stopped in (True, False):
         (tmp_path / "summary.json").write_text(json.dumps({"stopped": stopped}))
@@ -67,6 +79,8 @@ def test_compare_plans_every_method_for_every_seed():
     assert list(cells) == ["dp-seed3", "dp-seed4", "streaming-seed3", "streaming-seed4"]
     chosen = cells["streaming-seed4"]
     assert (chosen.overlap, chosen.seed, chosen.method) == (5, 4, "streaming")
-    for wrong, message in (({"methods": "dp,sgd"}, "is not a method"), ({"seeds": 0}, "seeds=0")):
+    for wrong, message in (
+        ({"methods": "dp,sgd"}, "is not a method"), ({"seeds": 0}, "seeds=0"), ({"auto": ("codec",)}, "--auto out")
+    ):  # fmt: skip
         with pytest.raises(ConfigError, match=message):
             plan(CompareConfig(**wrong))
