@@ -75,21 +75,21 @@ class Readings:
 def train(config: TrainConfig, world: World, folder: Path) -> Summary:
     """Train this process's part of the run and return its summary. The default process group must exist."""
     run = prepare(config, world, folder, train_step)
-    with left_on_error(run):
-        step, stopped = fit(run)
+    with left_on_error(run), Stop(dist.distributed_c10d._get_default_store(), world.rank, world.size) as stop:
+        step, stopped = fit(run, stop)
+        stop.end()
         return finish(run, step, stopped)
 
 
-def fit(run: Prepared) -> tuple[int, bool]:
+def fit(run: Prepared, stop: Stop) -> tuple[int, bool]:
     """Train until the run ends or is asked to stop; return the last step, and whether it was stopped."""
     config, members, stats = run.config, run.members, run.stats
     step, stopped, rounds, readings = run.start, False, stats.rounds, Readings(run.writer.write)
     assert config.eval_every is not None
     if not (step or members.over):
         evaluate(run, step)
-    stop = Stop(dist.distributed_c10d._get_default_store(), run.world.rank, run.world.size)
     service = config.preemption if run.world.local_rank == 0 else None
-    with stop, preemption.watched(service, stop.ask):
+    with preemption.watched(service, stop.ask):
         try:
             while not (members.over or stopped):
                 step, began = step + 1, time.perf_counter()

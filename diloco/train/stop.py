@@ -24,7 +24,7 @@ class Stop:
     then promises to go no further than that step, or than its own step if it is further already, until it knows what
     the others have promised: all stop after the latest of these steps.
 
-    A context manager: inside it, signals request a stop and a thread polls the store.
+    A context manager: inside it, signals request a stop and, until `end`, a thread polls the store.
     """
 
     POLL = 0.25
@@ -50,12 +50,15 @@ class Stop:
         self._thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def end(self) -> None:
+        """No step follows. The run is about to be saved, so a signal changes nothing until it is repeated."""
         self._done.set()
-        if kind is None:  # after an error the store may never answer
-            with contextlib.suppress(RuntimeError):
-                self._promise_to_stop(self._now[0])
-            self._thread.join()
+        with contextlib.suppress(RuntimeError):
+            self._promise_to_stop(self._now[0])
+        self._thread.join()
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()  # after an error the store may never answer
         for number, handler in self._before.items():
             signal.signal(number, handler)
 

@@ -62,6 +62,22 @@ def test_one_process_alone_stops_at_once():
     assert stop.after(2, 0.1)
 
 
+def test_a_signal_while_the_run_is_finished_is_heeded_only_if_it_is_repeated(capfd):
+    came = []
+    before = signal.signal(signal.SIGTERM, lambda *_: came.append(1))
+    try:
+        with Stop(dist.HashStore()) as stop:
+            stop.ask()  # as a notice of the cloud does
+            assert stop.after(1, 0.1)
+            stop.end()
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert not came
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert came
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
 def test_a_signal_asks_and_outside_the_context_it_does_what_it_did_before(capfd, number):
     came = []
