@@ -42,7 +42,7 @@ def main(config: ExportConfig) -> int:
     else:
         from diloco.train.model import export
 
-        model, tokenizer, rank = load_anchors(settings, checkpoint)
+        model, tokenizer, rank = load_anchors(config.run, settings, checkpoint)
         if rank == 0:
             export(model, tokenizer, config.to)
     if not started_here():
@@ -65,7 +65,7 @@ def checkpoint_of(run: Path, step: int | None) -> tuple[Path, int]:
     return paths[step], step
 
 
-def load_anchors(settings: TrainConfig, checkpoint: Path) -> tuple[Any, Any, int]:
+def load_anchors(run: Path, settings: TrainConfig, checkpoint: Path) -> tuple[Any, Any, int]:
     """A model that holds the anchors of a checkpoint, its tokenizer, and the rank of this process.
 
     A sharded run needs one process per rank, as `_start_ranks` starts them; only the first of them has the anchors.
@@ -74,13 +74,11 @@ def load_anchors(settings: TrainConfig, checkpoint: Path) -> tuple[Any, Any, int
 
     from diloco.exchange import local
     from diloco.exchange.rendezvous import meet
-    from diloco.train.data.corpus import prepare
     from diloco.train.data.tokenizer import load_tokenizer
     from diloco.train.model import build
 
     spec = settings.tokenizer or "bytes"
-    trained = spec.startswith("train:")  # then it lies with the corpus; otherwise the data need not be here any more
-    tokenizer = prepare(settings.data, spec, text_key=settings.text_key).tokenizer if trained else load_tokenizer(spec)
+    tokenizer = load_tokenizer(spec if spec == "bytes" else str(run / "tokenizer"))
     model = build(settings.model, tokenizer.vocabulary, settings.context, settings.seed)
     if settings.shards == 1:
         world = World(0, 1, 0)

@@ -50,7 +50,7 @@ def _of_run(folder: Path, step: int | None) -> tuple[Any, Any, int]:
         raise ConfigError(
             f"{folder} is sharded: first write the model with diloco export {folder} --to DIR, then sample DIR"
         )
-    model, tokenizer, _ = load_anchors(settings, checkpoint)
+    model, tokenizer, _ = load_anchors(folder, settings, checkpoint)
     return model.eval(), tokenizer, settings.context
 
 

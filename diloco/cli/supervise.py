@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from diloco.exchange.world import STARTED, World, cores
+from diloco.exchange.world import STARTED, World, cores, started_here
 from diloco.runs.reader import read_errors
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
@@ -55,10 +55,9 @@ def _spawn(
     processes = []
     for rank in range(size):
         world = World(rank, size, rank, shards)
-        home = folder / f"replica-{world.replica}"
-        home.mkdir(parents=True, exist_ok=True)
-        log = home / ("log.txt" if world.shard == 0 else f"log-{world.shard}.txt")
-        (home / f"error-{world.shard}.json").unlink(missing_ok=True)
+        log = _log(folder, world)
+        log.parent.mkdir(parents=True, exist_ok=True)
+        error_file(folder, world).unlink(missing_ok=True)
         with log.open("a") as out:
             processes.append(subprocess.Popen(
                 [sys.executable, "-m", "diloco", *words], stdout=out, stderr=out, stdin=subprocess.DEVNULL,
@@ -120,11 +119,23 @@ def _reason(processes: list[subprocess.Popen[bytes]], folder: Path) -> tuple[int
 
 def write_error(folder: Path, world: World, error: BaseException, code: int) -> None:
     """Write the reason of a failure where the process that started this one finds it."""
-    home = folder / f"replica-{world.replica}"
     message = str(error) if str(error) else type(error).__name__
     if code != 2:
-        message = f"replica {world.replica}: {type(error).__name__}: {message}; see {home / 'log.txt'}"
+        message = f"replica {world.replica}: {type(error).__name__}: {message}"
+    if code != 2 and started_here():
+        message += f"; see {_log(folder, world)}"
     value = {"type": type(error).__name__, "message": message, "code": code, "time": time.time()}
+    file = error_file(folder, world)
     with contextlib.suppress(OSError):  # the folder itself may be the problem
-        home.mkdir(parents=True, exist_ok=True)
-        (home / f"error-{world.shard}.json").write_text(json.dumps(value))
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(value))
+
+
+def error_file(folder: Path, world: World) -> Path:
+    """Where a process writes why it failed."""
+    return folder / f"replica-{world.replica}" / f"error-{world.shard}.json"
+
+
+def _log(folder: Path, world: World) -> Path:
+    """The output of a process."""
+    return folder / f"replica-{world.replica}" / ("log.txt" if world.shard == 0 else f"log-{world.shard}.txt")

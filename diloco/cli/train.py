@@ -5,6 +5,7 @@ import json
 import logging
 import shlex
 import shutil
+import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -33,7 +34,8 @@ def complete(words: Sequence[str]) -> list[str]:
     """With `--resume`, put the stored settings of the run before the words. With `--auto`, name the settings that the
     autopilot chooses: all that are not set explicitly, here or in the config file."""
     explicit = parse_values(TrainConfig, words)
-    complete_words = _with_stored(words, explicit) if explicit.get("resume") else list(words)
+    stored = explicit.get("resume") and "bucket" not in explicit  # a member finds its own run, with its settings
+    complete_words = _with_stored(words, explicit) if stored else list(words)
     chosen = parse_values(TrainConfig, complete_words).get("auto") or (TUNED if "--auto" in words else ())
     in_config = "--auto" not in words and complete_words == list(words)  # where it has names already
     if in_config or not chosen:
@@ -69,6 +71,10 @@ def main(config: TrainConfig) -> int:
     if world is None:
         code, _ = run_here(config)
         return code
+    if config.dry_run:
+        if world.rank == 0:
+            _outline(replace(config, replicas=world.replicas), world.size)
+        return 0
     return _run_rank(config, world)
 
 
@@ -90,11 +96,11 @@ def run_here(config: TrainConfig, *, show: bool = True) -> tuple[int, Path]:
     folder = _folder(config)
     if config.resume:
         settings.check_resume(config, folder)
+    if config.dry_run:
+        _outline(config, size)
+        return 0, folder
     settings.check(config, size)
     settings.print_notes(config, size)
-    if config.dry_run:
-        print(settings.outline(config, config.replicas))
-        return 0, folder
     fresh = not folder.exists()
     with folders.locked(folder) as lock:
         for name in ("derived.txt", "phase"):
@@ -117,6 +123,15 @@ def run_here(config: TrainConfig, *, show: bool = True) -> tuple[int, Path]:
     return code, folder
 
 
+def _outline(config: TrainConfig, processes: int) -> None:
+    """Print what a run of these processes would do."""
+    from diloco.train import settings
+
+    settings.check(config, processes)
+    settings.print_notes(config, processes)
+    print(settings.outline(config, config.replicas or 1))
+
+
 def _folder(config: TrainConfig) -> Path:
     if config.resume:
         return folders.existing(config.out, config.name)
@@ -124,9 +139,9 @@ def _folder(config: TrainConfig) -> Path:
 
 
 def _run_rank(config: TrainConfig, world: World) -> int:
-    """Run one process of the run. An error is one line for the user; its traceback goes to the log."""
+    """Run one process of the run. An error is one line for the user; the traceback of a defect is logged."""
     _log_to_stderr()
-    folder = config.out / (config.name or "run")
+    folder = config.out / config.name if started_here() and config.name else None
     try:
         import torch.distributed as dist
 
@@ -151,20 +166,33 @@ def _run_rank(config: TrainConfig, world: World) -> int:
         return 0
     except BaseException as error:
         code = 2 if isinstance(error, (ConfigError, Mismatch)) else 130 if isinstance(error, KeyboardInterrupt) else 1
-        supervise.write_error(folder, world, error, code)
-        if not isinstance(error, DiLoCoError):
+        if folder is not None:  # otherwise the processes have not met
+            supervise.write_error(folder, world, error, code)
+        if not isinstance(error, (DiLoCoError, KeyboardInterrupt)):
             logging.getLogger("diloco").exception("replica %d failed", world.replica)
-        logging.getLogger("diloco").error("diloco: %s", error)
+        logging.getLogger("diloco").error("diloco: %s", str(error) or "stopped without saving")
         return code
 
 
 def _agree_on_folder(config: TrainConfig, world: World, store: Any) -> Path:
     """The folder of the run, chosen by the first rank unless `run_here` has chosen it."""
+    import torch.distributed as dist
+
+    from diloco.exchange.transport import gather_json
+    from diloco.train import settings
+
     if world.rank == 0:
         chosen = config.out / str(config.name) if started_here() else _folder(config)
+        if config.resume and not started_here():
+            settings.check_resume(config, chosen)
         store.set("folder", chosen.name)
     folder = config.out / store.get("folder").decode()
+    taken = not config.resume and (folder / "config.toml").exists()
+    hosts = sorted(filter(None, gather_json(dist.group.WORLD, socket.gethostname() if taken else "")))
+    if hosts:
+        raise ConfigError(f"{folder} already holds a run on {hosts[0]}: give a --name that is free on all machines")
     folders.make(folder / f"replica-{world.replica}")
+    supervise.error_file(folder, world).unlink(missing_ok=True)
     return folder
 
 

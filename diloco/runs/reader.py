@@ -244,7 +244,7 @@ class Follower:
             if self._run is None or any(changes) or self._last_read != (config, summary, len(changes)):
                 self._last_read = config, summary, len(changes)
                 replicas = tuple(reader.replica(number) for number, reader in self._replicas.items())
-                self._run = _recorded(self.folder, config, summary, replicas)
+                self._run = RecordedRun(self.folder, config, summary, summary or _so_far(config, replicas), replicas)
             return self._run
 
 
@@ -282,14 +282,15 @@ def status(folder: Path) -> Status:
 
 def _status(folder: Path) -> Status:
     config, summary = read_config(folder), read_summary(folder)
-    last = _last(Step, folder / "replica-0" / "metrics.jsonl")
+    first = next(iter(replica_folders(folder).values()), folder / "replica-0")  # another machine has replica 0
+    last = _last(Step, first / "metrics.jsonl")
     step, steps = last.step if last else summary.steps if summary else 0, config.get("steps")
     ended = "ended" if summary is None else "stopped" if summary.stopped else "finished"
     loss = summary.loss if summary else None
-    written = [path for path in (folder / "config.toml", *folder.glob("replica-0/*.jsonl")) if path.exists()]
+    written = [path for path in (folder / "config.toml", *first.glob("*.jsonl")) if path.exists()]
     progress = f"{step}/{steps}" if steps else str(step)
     if planned := rounds_planned(config) if config.get("bucket") else 0:
-        round = _last(RoundStats, folder / "replica-0" / "events.jsonl")
+        round = _last(RoundStats, first / "events.jsonl")
         progress = f"{planned if ended == 'finished' else round.index if round else 0}/{planned} rounds"
     return Status(
         folder=folder,
@@ -357,16 +358,6 @@ def read_fragments(folder: Path) -> list[list[str]]:
     """What the fragments of a member of a bucket were doing last: a state, the fragments in it, what they wait for."""
     lines = _bytes(folder / "fragments").decode(errors="replace").splitlines()
     return [words for line in lines if len(words := line.split("\t")) == 3]
-
-
-def _recorded(
-    folder: Path, config: Mapping[str, Any], summary: Summary | None, replicas: tuple[Replica, ...]
-) -> RecordedRun:
-    events = [event.event for event in replicas[0].events] if replicas else []
-    marks = [event for event in events if event in ("start", "resume", "stop", "finish")]
-    if marks and marks[-1] in ("start", "resume"):
-        summary = None  # it is that of a stop, after which the run was resumed
-    return RecordedRun(folder, config, summary, summary or _so_far(config, replicas), replicas)
 
 
 def _so_far(config: Mapping[str, Any], replicas: tuple[Replica, ...]) -> Figures:

@@ -29,10 +29,9 @@ class Sink(Protocol):
 class Writer:
     """The records of one replica. Times are seconds since the start of the run; a resume continues the clock."""
 
-    def __init__(self, folder: Path, sinks: Sequence[Sink] = (), *, resume: bool = False) -> None:
+    def __init__(self, folder: Path, sinks: Sequence[Sink] = ()) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        mode = "a" if resume else "w"  # a member that was killed before its first checkpoint starts again
-        self._files = {kind: (folder / f"{kind}.jsonl").open(mode) for kind in ("metrics", "events")}
+        self._files = {kind: (folder / f"{kind}.jsonl").open("a") for kind in ("metrics", "events")}
         self._sinks = sinks
         self._start = time.time()
 
@@ -71,6 +70,10 @@ class Writer:
         for kind, file in self._files.items():
             file.truncate(state[kind])
             file.seek(0, 2)
+
+    def clear(self) -> None:
+        """Begin without the records of a start that has saved no checkpoint."""
+        self.load_state_dict({"seconds": 0.0, **dict.fromkeys(self._files, 0)})
 
     def close(self) -> None:
         for file in self._files.values():
@@ -121,7 +124,8 @@ class _Wandb:
 
     def __init__(self, name: str, run: str, config: Mapping[str, Any]) -> None:
         self._module = _imported(name)
-        self._module.init(project="diloco", name=run, config=dict(config))
+        project = os.environ.get("WANDB_PROJECT", "diloco")
+        self._module.init(project=project, name=run, config=dict(config))
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         self._module.log(dict(values), step=step)

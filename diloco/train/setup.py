@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import math
+import os
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,6 +35,7 @@ from diloco.core.outer import outer_named
 from diloco.core.stats import Stats
 from diloco.errors import ConfigError
 from diloco.exchange.collective import Collective
+from diloco.exchange.contract import compare
 from diloco.exchange.reducer import Reducer
 from diloco.exchange.transport import gather_json, open_group, place_in, wait_patiently
 from diloco.exchange.world import World
@@ -46,7 +48,7 @@ from diloco.train.checkpoint import Checkpoints
 from diloco.train.data import corpus as corpora
 from diloco.train.data.batches import Batches
 from diloco.train.data.corpus import Corpus
-from diloco.train.data.tokenizer import default_tokenizer
+from diloco.train.data.tokenizer import Tokenizer, default_tokenizer
 from diloco.train.members import CARRIES, Elastic, Fixed, Members, planned_batch, run_of, step_seconds_of
 from diloco.train.model import Windows, build
 from diloco.train.pace import Pace, measure
@@ -55,6 +57,8 @@ from diloco.train.settings import Derived, check_batch, describe, resolve, weigh
 log = logging.getLogger("diloco")
 EVALUATED = 16_384
 """Held-out tokens of an evaluation."""
+EQUAL = ("model", "context", "steps", "batch", "inner", "lr", "seed")
+"""Settings that all processes must share, beyond those that DiLoCo compares."""
 TIMED = 2
 """Steps to time after a warm-up step; the fastest counts."""
 
@@ -135,11 +139,14 @@ def prepare(config: TrainConfig, world: World, folder: Path, step: TrainStep) ->
     phase.say("making the model")
     digest = _agreed_tokenizer(corpus)
     if world.local_rank == 0:
-        _keep_tokenizer(folder / "tokenizer", digest, config.resume)
+        _keep_tokenizer(folder / "tokenizer", corpus.tokenizer, config.resume)
     model = build(config.model, corpus.tokenizer.vocabulary, config.context, config.seed).to(device)
     parameters = sum(p.numel() for p in model.parameters())
     replicas = config.replicas or 2 if config.bucket else world.replicas
-    config, derived = resolve(config, parameters, replicas, corpus.train_tokens)
+    train_tokens = min(gather_json(dist.group.WORLD, corpus.train_tokens))  # sites may have different data
+    config, derived = resolve(config, parameters, replicas, train_tokens)
+    settings = gather_json(dist.group.WORLD, {name: getattr(config, name) for name in EQUAL})
+    compare(settings, [f"process {rank}" for rank in range(world.size)])
     check_batch(config, world.size * (replicas if config.bucket else 1))
     agreed = config
     if "overlap" in config.auto:  # each member's choice: a bucket publishes the number
@@ -157,7 +164,7 @@ def prepare(config: TrainConfig, world: World, folder: Path, step: TrainStep) ->
         forward=torch.compile(model) if config.compile else model,
         mesh=mesh,
         optimizers=optimizers(model, config),
-        writer=Writer(home if leader else home / f"shard-{world.shard}", sinks, resume=config.resume),
+        writer=Writer(home if leader else home / f"shard-{world.shard}", sinks),
         checkpoints=Checkpoints(home / "checkpoints", group=mesh.get_group("shard") if mesh else None, leader=leader),
         members=Fixed(config, world),
         phase=phase,
@@ -218,12 +225,16 @@ def _agreed_tokenizer(corpus: Corpus) -> str:
     return digests[0]
 
 
-def _keep_tokenizer(file: Path, digest: str, resume: bool) -> None:
-    """Raise if a run resumes with another tokenizer than it began with."""
-    if resume and file.exists() and file.read_text() != digest:
-        raise ConfigError("the tokenizer is not the one that this run began with: with train:SIZE, resume with the "
-                          "same data; otherwise restore the tokenizer.json")  # fmt: skip
-    file.write_text(digest)
+def _keep_tokenizer(folder: Path, tokenizer: Tokenizer, resume: bool) -> None:
+    """Save the tokenizer with the run. Raise if the run resumes with another one."""
+    digest = folder / "digest"
+    if not (resume and digest.exists()):
+        folder.mkdir(parents=True, exist_ok=True)
+        tokenizer.save(folder)
+        digest.write_text(tokenizer.digest())
+    elif digest.read_text() != tokenizer.digest():
+        raise ConfigError(f"this run was started with another tokenizer, which is in {folder}: leave --tokenizer out; "
+                          "with train:SIZE, resume with the same --data")  # fmt: skip
 
 
 def _batches(members: Members, corpus: Corpus, world: World) -> Batches:
@@ -280,6 +291,8 @@ def _load(run: Prepared, folder: Path) -> Prepared:
         run.batches.load_state_dict(rank_state["data"])
         run.writer.load_state_dict(rank_state["metrics"])
         set_random_state(run.device, rank_state["random"])
+    else:
+        run.writer.clear()
     return run
 
 
@@ -305,6 +318,7 @@ def _write_settings(run: Prepared, folder: Path, derived: Sequence[Derived], *, 
         values.append(Derived("share", batch.sequences, batch.why))
     if batch.accumulate > asked:
         values.append(Derived("accumulate", batch.accumulate, "larger micro-batches do not fit in memory"))
+    (folder / "summary.json").unlink(missing_ok=True)  # of a stop, after which the run goes on
     text = describe(values, run.parameters, config, run.corpus.name, run.start)
     (folder / "derived.txt").write_text(text + "\n", encoding="utf-8")
     log.info(text)
@@ -351,14 +365,26 @@ def device_for(config: TrainConfig, world: World) -> torch.device:
     if device.type != "cpu":
         count = torch.accelerator.device_count()
         if device.index is not None and world.size > 1:
-            raise ConfigError(f"device={config.device!r} with {world.size} processes: use {device.type}, and choose "
-                              "devices with a variable such as CUDA_VISIBLE_DEVICES")  # fmt: skip
-        if world.local_rank >= count:
-            raise ConfigError(f"this machine has {count} {device.type} devices, too few for process "
-                              f"{world.local_rank}: start fewer processes here, or use --device cpu")  # fmt: skip
-        device = torch.device(device.type, device.index if device.index is not None else world.local_rank)
+            raise ConfigError(f"device={config.device!r} with {world.size} processes: use --device {device.type}, and "
+                              "choose devices with a variable such as CUDA_VISIBLE_DEVICES")  # fmt: skip
+        own = own_device(world.local_rank, count, by_srun="SLURM_STEP_ID" in os.environ)
+        device = torch.device(device.type, own if device.index is None else device.index)
         torch.accelerator.set_device_index(device.index or 0)
     return device
+
+
+def own_device(local_rank: int, count: int, *, by_srun: bool) -> int:
+    """Which of `count` devices a process takes. srun may show each task only its own.
+
+    >>> own_device(1, 8, by_srun=True), own_device(1, 1, by_srun=True)
+    (1, 0)
+    """
+    if count == 1 and by_srun:
+        return 0
+    if local_rank >= count:
+        raise ConfigError(f"process {local_rank} needs a device of its own, but this machine has {count}: start fewer "
+                          "processes here, or use --device cpu")  # fmt: skip
+    return local_rank
 
 
 def random_state(device: torch.device) -> dict[str, Tensor]:

@@ -4,6 +4,7 @@ import io
 import json
 import os
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -118,6 +119,9 @@ def test_without_a_folder_report_lists_all_runs_with_their_state(tmp_path, monke
     states = {name.removeprefix("runs/"): run["state"] for name, run in runs.items()}
     assert states == {"done": "finished", "stopped": "stopped", "killed": "ended", "active": "running"}
     assert runs["runs/stopped"]["steps"] == 60 and runs["runs/killed"]["step"] == 60
+    shutil.rmtree("runs/killed/replica-0")  # as on the second machine
+    assert main(["report", "--json"]) == 0
+    assert {run["folder"]: run for run in json.loads(capsys.readouterr().out)}["runs/killed"]["step"] == 60
     monkeypatch.setenv("COLUMNS", "60")
     assert main(["report"]) == 0
     text = capsys.readouterr().out

@@ -68,9 +68,7 @@ def test_unreadable_lines_are_skipped(copied: Path) -> None:
     assert read(copied).replicas[0] == before
 
 
-def test_a_follower_reads_a_resumed_run_again_and_ignores_the_summary_of_its_stop(
-    finished: Path, tmp_path: Path
-) -> None:
+def test_a_follower_reads_a_resumed_run_again(finished: Path, tmp_path: Path) -> None:
     copy_until(60, finished, tmp_path)
     follower = Follower(tmp_path)
     assert follower.read() is follower.read(), "nothing has changed"
@@ -79,7 +77,6 @@ def test_a_follower_reads_a_resumed_run_again_and_ignores_the_summary_of_its_sto
         line = json.loads(metrics.read_text().splitlines()[-1])
         with metrics.open("a") as file:
             file.writelines(json.dumps(line | {"step": step, "loss": 9.0}) + "\n" for step in range(41, 71))
-    (tmp_path / "summary.json").write_text('{"steps": 60, "stopped": true, "loss": 9}')
     with (tmp_path / "replica-0/events.jsonl").open("a") as events:
         events.write('{"event": "resume", "seconds": 8.0, "step": 40, "time": 1794000000}\n')
     run = follower.read()

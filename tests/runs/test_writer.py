@@ -64,7 +64,7 @@ def test_a_resume_drops_what_came_after_the_checkpoint_and_continues_the_clock(t
     writer.write(Event("save", 1.0, 2))
     writer.close()
     clock.now += 500.0
-    again = Writer(tmp_path, resume=True)
+    again = Writer(tmp_path)
     again.load_state_dict(state)
     clock.now += 1.0
     again.write(replace(STEP, step=2, seconds=again.seconds(), loss=1.5))
@@ -73,7 +73,9 @@ def test_a_resume_drops_what_came_after_the_checkpoint_and_continues_the_clock(t
     assert [(line["step"], line["loss"]) for line in lines] == [(1, 2.5), (2, 1.5)]
     assert lines[1]["seconds"] == 8.0
     assert len(written(tmp_path, "events")) == 1
-    Writer(tmp_path).close()
+    fresh = Writer(tmp_path)
+    fresh.clear()
+    fresh.close()
     assert written(tmp_path, "metrics") == [], "a member that starts again without a checkpoint"
 
 

@@ -177,17 +177,39 @@ def test_two_machines_resume_each_with_the_settings_that_it_has_stored(tmp_path,
         site.mkdir()
         shutil.copy(place / "corpus.txt", site)
 
-    def both(*words):
+    def both(*words, second=(), codes=(0, 0)):
         machine = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-        started = [Command(site, main, list(words), env=machine | {"RANK": str(m)}) for m, site in enumerate(sites)]
-        for code, _, err in [ended(process) for process in started]:
-            assert code == 0, err
-        return [(site / "runs/apart/config.toml").read_text() for site in sites]
+        more = [words, [*words, *second]]
+        started = [Command(site, main, more[m], env=machine | {"RANK": str(m)}) for m, site in enumerate(sites)]
+        results = [ended(process) for process in started]
+        assert tuple(code for code, _, _ in results) == codes, results
+        return (
+            [err for _, _, err in results]
+            if any(codes)
+            else [(site / "runs/apart/config.toml").read_text() for site in sites]
+        )
 
     one, two = both(*training("apart", "--steps", "10", "--lr", "0.003"))
     assert one == two and "lr = 0.003\n" in one
     again = both("train", "--resume", "--name", "apart", "--steps", "12")
     assert again == [one.replace("steps = 10", "steps = 12")] * 2
+
+    for err in both(*training("other", "--steps", "10"), second=["--lr", "0.01"], codes=(2, 2)):
+        assert "lr is 0.008 on process 0, 0.01 on process 1" in err.splitlines()[-1]
+    shutil.rmtree(sites[0] / "runs/apart")
+    for err in both(*training("apart", "--steps", "10"), codes=(2, 2)):
+        assert "runs/apart already holds a run on" in err.splitlines()[-1]
+    assert (sites[1] / "runs/apart/config.toml").read_text() == again[1]
+
+
+def test_a_dry_run_of_processes_that_torchrun_has_started_trains_nothing(tmp_path, place, monkeypatch, capsys):
+    monkeypatch.chdir(place)
+    for rank in ("0", "1"):
+        for name, value in {"RANK": rank, "WORLD_SIZE": "2", "LOCAL_RANK": rank}.items():
+            monkeypatch.setenv(name, value)
+        assert main([str(word) for word in training("dry", "--steps", "10", "--dry-run")]) == 0
+        assert ("10 steps" in capsys.readouterr().out) is (rank == "0")
+    assert not (place / "runs/dry").exists()
 
 
 @pytest.mark.slow

@@ -164,7 +164,7 @@ def test_a_dry_run_of_a_member_begins_no_run_in_the_bucket(place, tmp_path):
 @pytest.mark.parametrize(("words", "message"), [
     (["--data", "short.txt"], "more --data"),
     (["--data", "corpus.txt", "--context", "64", "--name", "whole", "--resume", "--tokenizer", "train:300"],
-     "not the one that this run began with"),
+     "this run was started with another tokenizer"),
     (["--data", "corpus.txt", "--name", "whole", "--resume", "--inner", "adamw"], "does not fit this run"),
 ])  # fmt: skip
 def test_what_only_the_replicas_can_find_is_one_line_too(place, whole, tmp_path, words, message):
@@ -207,3 +207,18 @@ def test_a_run_is_exported_where_its_data_is_not(place, whole, tmp_path):
     code, out, err = run_here(tmp_path, "export", place / "runs/whole", "--to", "exported")
     assert (code, out) == (0, "exported\n"), err
     assert (tmp_path / "exported/model.safetensors").exists()
+
+
+@pytest.mark.slow
+def test_a_run_keeps_the_tokenizer_that_it_has_trained(place):
+    pytest.importorskip("tokenizers")
+    text = place / "changing.txt"
+    text.write_text("the cat sat on the mat\n" * 2000)
+    words = ["--data", "changing.txt", "--tokenizer", "train:300", "--steps", "5", "--name", "trained"]
+    code, _, err = run(place, "train", *SMALL, *words)
+    assert code == 0, err
+    text.write_text("a dog ran in a park\n" * 2000)
+    code, _, err = run_here(place, "export", "runs/trained", "--to", "trained")
+    assert code == 0 and "sat" in (place / "trained/tokenizer.json").read_text(), err
+    code, _, err = run(place, "train", "--resume", "--name", "trained", "--steps", "6")
+    assert code == 2 and "started with another tokenizer" in err
