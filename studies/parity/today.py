@@ -66,7 +66,8 @@ ROWS: dict[str, Cell] = {
     EIGHT: replace(_muon, replicas=8),
     f"{EIGHT}, outer 1.41/0.5": replace(_fixed, replicas=8, outer_lr=1.41),
     **{
-        f"{base}, outer 1/0 to 0.9/0.8": replace(_muon, replicas=replicas, outer="capped", outer_lr=0.9, momentum=0.8)
+        f"{base}, outer 1/0 to {lr}/{mu}": replace(_muon, replicas=replicas, outer="capped", outer_lr=lr, momentum=mu)
+        for lr, mu in ((0.9, 0.8), (0.9, 0.9), (1.2, 0.8))
         for replicas, base in ((2, DEFAULTS), (4, FOUR), (8, EIGHT))
     },
     f"{EIGHT}, mean sent in bfloat16": replace(_muon, replicas=8, second="bfloat16"),
