@@ -5,6 +5,7 @@ import gc
 import sys
 import warnings
 from collections.abc import Collection, Iterator, Sequence
+from math import prod
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet, ref
 
@@ -61,6 +62,22 @@ def check_reducer(reducer: Any, *, auto: bool) -> None:
                           "and DDP needs equal weights: pass a number of steps")  # fmt: skip
 
 
+def check_overlap_of_copies(parameters: Sequence[Tensor], shards: int) -> None:
+    """With an automatic overlap each rank chooses its own, so no two ranks may hold the same values."""
+    if any(_cut(parameter) < shards for parameter in parameters):
+        raise ConfigError('overlap="auto" with parameters that several ranks of a replica hold, as with HSDP or tensor '
+                          "parallelism: they would apply rounds at different steps and drift apart. Pass a number of "
+                          "steps")  # fmt: skip
+
+
+def _cut(parameter: Tensor) -> int:
+    """Into how many parts it is sharded."""
+    if not isinstance(parameter, DTensor):
+        return 1
+    sizes = zip(parameter.placements, parameter.device_mesh.shape, strict=True)
+    return prod(size for placement, size in sizes if not placement.is_replicate())
+
+
 def check_trained(model: nn.Module, synced: Sequence[Tensor], optimizers: Sequence[torch.optim.Optimizer]) -> None:
     """Raise unless the trained parameters are those that are synced and those that the optimizers hold."""
     parameters = list(model.parameters())
@@ -98,20 +115,23 @@ def check_unsharded(shard: Shard) -> None:
 
 
 def check_ranks(parameters: Sequence[Tensor], reducer: object, identity: Identity) -> None:
-    """Refuse ranks that exchange gradients and are also replicas of each other."""
+    """Refuse ranks that exchange gradients and are also replicas of each other, and ranks with equal weights that do
+    not merge them together."""
     for ranks in _ddp_ranks(parameters):
-        if len(ranks) > 1 and identity.replicas is None and set(ranks) != set(identity.ddp_ranks):
-            raise ConfigError(
-                f"DistributedDataParallel over the ranks {ranks} with a {type(reducer).__name__} for "
-                f"{list(identity.ddp_ranks) or 'one process'}: each rank would apply rounds at a different step, and "
-                "they would drift apart. Wrap it in diloco.FirstRank(reducer, group) with DDP's group"
-            )
         if len(common := sorted(set(ranks) & set(identity.ranks))) > 1:
             raise ConfigError(
                 f"DistributedDataParallel averages gradients over the ranks {common} at every step, and DiLoCo joins "
                 "the same ranks: that is all the traffic of DDP and more. Leave DDP out, each process is a replica; or "
                 "give DDP the ranks of one replica (process_group=) and DiLoCo the ranks with the same place in each "
                 "replica, reducer=Collective(across, ddp_ranks=within)"
+            )
+        if len(ranks) > 1 and set(ranks) != set(identity.ddp_ranks):
+            remedy = ("Wrap it in diloco.FirstRank(reducer, group) with DDP's group" if identity.replicas is None else
+                      "Pass DDP's group as ddp_ranks=")  # fmt: skip
+            raise ConfigError(
+                f"DistributedDataParallel over the ranks {ranks} with a {type(reducer).__name__} for "
+                f"{list(identity.ddp_ranks) or 'one process'}: each rank would weigh and apply rounds by itself, and "
+                f"they would drift apart. {remedy}"
             )
     for ranks in {tuple(p.device_mesh.mesh.flatten().tolist()) for p in parameters if isinstance(p, DTensor)}:
         if len(common := sorted(set(ranks) & set(identity.ranks))) > 1:

@@ -89,8 +89,6 @@ class DiLoCo:
     @eager
     def _step(self) -> None:
         """One iteration of Algorithm 2, after the inner optimizer has stepped."""
-        if self._life is not Life.JOINED:
-            self._meet()  # without join(): the model has moved, so the start is what it held at construction
         with self._overlap.between_steps():
             self.replica.count_step()
             try:
@@ -150,12 +148,16 @@ class DiLoCo:
         """Call this after each inner step if you passed no optimizer; otherwise the hook does it."""
         if self.replica.optimizers:
             raise DiLoCoError("the optimizer's hook already counts steps: remove this call of step()")
+        if self._life is Life.APART:
+            raise DiLoCoError("step() before join(): call join() after the weights are loaded and before the first "
+                              "step, which moves them; `with diloco:` does it for you")  # fmt: skip
+        self._life.check_open()
         self._step()
 
     @eager
     def join(self) -> None:
-        """Meet the other replicas: compare settings, agree on the state of every fragment. `with` and the first step do
-        it for you.
+        """Meet the other replicas: compare settings, agree on the state of every fragment. `with` and the optimizer's
+        hook do it for you.
 
         Where weights differ, all take the first replica's, or those of a replica that is ahead after a resume.
         """
@@ -171,6 +173,8 @@ class DiLoCo:
         self._life.check_open()
         self.replica.check_trained()
         checks.check_ranks(self.replica.parameters, self.reducer, self.reducer.identity)
+        if self._overlap.auto:
+            checks.check_overlap_of_copies(self.replica.parameters, self.replica.shard.count)
         checks.claim(self.model, self.reducer, self)
         states = self.reducer.join(self.replica.offer(self.schedule.sync_every, self.codec))
         self._life = Life.JOINED
@@ -202,9 +206,8 @@ class DiLoCo:
         self.replica.check_trained()
         self.replica.check_counted()
         self._hooks.detach()
-        last = self.reducer.drain(seconds)
         self._life = Life.FINISHING
-        return last
+        return self.reducer.drain(seconds)
 
     def _await_rounds(self) -> None:
         """Apply all rounds in flight. Send what the others wait for meanwhile: two members of a bucket that finish at
@@ -283,6 +286,8 @@ class DiLoCo:
         if self._life is Life.ANCHORS:
             self._life.check_open()
         self._check_counted()
+        if self._life is Life.APART:
+            self.replica.read_start()
         before, self._life = self._life, Life.ANCHORS
         try:
             with self.replica.holding_anchors():
@@ -300,7 +305,7 @@ class DiLoCo:
             self.replica.cut(fragments, codec, self.reducer)
         self.fragmenter, self.codec, self.schedule = fragments, codec, Schedule(sync_every, len(self._fragments))
         self._overlap = self._overlap.restarted(overlap, len(self._fragments), sync_every)
-        self._life = Life.APART  # the next step compares the settings
+        self._meet()  # which compares the settings
 
     def state_dict(self) -> dict[str, Any]:
         """Anchors, outer state, step, statistics, and the deltas in flight, which are sent again on resume. Never

@@ -35,20 +35,22 @@ class Hooks:
         self._optimizers = optimizers
         if optimizers:  # without them, this cycle would keep a dropped DiLoCo, and its claim on the model, for a while
             self._before, self._after = before, after
-        self._stepped: set[int] = set()
+        self._begun, self._stepped = set[int](), set[int]()
         self._paused = False
         self._handles = [optimizer.register_step_pre_hook(self._pre) for optimizer in optimizers]
         self._handles += [optimizer.register_step_post_hook(self._post) for optimizer in optimizers]
         for optimizer in optimizers:
             _disarm(optimizer)
 
-    def _pre(self, *_: object) -> None:
+    def _pre(self, optimizer: Any, *_: object) -> None:
         if not self._paused:
             self._before()
+            self._begun.add(id(optimizer))
 
     def _post(self, optimizer: Any, *_: object) -> None:
-        if self._paused:
+        if self._paused or id(optimizer) not in self._begun:  # super().step() in a subclass may fire the hooks twice
             return
+        self._begun.discard(id(optimizer))
         self._stepped.add(id(optimizer))
         if len(self._stepped) == len(self._optimizers):
             self._stepped.clear()
@@ -90,7 +92,8 @@ def as_list(optimizers: Optimizers) -> list[torch.optim.Optimizer]:
     """The optimizers that really step, without wrappers."""
     if optimizers is None:
         return []
-    unwrapped = [_unwrap(optimizer) for optimizer in (optimizers if isinstance(optimizers, Sequence) else [optimizers])]
+    listed = optimizers if isinstance(optimizers, Sequence) else [optimizers]
+    unwrapped = list(dict.fromkeys(_unwrap(optimizer) for optimizer in listed))
     for optimizer in unwrapped:
         if not hasattr(optimizer, "register_step_post_hook"):
             hint = " Pass its .optimizer" if hasattr(optimizer, "optimizer") else ""
@@ -120,8 +123,15 @@ def _unwrap(optimizer: Any) -> Any:
 
 def lr_of(optimizers: Sequence[torch.optim.Optimizer]) -> float | torch.Tensor:
     """The learning rates of all groups, summed: only changes of the sum matter. 1 if there is none."""
-    rates = [group["lr"] for optimizer in optimizers for group in optimizer.param_groups if "lr" in group]
+    rates = [_exact(group["lr"]) for optimizer in optimizers for group in optimizer.param_groups if "lr" in group]
     return sum(rates, 0.0) if rates else 1.0
+
+
+def _exact(rate: float | torch.Tensor) -> float | torch.Tensor:
+    """In float64: sums over many steps would round in float32. On a device it stays there, so nothing waits."""
+    if isinstance(rate, torch.Tensor):
+        return float(rate) if rate.device.type == "cpu" else rate if rate.device.type == "mps" else rate.double()
+    return rate
 
 
 def evaluate(optimizers: Sequence[torch.optim.Optimizer]) -> None:

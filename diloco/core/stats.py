@@ -22,9 +22,7 @@ class RoundStats:
     members: int
     counted: bool
     seconds_apart: float = 0.0  # of `seconds`: until all replicas had reached the round
-    seconds_device: float = (
-        0.0  # the part of seconds_exposed that an accelerator's training stream took, as far as known
-    )
+    seconds_device: float = 0.0  # of seconds_exposed, on the accelerator's training stream
     overlap: int = 0  # of this replica when the round was applied
     share: float = 0.0  # of this replica's delta in the mean
 

@@ -164,8 +164,12 @@ class Collective:
         self._rounds[fragment, index] = self._submit(what, self._round, fragment, index, delta, began)
 
     def poll(self, fragment: int, index: int) -> Outcome | None:
-        future = self._rounds.pop((fragment, index), None)
-        return future.result() if future else None
+        future = self._rounds.get((fragment, index))
+        if future is None:
+            return None
+        outcome = future.result()  # may be interrupted, and asked again
+        del self._rounds[fragment, index]
+        return outcome
 
     def drain(self, seconds: float | None = None) -> bool:
         self._submit("finish", self._drain).result()
@@ -204,7 +208,7 @@ class Collective:
             who = f" {roll_call.result()}" if roll_call else ""
             connection.lost = f"{what}, {seconds:.1f} s: {error}.{who} The state can still be saved."
             raise PeerLost(connection.lost) from None
-        except DiLoCoError:  # raised on all replicas
+        except (Mismatch, Diverged):  # raised on all replicas
             raise
         except BaseException as error:  # the others would wait for this one until their timeout
             connection.drop()
@@ -259,10 +263,9 @@ class Collective:
         if draining(headers):
             self._early_end.warn(m for m, h in enumerate(headers) if h.kind is Kind.DRAIN)
             return Dropped()
-        digests = _agree(groups, headers)
+        digests, weights = _agree(groups, headers)
         first_rank = self._ddp_ranks.index == self._shard_ranks.index == 0
         self._same_data.compare(digests, len(self._states), warn=first_rank and self.replica == 0)
-        weights = [h.weight for h in headers]
         members = {str(m): weight for m, weight in enumerate(weights)}
         if not any(weights):  # nothing will change, so send nothing
             if spans := _non_finite(groups, header, delta):
@@ -388,18 +391,21 @@ Encode = Callable[[int, slice, slice], bool]
 """Encode these values of a cut into these bytes of its payload. Returns whether they are finite."""
 
 
-def _agree(groups: Groups, headers: Sequence[Header]) -> dict[str, int]:
-    """A digest of each replica's delta. Raises, on all ranks of this replica, the error that one of them found."""
+def _agree(groups: Groups, headers: Sequence[Header]) -> tuple[dict[str, int], list[float]]:
+    """A digest of each replica's delta, and its weight: all that its ranks have counted. Raises, on all ranks of this
+    replica, the error that one of them found."""
     problem = None
     try:
         check_round(headers)
     except DiLoCoError as error:
         problem = [type(error).__name__, str(error)]
-    verdicts = groups.gather_json_of_ranks([problem, [header.digest for header in headers]])
-    for error, _ in verdicts:
+    verdicts = groups.gather_json_of_ranks([problem, [h.digest for h in headers], [h.weight for h in headers]])
+    for error, _, _ in verdicts:
         if error is not None:
             raise {"Mismatch": Mismatch, "Diverged": Diverged}[error[0]](error[1])
-    return {str(m): sum(of_ranks) for m, of_ranks in enumerate(zip(*(digests for _, digests in verdicts), strict=True))}
+    replicas = range(len(headers))
+    digests = {str(m): sum(of_rank[m] for _, of_rank, _ in verdicts) for m in replicas}
+    return digests, [sum(of_rank[m] for _, _, of_rank in verdicts) for m in replicas]
 
 
 def _non_finite(groups: Groups, header: Header, delta: Delta) -> dict[str, int]:

@@ -19,6 +19,7 @@ from diloco import (
     Balanced,
     Collective,
     DiLoCo,
+    DiLoCoError,
     Diverged,
     Float32,
     Mismatch,
@@ -140,29 +141,50 @@ def test_a_peer_that_dies_within_a_payload_is_lost_at_once(replicas, sent):
         assert f"replica {replicas - 1} (" in message
 
 
-def _fail_alone(rank):
+def _fail_alone(rank, kind):
     reducer, state = Collective(timeout=600.0), State(0, torch.zeros(5), torch.zeros(0))
     reducer.join(job([state], [Float32()]))
 
     def delta():
         if rank == 1:
-            raise MemoryError("no memory for the delta")
+            raise kind("no memory for the delta")
         return Delta(torch.ones(5), 1.0, False, state.fingerprint())
 
     messages = []
     for index in (1, 2):
         reducer.send(0, index, delta)
-        with pytest.raises((PeerLost, MemoryError)) as error:
+        with pytest.raises((PeerLost, kind)) as error:
             reducer.poll(0, index)
         messages.append(f"{type(error.value).__name__}: {error.value}")
     return messages
 
 
-def test_an_error_of_one_replica_alone_is_not_waited_for_by_the_others():
-    (lost, _), (failed, later) = run(2, _fail_alone)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [MemoryError, DiLoCoError])
+def test_an_error_of_one_replica_alone_is_not_waited_for_by_the_others(kind):
+    (lost, _), (failed, later) = run(2, _fail_alone, kind)
     assert lost.startswith("PeerLost") and "closed" in lost
-    assert failed == "MemoryError: no memory for the delta"
-    assert later.startswith("PeerLost") and "MemoryError: no memory for the delta" in later
+    assert failed == f"{kind.__name__}: no memory for the delta"
+    assert later.startswith("PeerLost") and failed in later
+
+
+def _interrupted(rank):
+    """Ctrl-C comes while training waits for a round, and the loop goes on."""
+    reducer, state = Collective(), State(0, torch.zeros(5), torch.zeros(0))
+    reducer.join(job([state], [Float32()]))
+    reducer.send(0, 1, lambda: Delta(torch.ones(5), 1.0, False, state.fingerprint()))
+    future = reducer._rounds[0, 1]
+    reducer._rounds[0, 1] = SimpleNamespace(result=lambda: signal.raise_signal(signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        reducer.poll(0, 1)
+    assert (0, 1) in reducer._rounds
+    reducer._rounds[0, 1] = future
+    return reducer.poll(0, 1).state.index, reducer.poll(0, 1)
+
+
+@pytest.mark.slow
+def test_a_round_that_was_interrupted_is_still_there():
+    assert run(1, _interrupted) == [(1, None)]
 
 
 _HOST = """

@@ -430,6 +430,7 @@ def _alone(device, reducer, codec=E3M0()):  # noqa: B008 (frozen)
     diloco = DiLoCo(model, reducer=reducer, **settings)
 
     def step():
+        diloco.join()
         with torch.no_grad():
             model.weight.mul_(1.5)
         reducer.now += 1

@@ -31,11 +31,13 @@ def test_a_compiled_model_is_synced_without_recompiling_and_has_the_same_names()
 
 
 @pytest.mark.parametrize("hook", [True, False])
-def test_without_with_the_first_step_joins_and_a_call_of_step_is_the_same_as_the_hook(hook):
+def test_without_with_the_hook_joins_and_a_call_of_step_is_the_same_as_the_hook(hook):
     def loop(reducer):
         model = Tiny()
         optimizer = adamw(model)
         diloco = DiLoCo(model, optimizer if hook else None, sync_every=5, reducer=reducer)
+        if not hook:
+            diloco.join()
         for step in range(1, 21):
             train_steps(model, optimizer, reducer.replica, step, step)
             if not hook:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from diloco import Balanced, DiLoCo, DiLoCoError, Mismatch, NotFinite, run_replicas
+from diloco.core.hook import lr_of
 from diloco.core.outer import Nesterov
 from diloco.core.sync import Work
 from diloco.exchange import local
@@ -173,6 +174,58 @@ def test_a_call_of_step_next_to_the_hook_and_a_late_count_are_refused():
     assert diloco.step_count == 3
 
 
+def test_a_step_before_the_join_is_refused_because_it_has_moved_the_start():
+    diloco = DiLoCo(Tiny(), reducer=Script())
+    with pytest.raises(DiLoCoError, match="call join"):
+        diloco.step()
+    diloco.join()
+    diloco.step()
+    diloco.load_state_dict(diloco.state_dict())
+    with pytest.raises(DiLoCoError, match="call join"):
+        diloco.step()
+
+
+def test_an_optimizer_counts_once_though_it_is_listed_twice_or_calls_the_step_that_it_inherits():
+    class Inherits(torch.optim.SGD):
+        def step(self, closure=None):
+            return super().step(closure)
+
+    model = Tiny()
+    for kind in (torch.optim.SGD, Inherits):  # the hooks are put into each class once it is used
+        optimizer = kind(model.parameters(), lr=0.1)
+        with DiLoCo(model, [optimizer, optimizer], reducer=Script()) as diloco:
+            train_steps(model, optimizer, 0, 1, 3)
+            assert diloco.step_count == 3
+
+
+def test_anchors_before_the_join_are_the_weights_that_were_loaded():
+    model, loaded = Tiny(seed=0), Tiny(seed=1)
+    diloco = DiLoCo(model, adamw(model), reducer=Script())
+    model.load_state_dict(loaded.state_dict())
+    with diloco.anchors():
+        assert torch.equal(flat(model), flat(loaded))
+
+
+def test_a_last_sync_that_was_interrupted_is_not_made_again():
+    class Interrupted(Script):
+        def drain(self, seconds=None):
+            raise KeyboardInterrupt
+
+    model, optimizer, diloco = make(reducer=(script := Interrupted()))
+    train_steps(model, optimizer, 0, 1, 3)
+    with pytest.raises(KeyboardInterrupt):
+        diloco.finish()
+    with pytest.raises(DiLoCoError, match="has left"):
+        diloco.finish()
+    assert not script.sent
+
+
+def test_a_rate_that_is_a_tensor_is_summed_without_rounding_it():
+    optimizer = torch.optim.AdamW(Tiny().parameters(), lr=torch.tensor(3e-4), foreach=False)
+    work = sum((Work(lr_sum=lr_of([optimizer]), steps=1) for _ in range(100)), Work(lr_sum=64.0))
+    assert float(work.lr_sum) - 64 == pytest.approx(100 * 3e-4, rel=1e-6)
+
+
 def test_a_step_after_finish_warns_once_and_a_new_diloco_ends_the_warning():
     def loop(reducer):
         model = Tiny()
@@ -210,6 +263,7 @@ def test_nan_in_a_buffer_at_the_end_leaves_the_parameters_equal_and_names_the_bu
     def loop(reducer):
         model = nn.Sequential(Tiny(reducer.replica), nn.BatchNorm1d(3))
         diloco = DiLoCo(model, reducer=reducer, fragments=Balanced(2))
+        diloco.join()
         diloco.step()
         if reducer.replica:
             model[1].running_mean[1] = float("nan")

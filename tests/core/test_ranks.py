@@ -12,8 +12,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from diloco import Balanced, Collective, DiLoCo, Float32, Mismatch, NotFinite
+from diloco import Balanced, Collective, ConfigError, DiLoCo, Float32, Mismatch, NotFinite
 from diloco.bucket import Bucket
+from diloco.core.checks import check_overlap_of_copies
 from diloco.core.tensors import shard_id
 from tests.support.models import Tiny, adamw, anchors, fingerprints, flat, loss_of, make, steps, train_steps
 from tests.support.processes import run
@@ -30,6 +31,30 @@ def _ddp(rank):
     with DiLoCo(wrapped, optimizer := adamw(model), sync_every=5, codec=Float32(), reducer=reducer) as diloco:
         train_steps(wrapped, optimizer, rank, 1, 11)
     return flat(model), diloco.stats.bytes_sent
+
+
+def _counted_apart(rank):
+    """Each rank has counted other tokens: the replica's weight is their sum, on all of its ranks."""
+    across, within = groups(rank)
+    model = Tiny()
+    wrapped = DistributedDataParallel(model, process_group=within)
+    optimizer = adamw(model)
+    with pytest.raises(ConfigError, match=r"with a Collective for one process.*Pass DDP's group as ddp_ranks"):
+        DiLoCo(wrapped, adamw(model), reducer=Collective(across)).join()
+    reducer = Collective(across, ddp_ranks=within)
+    with DiLoCo(wrapped, optimizer, sync_every=5, codec=Float32(), reducer=reducer) as diloco:
+        for step in range(1, 12):
+            diloco.count((1, 0, 0, 10)[rank])
+            train_steps(wrapped, optimizer, rank, step, step)
+        share = diloco.stats.last[-1].share
+    return flat(model), share
+
+
+def test_a_replica_weighs_what_all_of_its_ranks_have_counted():
+    results = run(4, _counted_apart)
+    weights = [weights for weights, _ in results]
+    assert all(torch.equal(w, weights[0]) for w in weights)
+    assert [share for _, share in results] == pytest.approx([1 / 11, 1 / 11, 10 / 11, 10 / 11])
 
 
 def _pairs_of_batches(rank):
@@ -107,6 +132,10 @@ def _tensor_parallel(rank, ranks):
         parallelize_module(model[1], mesh["tp"], ColwiseParallel())
         fully_shard(model, mesh=mesh["dp"])
         names.append(str(shard_id(model.parameters())))
+        parameters = list(model.parameters())
+        check_overlap_of_copies(parameters[2:3], 4)
+        with pytest.raises(ConfigError, match="several ranks of a replica hold"):
+            check_overlap_of_copies(parameters, 4)
     return names
 
 

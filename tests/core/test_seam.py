@@ -254,6 +254,7 @@ def test_work_that_was_given_up_does_not_weigh_if_the_delta_in_flight_does_not_c
     nn.init.zeros_(model.weight)
     settings = {"sync_every": 4, "overlap": 3, "outer": SGD(1.0), "codec": Float32(), "fragments": Balanced(2)}
     diloco = DiLoCo(model, reducer=script, **settings)
+    diloco.join()
     for step in range(1, 11):
         with torch.no_grad():
             model.weight += 1
@@ -307,6 +308,7 @@ def test_a_lost_peer_does_not_swallow_what_is_due_in_the_same_step():
     model = nn.Linear(1, 2, bias=False)
     script = Lost()
     diloco = DiLoCo(model, reducer=script, sync_every=4, overlap=2, fragments=Balanced(2))
+    diloco.join()
     for _ in range(5):
         diloco.step()
     with pytest.raises(PeerLost):

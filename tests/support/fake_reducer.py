@@ -136,6 +136,7 @@ def start(script, **settings):
     diloco = DiLoCo(model, reducer=script, **settings)
 
     def step():
+        diloco.join()
         with torch.no_grad():
             model.weight += 1
         script.now += 1

@@ -7,6 +7,7 @@ import pytest
 
 from diloco.cli import main
 from tests.support.commands import (
+    SMALL,
     check_anchors,
     check_same,
     ended,
