@@ -216,7 +216,7 @@ class Bucket:
         part = self._fragments[fragment]
         with self._lock:
             outcome = self._poll(part, index)
-            while outcome is None and self._entering and not part.machine.caught_up:
+            while outcome is None and self._entering and not part.machine.caught_up and self._has_time:
                 self._lock.wait(1.0)
                 outcome = self._poll(part, index)
             while outcome is None and self._ends is not None and part.machine.expects_outcome:
@@ -224,6 +224,10 @@ class Bucket:
             if outcome is not None:
                 self._wake(fragment)  # there is room for the next one
             return outcome
+
+    @property
+    def _has_time(self) -> bool:
+        return self._ends is None or self._clock() < self._ends
 
     def _poll(self, part: Fragment, index: int) -> Outcome | None:
         self._check()

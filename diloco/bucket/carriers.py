@@ -19,7 +19,7 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -128,6 +128,7 @@ class Carrier:
         """`report` is called with an event and its values when a member is not asked any more, or cannot be served."""
         self._report = report
         self._offered: dict[int, dict[int, dict[str, Payload]]] = {}  # fragment: round: digest: payload
+        self._delta: dict[int, tuple[str, ...]] = {}  # fragment: digests of the last delta of this member
         self._owners: dict[str, Owner] = {}
         self._lock = threading.Lock()
         self._server: Server | None = None
@@ -138,13 +139,19 @@ class Carrier:
         self._server = Server(announced, self._payload, self._report)
         return str(Address(announced.host, self._server.port, self._server.fingerprint, self._server.token.hex()))
 
-    def offer(self, fragment: int, index: int, payloads: Mapping[str, Payload]) -> None:
-        """Serve these payloads, by digest, during this round and the next ones."""
+    def offer(self, fragment: int, index: int, payloads: Mapping[str, Payload], *, own_delta: bool = False) -> None:
+        """Serve these payloads, by digest, during this round and the next ones. A delta of this member replaces the one
+        that it offered before for the same round."""
         if self._server is None:
             return
         with self._lock:
             rounds = self._offered.setdefault(fragment, {})
-            rounds.setdefault(index, {}).update(payloads)
+            offered = rounds.setdefault(index, {})
+            if own_delta:
+                for digest in self._delta.get(fragment, ()):
+                    offered.pop(digest, None)
+                self._delta[fragment] = tuple(payloads)
+            offered.update(payloads)
             self._offered[fragment] = {i: offered for i, offered in rounds.items() if i > index - ROUNDS}
 
     def fetch(self, name: str, address: str, digest: str, size: int, deadline: float) -> bytes | None:
@@ -170,6 +177,13 @@ class Carrier:
                 self.received += size
             owner.refusals = 0
         return data
+
+    def keep(self, names: Collection[str]) -> None:
+        """Close the connections to all other members."""
+        with self._lock:
+            gone = [self._owners.pop(name) for name in self._owners.keys() - names]
+        for owner in gone:
+            owner.close()
 
     def _payload(self, digest: str) -> Payload | None:
         with self._lock:

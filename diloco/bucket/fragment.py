@@ -146,7 +146,7 @@ class Fragment:
                 return dict(zip(names, read, strict=True))
             case machine.Close(record, attempt, heads):
                 if heads:
-                    record = replace(record, heads=(yield from rounds.put_heads(record.index, [*heads])))
+                    record = replace(record, heads=(yield from rounds.put_heads(record, [*heads])))
                 return (yield from rounds.close(record, attempt))
             case machine.Average(record):
                 return (yield from self._average(effect) if record.heads else self._average_all(effect))
@@ -185,7 +185,7 @@ class Fragment:
             return self.machine.is_stale(index, failed)
 
         began = self.session.clock()
-        self.session.carrier.offer(self.number, index, delta.payloads)
+        self.session.carrier.offer(self.number, index, delta.payloads, own_delta=True)
         stored = all((yield from together([put(part, stale) for part in delta.objects])))
         stored = stored and (yield from put(delta.head, stale))
         # Note the time even if the round was closed meanwhile: then the others' straggler timeout was too short.
@@ -222,6 +222,7 @@ class Fragment:
             return reason
         if mean is None:
             return None
+        self._averaging = None
         return Averaged((yield from self._state_after(average, mean)), averaging.received, {})
 
     def _state_after(self, average: machine.Average, mean: tuple[Encoded, ...]) -> Task[State]:

@@ -285,7 +285,9 @@ class OwnDelta:
     """This member's delta for the round after the held one. There may be several: an undelivered one is replaced."""
 
     waiting: Sent | None = None  # to be encoded
-    encoded: dict[str, Contribution] = field(default_factory=dict)  # by digest
+    sends: int = 0
+    encoded: dict[str, Contribution] = field(default_factory=dict)  # by digest; only the last one has its values
+    place: dict[str, int] = field(default_factory=dict)  # by digest: its number among the sends
     delivered: Contribution | None = None  # final: the store has confirmed it
     delivered_at: float = 0.0
     newest: str | None = None  # digest of the last one, once it is encoded, if its codec is coarse
@@ -444,7 +446,7 @@ class Machine:
         if self._is_over(sent.index):
             self.ready.append(Dropped())
             return None
-        self.own.waiting, self.own.newest = sent, None
+        self.own.waiting, self.own.newest, self.own.sends = sent, None, self.own.sends + 1
         self._never_sent, self._steps_from, self._sent_at = False, 0, now
         if self.sending in (Phase.IDLE, Phase.DELIVERED):
             self._send(Phase.ENCODING)
@@ -461,7 +463,8 @@ class Machine:
             self.ready.append(Dropped(reset=True, non_finite=True))
             return self._next(now)
         digest = encoded.contribution.digest
-        self.own.encoded[digest] = encoded.contribution
+        older = {key: replace(contribution, payloads=None) for key, contribution in self.own.encoded.items()}
+        self.own.encoded, self.own.place[digest] = {**older, digest: encoded.contribution}, self.own.sends
         self.own.newest = digest if encoded.needs_own else None
         if not self._is_open(index):  # it may still count: an earlier life may have put the same object
             self._send(Phase.IDLE)
@@ -548,8 +551,15 @@ class Machine:
         confirmed, link = self._held_state, self._links.get(self.held)
         self._hold(averaged.state)
         earlier = delta is None and self.session.name in record.members
+        newer = 0 if delta is None else own.sends - own.place[delta.digest]
         outcome = Round(
-            averaged.state, record.members, counted=delta is not None, earlier=earlier, own=values, cost=cost
+            averaged.state,
+            record.members,
+            counted=delta is not None,
+            newer=newer,
+            earlier=earlier,
+            own=values,
+            cost=cost,
         )
         if self.held != self.frontier or link is None:
             return HandOver(outcome)  # catching up: a newer state follows at once
@@ -872,7 +882,8 @@ class Machine:
         """`state` is the newest computed here; training may still hold an older one."""
         self._frontier_state, self.frontier, self.previous = state, state.index, link
         self.seen = Seen(state.index + 1, tuple(members))
-        self._links = {index: link for index, link in self._links.items() if index > state.index - rules.LINKS}
+        kept = range(state.index - rules.LINKS + 1, state.index)
+        self._links = {index: link for index, link in self._links.items() if index in kept}
         self._links[state.index] = link
 
     def _hold(self, state: State) -> None:

@@ -151,6 +151,11 @@ class Members:
 
     def update(self, members: Iterable[Member], now: float) -> list[Member]:
         """Take in the entries of other members. Returns those that are new or have left."""
+        silent = now - self._looked
+        if silent > self.ttl / 2:  # the store or this process was away: nobody could be seen to live
+            for sight in self._seen.values():
+                sight.beat, sight.moved = sight.beat + silent, sight.moved + silent
+            self._alive = None
         new, self._looked = [], now
         for member in members:
             known = self._seen.get(member.name)
@@ -172,7 +177,8 @@ class Members:
 
     def alive(self, now: float) -> dict[str, Member]:
         """All other living members. A first sight counts for one ttl; a member that has left is dead at once. Cached,
-        because it is called far more often than it changes."""
+        because it is called far more often than it changes. Nobody dies while the store cannot be read."""
+        now = min(now, self._looked + self.ttl / 2)
         if self._alive is None or self._alive[0] != self.ttl or now > self._alive[1]:
             sights = [
                 sight for name, sight in self._seen.items()
@@ -193,11 +199,12 @@ class Members:
         sight = self._seen.get(name)
         if sight is None or sight.member.incarnation < incarnation:
             return False
-        silent = min(now, self._looked) - sight.beat  # nobody dies while the store cannot be read
+        silent = min(now, self._looked) - sight.beat
         return sight.member.incarnation > incarnation or sight.member.left or silent > self.ttl
 
     def stuck(self, now: float) -> set[str]:
         """Members with a heartbeat that make no steps."""
+        now = min(now, self._looked + self.ttl / 2)
         living = ((name, self._seen[name]) for name in self.alive(now))
         return {
             name for name, sight in living

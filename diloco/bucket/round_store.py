@@ -301,10 +301,10 @@ class RoundStore:
 
         return replace(head, payloads=(yield Work(payloads)))
 
-    def put_heads(self, index: int, deltas: list[Contribution]) -> Task[str]:
+    def put_heads(self, record: Record, deltas: list[Contribution]) -> Task[str]:
         """Put the heads of a future record's deltas in one object, so that the other members need not read each of
         them. Returns its digest."""
-        sealed = yield Work(lambda: seal_heads(self._envelope, self.fragment, index, deltas))
+        sealed = yield Work(lambda: seal_heads(self._envelope, record, deltas))
         yield from put(sealed)
         return sealed.digest
 

@@ -445,11 +445,12 @@ def _read_entries(opened: Opened) -> tuple[Entry, ...]:
     return tuple(entries)
 
 
-def seal_heads(envelope: Envelope, fragment: int, index: int, deltas: Sequence[Contribution]) -> Sealed:
+def seal_heads(envelope: Envelope, record: Record, deltas: Sequence[Contribution]) -> Sealed:
     """The heads of all deltas of a record in one object. Compressed: digests are hexadecimal, and the rest of all heads
-    is alike."""
+    is alike. It names the record that is replaced, or a damaged object would serve the replacement again."""
     payload = zlib.compress(b"".join(_LENGTH.pack(len(delta.head)) + delta.head for delta in deltas))
-    return envelope.seal(heads_name(fragment, index), "heads", {"fragment": fragment, "index": index}, payload)
+    fields = {"fragment": record.fragment, "index": record.index} | ({"voids": record.voids} if record.voids else {})
+    return envelope.seal(heads_name(record.fragment, record.index), "heads", fields, payload)
 
 
 @refuses

@@ -245,6 +245,7 @@ class Session:
             raise Superseded(f"another process has joined the run as {self.name!r}: give each member a different name")
         for member in self.members.update((m for m in members if m.name != self.name), self.clock()):
             self.event("left" if member.left else "member", member=member.name)
+        self.carrier.keep(self.members.alive(self.clock()).keys())
         stuck = self.members.stuck(self.clock())
         for name in sorted(stuck - self._stuck):
             self.event("stuck", member=name)

@@ -159,8 +159,8 @@ class Averaging:
         """A share whose header is in the store and whose values come from the member that should have averaged it."""
         session, members = self._session, [e.member for e in self.record.entries]
         away = session.members.away(members, session.clock())
-        makers = (member for member in members if turns_to_average(self.record, member, away)(share) == 0)
-        maker = next(makers, session.name)
+        start = (int(self.record.digest[:8], 16) + share) % len(members)
+        maker = next((member for member in members[start:] + members[:start] if member not in away), session.name)
         if session.source(maker, "", size) is None:
             return None
         begin = yield Read(name, 0, first=BEGINNING, patient=True)

@@ -164,7 +164,9 @@ class DiLoCo:
         if self._life is Life.JOINED:
             return
         self._life.check_open()
+        self.replica.check_start()
         self.replica.read_start()
+        self.replica.round_start()
         self._meet()
         # Rounds that the others finished before this replica came.
         self._apply([fragment for fragment in self.replica.all if fragment.in_flight is None])

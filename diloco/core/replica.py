@@ -182,15 +182,21 @@ class Replica:
         for fragment in self.buffers:
             fragment.view.find(trained_buffers(self.model))
 
-    def read_start(self) -> None:
-        """Weights loaded since construction are the start, not progress. After a state they must be those that were
-        saved with it."""
+    def check_start(self) -> None:
+        """After a state was loaded, the weights must be those that were saved with it."""
         checks.check_weights(self._expected_weights, self.parameters)
         self._expected_weights = None
+
+    def read_start(self) -> None:
+        """Weights loaded since construction are the start, not progress."""
         self.find_buffers()
         for fragment in () if self.started else self.all:
             fragment.view.read(fragment.state.anchor)
-            fragment.view.write(fragment.state.anchor)  # float64 rounded to fp32, as the others get it
+
+    def round_start(self) -> None:
+        """From float64 to float32, as the others get it."""
+        for fragment in () if self.started else self.all:
+            fragment.view.write(fragment.state.anchor)
 
     def offer(self, sync_every: int, codec: Codec) -> Join:
         """For a reducer that meets the others. It may write to the anchors."""

@@ -84,6 +84,7 @@ class FragmentSync:
         self.number, self.pieces, self.view, self.place = number, pieces, view, place
         self.reducer, self.outer, self.codec, self.memory, self._packs_for = reducer, outer, codec, memory, packs_for
         self.in_flight: InFlight | None = None
+        self._replaced: list[Work] = []  # what was done when the deltas were sent that the one in flight replaces
         self.sent_step = 0
         self.counted = Work()  # what is in the anchor
         self.resumed = Work()  # what an earlier life had done when it saved the state that this one began with
@@ -106,6 +107,7 @@ class FragmentSync:
         values = self._values(memory, self._packs_for, self.place.send(memory))
         seconds = time.perf_counter() - began
         self.sent_step = done.steps
+        self._replaced = [] if self.in_flight is None else [*self._replaced, self.in_flight.done]
         self.in_flight = InFlight(done, done - self.counted, memory, values, sent_at=time.time(), seconds=seconds)
 
     def send_in_flight(self, *, last: bool = False) -> None:
@@ -175,7 +177,7 @@ class FragmentSync:
                 self.view.merge(self.state.anchor, keep_local, uploads)
             else:
                 self.view.merge(self._with_loss(sent, round.own()), keep_local)
-            self.counted = sent.done
+            self.counted = [*self._replaced, sent.done][-1 - round.newer]
             self._free(old, sent)
         elif round.earlier and self.resumed.steps > self.counted.steps:
             self.counted = self.resumed

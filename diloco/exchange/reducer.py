@@ -135,6 +135,7 @@ class Round:
     earlier: bool = False  # instead of it, the mean has one that was sent by an earlier life of this replica
     own: Callable[[], Tensor] | None = None  # this replica's delta as the others decoded it; None: not asked or unknown
     cost: Cost = Cost()
+    newer: int = 0  # deltas that this replica has sent after the one that counted
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,10 @@ from rich.text import Text
 
 from diloco.bucket.leases import audit, read_ranges
 from diloco.bucket.members import Member, MemberOptions, Phase, read_members
-from diloco.bucket.round_store import RoundStore
-from diloco.bucket.rounds import PIECES, Record, folder
+from diloco.bucket.round_store import AT_ONCE, RoundStore
+from diloco.bucket.rounds import PIECES, folder
 from diloco.bucket.run import NAME, SHARD, below, find_run
-from diloco.bucket.store import List, Size, together
+from diloco.bucket.store import List, Size, in_batches
 from diloco.bucket.store.backend import open_store
 from diloco.bucket.store.envelope import Envelope, open_encrypted
 from diloco.bucket.store.store import Store
@@ -32,8 +32,6 @@ LOST = MemberOptions().ttl
 COLUMNS = {"member": 0, "state": 0, "round": 0, "step": 3, "loss": 2, "anchors": 4, "tokens/s": 5, "step time": 6,
            "batch": 7, "counted": 1}  # fmt: skip
 """The columns of a member, and the order in which a narrow terminal drops them, see `Column.spare`."""
-
-
 PHASES = ("state", "members: fragments", "waits for")
 
 
@@ -86,6 +84,7 @@ class Watch:
         self._rejected = 0
         self._tokens: Counter[str] = Counter()  # or steps, that the records of the first fragment count
         self._counted = 0  # the last of these records
+        self._rounds: dict[tuple[int, int], tuple[dict[str, float], int]] = {}  # by fragment and index, see `_closed`
         self._clock = clock
         # (time, rounds of all fragments, fewest rounds of a fragment): first and last
         self._pace: list[tuple[float, int, int]] = []
@@ -145,7 +144,7 @@ class Watch:
         """Add up the work that the records name. Every record stays in the store, and is read once."""
         rounds = RoundStore.reader(0, self._envelope, self._reject)
         tasks = [rounds.record(index, None) for index in range(self._counted + 1, newest + 1)]
-        for attempts in self._store.run(together(tasks), nullcontext()):
+        for attempts in self._store.run(in_batches(tasks, AT_ONCE), nullcontext()):
             for entry in attempts.record.entries if attempts.record else ():
                 self._tokens[entry.member] += round(entry.tokens)
         self._counted = max(self._counted, newest)
@@ -175,18 +174,23 @@ class Watch:
         claims = sorted({member.held[fragment] for member in members if fragment < len(member.held)}, reverse=True)
         few = max(1, ROUNDS // len(self.run.snapshots))
         rounds = RoundStore.reader(fragment, self._envelope, self._reject)
-        newest = next((i for i in claims if self._record(rounds, i) is not None), 0)
+        newest = next((i for i in claims if self._closed(rounds, i) is not None), 0)
         for index in range(newest, max(newest - few, 0), -1):
-            record = self._record(rounds, index)
-            if record is not None:
-                yield index, record.members, self._bytes(fragment, index)
+            if (closed := self._closed(rounds, index)) is not None:
+                yield index, *closed
+        self._rounds.pop((fragment, newest), None)  # its shares may still be put
 
-    def _bytes(self, fragment: int, index: int) -> int:
-        prefixes = folder(fragment, index), folder(fragment, index, PIECES)
-        return sum(sum(self._store.perform(List(prefix)).values()) for prefix in prefixes)
-
-    def _record(self, rounds: RoundStore, index: int) -> Record | None:
-        return self._store.run(rounds.record(index, None), nullcontext())[0]
+    def _closed(self, rounds: RoundStore, index: int) -> tuple[dict[str, float], int] | None:
+        """The share of each member in a round, and the bytes of its objects, read once; None if it is open."""
+        place = rounds.fragment, index
+        if place not in self._rounds:
+            record = self._store.run(rounds.record(index, None), nullcontext())[0]
+            if record is None:
+                return None
+            prefixes = folder(*place), folder(*place, PIECES)
+            nbytes = sum(sum(self._store.perform(List(prefix)).values()) for prefix in prefixes)
+            self._rounds[place] = record.members, nbytes
+        return self._rounds[place]
 
     def _state(self, member: Member) -> tuple[str, str]:
         """The kind of a member's row, and its text."""

@@ -235,8 +235,9 @@ class Elastic:
         self._position = max(start, self._config.sync_every * index)
         self._warm |= index == 0
         self._order = self._data_order(folder / f"order-{self._world.shard}", bool(start))
-        if self._world.shard == 0:
-            (folder / "run-id").write_text(run.id)
+        if self._world.shard == 0 and not (folder / "run-id").exists():
+            (folder / "run-id.new").write_text(run.id)  # a full disk must not empty the name of the run
+            (folder / "run-id.new").replace(folder / "run-id")
         event = f"created run {run.id}" if run.created else f"joined run {run.id} at round {index}"
         self._say(f"{event}, as {self.reducer.name}")
         if self.over:
@@ -335,10 +336,13 @@ class Elastic:
             self._say(text if lost else "the other members have all steps of this one")
         if self._leases:
             self._leases.trained(self._diloco.replica.counted_steps, self._diloco.replica.lost_steps)
-            self.reducer.release(self._leases)
+            if not stopped:
+                self.reducer.release(self._leases)
         return lost
 
     def leave(self) -> None:
+        if self._leases:  # after the checkpoint: a store that does not answer takes seconds of the notice
+            self.reducer.release(self._leases)
         self.reducer.leave()  # so that the others need not wait for a timeout
 
     def _say(self, text: str) -> None:

@@ -39,7 +39,7 @@ def watched(service: str | None, tell: Callable[[], None]) -> Iterator[None]:
                     log.warning("the cloud will preempt this machine: syncing, saving a checkpoint and stopping")
                     tell()
                     return
-            except (OSError, HTTPException) as error:
+            except (OSError, HTTPException, ValueError) as error:
                 if not silent:
                     log.warning("the metadata service %s does not answer (%s); retrying", service, error)
                 silent = True
@@ -55,11 +55,10 @@ def watched(service: str | None, tell: Callable[[], None]) -> Iterator[None]:
 
 
 def has_notice(url: str) -> bool:
-    """Whether the service announces the preemption of this machine. Raises OSError or HTTPException if it gives no
-    valid HTTP response."""
-    opener = urllib.request.build_opener(
-        urllib.request.ProxyHandler({})
-    )  # a proxy would reach its own machine's service
+    """Whether the service announces the preemption of this machine. Raises OSError, HTTPException or ValueError if it
+    gives no valid HTTP response."""
+    # A proxy would ask about its own machine.
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
     def answer(url: str, method: str = "GET", **headers: str) -> str:
         request = urllib.request.Request(url, headers=headers, method=method)
@@ -70,7 +69,8 @@ def has_notice(url: str) -> bool:
     service = f"{address.scheme}://{address.netloc}"
     with contextlib.suppress(OSError, HTTPException):  # aws requires a token; the others have none
         token = answer(f"{service}/latest/api/token", "PUT", **{"X-aws-ec2-metadata-token-ttl-seconds": "60"})
-        headers["X-aws-ec2-metadata-token"] = token
+        if token.isascii() and token.isprintable():
+            headers["X-aws-ec2-metadata-token"] = token
     try:
         text = answer(url, **headers)
     except urllib.error.HTTPError as error:

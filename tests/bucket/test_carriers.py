@@ -337,6 +337,25 @@ def test_a_member_has_as_long_for_a_payload_as_for_its_upload():
     assert deadlines == [LEAST_DEADLINE + 4.0, LEAST_DEADLINE + 9.0, LEAST_DEADLINE + LONGEST_UPLOAD, LEAST_DEADLINE]
 
 
+def test_connections_to_members_that_are_gone_are_closed(owner, reader):
+    assert fetched(reader, owner.address) == PAYLOAD
+    (connection,) = reader._owners["owner"]._idle
+    reader.keep({"owner"})
+    assert connection.fileno() >= 0
+    reader.keep(set())
+    assert connection.fileno() < 0 and not reader._owners
+
+
+def test_a_delta_that_was_replaced_is_not_served(reader):
+    with contextlib.closing(Carrier()) as owner:
+        address = owner.listen(HERE)
+        owner.offer(0, 1, {"00" * 32: b"older"}, own_delta=True)
+        owner.offer(0, 1, {"11" * 32: b"a share"})
+        owner.offer(0, 1, {DIGEST: PAYLOAD}, own_delta=True)
+        assert fetched(reader, address) == PAYLOAD
+        assert set(owner._offered[0][1]) == {"11" * 32, DIGEST}
+
+
 def test_a_member_that_comes_back_elsewhere_is_asked_there(owner, reader):
     for _ in range(REFUSALS):
         assert fetched(reader, "127.0.0.1:1 a b") is None

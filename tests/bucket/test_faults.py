@@ -1,12 +1,14 @@
 """A store that lists late or has lost objects, garbage in the way, and machines that compute other bits."""
 
+from dataclasses import replace
+
 import pytest
 
 from diloco import SGD, Diverged
 from diloco.bucket import snapshots
 from diloco.bucket.members import Member
 from diloco.bucket.rounds import Entry, Record, folder, member_of, place_of, record_name, snapshot_index
-from diloco.bucket.store import List, Read
+from diloco.bucket.store import Create, List, Read
 from tests.support.players import GARBAGE, SETTINGS, Player, World, complete, meet, one_member
 from tests.support.sharing import crowd, rounds_of, small_pieces, together
 
@@ -112,6 +114,31 @@ def test_a_record_whose_delta_is_lost_is_replaced_after_a_while_and_the_fragment
     late.turn()
     together((a, b, late), a.held[0] + 3)
     assert any(len(outcome.members) == 3 for outcome in rounds_of(late))
+
+
+def test_heads_that_were_damaged_in_the_store_stop_a_fragment_only_for_a_while(monkeypatch):
+    small_pieces(monkeypatch)
+    world, damaged = World(1, values=6), []
+    players = crowd(world, 2)
+    together(players, 2)
+    attempt = world.attempt
+
+    def damaging(operation):
+        if isinstance(operation, Create) and "/heads-" in operation.name and len(damaged) < 1:
+            damaged.append(operation.name)
+            operation = replace(operation, data=operation.data[:-1] + bytes([operation.data[-1] ^ 1]))
+        return attempt(operation)
+
+    monkeypatch.setattr(world, "attempt", damaging)
+    before = world.closed(0)
+    for _ in range(250):
+        for player in players:
+            player.turn()
+            player.step()
+        world.now += 10.0
+        if min(player.held[0] for player in players) > before + 3:
+            break
+    assert damaged and min(player.held[0] for player in players) > before + 3
 
 
 class Flipping(SGD):

@@ -38,7 +38,7 @@ def objects(monkeypatch):
         "delta": whole.head,
         "head": cut.head,
         "pieces": cut.objects[0],
-        "heads": seal_heads(ENVELOPE, 1, 1002, [cut.contribution]),
+        "heads": seal_heads(ENVELOPE, record, [cut.contribution]),
         "record": ENVELOPE.seal(name, "record", *record.sealed()),
         "share": seal_share(ENVELOPE, record, 2, 1, payloads[0]),
         "snapshot": seal_snapshot(ENVELOPE, 1, State(1002, values, values), HEX),

@@ -233,6 +233,16 @@ def test_a_moment_of_refusals_is_waited_out_and_said_and_a_long_one_is_the_end(n
         store.perform(Write("x", b""))
 
 
+def test_a_member_that_may_read_but_not_write_says_so_and_ends(no_pauses):
+    backend, events = Refusing(), []
+    store = store_of(backend, events)
+    store.perform(Read("y", 9))
+    backend.never, backend.meanwhile = {"beat"}, lambda: store.perform(Read("y", 9))
+    with pytest.raises(ConfigError, match="403"):
+        store.perform(Write("beat", b""))
+    assert events == ["store does not write"]
+
+
 def test_one_refused_object_is_left_alone_while_the_store_does_the_rest(no_pauses):
     backend, events = Refusing(), []
     store = store_of(backend, events)

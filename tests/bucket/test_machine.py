@@ -633,3 +633,21 @@ def test_whatever_the_store_answers_only_transitions_of_the_table_follow_and_rou
             fate.train()
             assert fate.machine.frontier >= fate.machine._reached or fate.machine.following is Phase.JUMPING
             assert len(fate.machine.ready) <= 4
+
+
+def test_only_the_last_of_the_deltas_that_could_not_be_delivered_keeps_its_values():
+    machine = new()
+    for number in range(5):
+        deliver = sent(machine, f"{number:02d}" * 32)
+        machine.handle(Done(deliver, False), 0.0)
+    assert [delta.payloads is not None for delta in machine.own.encoded.values()] == [False] * 4 + [True]
+
+
+def test_what_followed_a_record_that_was_outvoted_is_forgotten():
+    machine = new()
+    again = closed_by_b(machine, look(machine), fingerprint=99)
+    closed_by_b(machine, again, index=2)
+    assert machine.frontier == 2
+    machine.handle(Polled(1), 0.0)
+    done(machine, look(machine, CountVotes), True, Inspect)
+    assert set(machine._links) == {0}

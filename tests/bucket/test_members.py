@@ -62,7 +62,21 @@ def test_who_missed_a_round_is_waited_for_again_once_it_delivers():
     assert set(members.awaited(1.0, everyone=False)) == {"c"}
     members.delivered("b")
     assert set(members.awaited(1.0, everyone=False)) == {"b", "c"}
+    for now in (5.0, 10.0):
+        members.update([], now)
     assert not members.awaited(10.1, everyone=True)
+
+
+def test_nobody_dies_while_the_store_cannot_be_read():
+    members, entry = Members("a", ttl=10.0), Member("b", 0, joining=False)
+    members.update([entry], 0.0)
+    members.update([entry], 1.0)
+    assert set(members.alive(60.0)) == {"b"}
+    members.update([entry], 60.0)  # its next heartbeat is not read yet
+    assert set(members.alive(61.0)) == {"b"} and not members.is_gone("b", 0, 61.0)
+    for now in (64.0, 68.0, 72.0):
+        members.update([entry], now)
+    assert not members.alive(72.0) and members.is_gone("b", 0, 72.0)
 
 
 @pytest.mark.parametrize(
@@ -175,7 +189,9 @@ def test_who_makes_no_steps_is_not_awaited_although_it_lives():
         awaited = set(members.awaited(float(now), everyone=True))
         assert awaited == ({"b"} if now > STUCK else {"b", "c"})
     assert members.stuck(float(now)) == {"c"}
-    assert members.stuck(float(now) + 11) == set()  # nobody has a heartbeat
+    for later in (4.0, 8.0, 12.0):
+        members.update([], now + later)
+    assert members.stuck(now + 12.0) == set()  # nobody has a heartbeat
 
 
 def put_entry(world, member, **more):

@@ -103,6 +103,8 @@ def test_when_an_older_delta_counts_instead_of_the_newest_its_loss_is_unknown():
         b.step()
         b.turn()
         world.now += 0.5
+    older = a.diloco._fragments[0]._replaced[-1].steps
     a.turn()
     a.step()
     assert len(rounds(a)) == before + 1 and rounds(a)[-1].counted and rounds(a)[-1].own is None
+    assert a.diloco.replica.counted_steps == older  # no record has what the newer delta had since

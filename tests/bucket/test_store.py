@@ -3,6 +3,7 @@
 import threading
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import ClassVar
 
 import pytest
@@ -91,6 +92,29 @@ def test_after_a_timeout_large_bodies_take_turns_until_the_link_is_seen_to_carry
     for nbytes, seconds, allowed in ((LARGEST, 4.0, 1), (LARGE, 1.0, 1), (LARGE, 0.2, MAX_TRANSFERS)):
         transfers.succeeded(nbytes, seconds)
         assert transfers.allowed == allowed
+
+
+@pytest.mark.parametrize("operation", [Create("x", b"12345678"), Write("x", b"12345678")], ids=["create", "write"])
+def test_a_full_disk_is_not_filled_with_parts_of_files(operation, tmp_path, monkeypatch):
+    def write(path, data):
+        path.touch()
+        raise OSError("no space left")
+
+    folder = open_store(str(tmp_path))
+    monkeypatch.setattr(Path, "write_bytes", write)
+    with pytest.raises(Failure):
+        folder.attempt(operation)
+    assert not list((tmp_path / "staging").iterdir())
+
+
+def test_a_shortage_of_threads_only_slows_a_member_down(monkeypatch):
+    def start(thread):
+        raise RuntimeError("can't start new thread")
+
+    memory = Memory()
+    monkeypatch.setattr(threading.Thread, "start", start)
+    Store(memory).perform(All([Create(str(k), b"x") for k in range(5)]))
+    assert len(memory.stored) == 5
 
 
 def test_who_waits_for_a_lane_is_let_go_when_the_store_is_closed_and_sends_nothing_stale():

@@ -162,7 +162,10 @@ def test_one_that_returns_with_nothing_sees_other_windows_and_one_that_resumes_g
     first, position = first_windows(tmp_path, tmp_path / "one")
     again, _ = first_windows(tmp_path, tmp_path / "two")
     assert len(set(first) & set(again)) < 6
+    name = tmp_path / "one/run-id"
+    before = name.stat().st_mtime_ns
     resumed, _ = first_windows(tmp_path, tmp_path / "one", start=3, position=position)
+    assert name.stat().st_mtime_ns == before  # a full disk must not empty it
     assert not set(first) & set(resumed)
     replayed, _ = first_windows(tmp_path, tmp_path / "one", start=3, position=0)
     assert replayed == first

@@ -64,6 +64,12 @@ def events(*kinds, machine=NAME):
     return json.dumps({"DocumentIncarnation": 1, "Events": listed})
 
 
+def test_a_service_whose_token_is_no_header_is_understood(monkeypatch):
+    monkeypatch.setattr(Service, "do_PUT", lambda self: self.say("FALSE\n"))
+    with service("gcp", "TRUE") as (_, url):
+        assert preemption.has_notice(url)
+
+
 @pytest.mark.parametrize(("cloud", "before", "notice"), [
     ("aws", None, '{"action": "terminate", "time": "2026-11-19T08:22:00Z"}'),
     ("gcp", "FALSE", "TRUE"),

@@ -144,7 +144,10 @@ class Folder:
                 return self._create(name, data)
             case Write(name, data):
                 staged = self._stage(data)
-                os.replace(staged, self._place(name))
+                try:
+                    os.replace(staged, self._place(name))
+                finally:
+                    staged.unlink(missing_ok=True)
             case Read(name, limit, first):
                 return self._read(self.root / name, limit, first, operation.at)
             case Size(name):
@@ -179,7 +182,11 @@ class Folder:
     def _stage(self, data: bytes) -> Path:
         staged = self.root / STAGING / secrets.token_hex(8)
         staged.parent.mkdir(exist_ok=True)  # not its parents: the folder may be unmounted for a while
-        staged.write_bytes(data)
+        try:
+            staged.write_bytes(data)
+        except OSError:  # a full disk must not fill up with parts of files
+            staged.unlink(missing_ok=True)
+            raise
         if not self._swept:
             self._swept = True
             self._sweep(staged.stat().st_mtime)
@@ -189,7 +196,7 @@ class Folder:
         """Delete files of dead processes. `now` comes from the clock that stamps the files."""
         with os.scandir(self.root / STAGING) as entries:
             for entry in entries:
-                with suppress(FileNotFoundError):  # another member sweeps too, or has just moved its own file
+                with suppress(OSError):  # another member sweeps too, has just moved its own file, or is another user
                     if entry.is_file(follow_symlinks=False) and now - entry.stat().st_mtime > LEFT_OVER:
                         Path(entry.path).unlink()
 

@@ -6,7 +6,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 from diloco.bucket.store import (
@@ -73,7 +73,7 @@ class Store:
         self._down = threading.Event()
         self._succeeded: float | None = None  # time of the last success
         self._refused: float | None = None  # since when every operation is refused
-        self._unlisted: set[str] = set()  # prefixes reported as not listable
+        self._failing: set[str] = set()  # what was reported as not listable or not writable
         self._news = threading.Condition()  # notified when the store answers again or is closed
         self._transfers = TransferLimit(TIMEOUT)
 
@@ -111,23 +111,26 @@ class Store:
                 refusals += isinstance(failure, Refused)
                 if isinstance(failure, Refused) and self._is_forbidden(operation, failure, refusals, began):
                     return _GIVEN_UP[type(operation)]
-                self._report_unlisted(operation, failure, began)
+                self._report_failing(operation, failure, began)
                 self._wait_to_retry(failure, pause)
                 continue
             self._note_success()
-            self._unlisted.discard(getattr(operation, "prefix", ""))
+            self._failing.discard(_needed(operation))
             self._count(operation, answer)
             return answer
         raise AssertionError
 
-    def _report_unlisted(self, operation: Operation, failure: Failure, began: float) -> None:
-        """A member cannot continue without a listing, so report it even though other operations succeed."""
-        if not isinstance(operation, List) or operation.prefix in self._unlisted or self._succeeded is None:
+    def _report_failing(self, operation: Operation, failure: Failure, began: float) -> None:
+        """A member cannot continue without listings and its heartbeat, so report them even though other operations
+        succeed."""
+        name = _needed(operation)
+        if not name or name in self._failing or self._succeeded is None:
             return
         if self._succeeded > began and self._clock() - began > SILENT:
-            self._unlisted.add(operation.prefix)
-            log.warning("cannot list %s in the store (%s); retrying", operation.prefix, failure)
-            self._report("store does not list", object=operation.prefix, reason=str(failure))
+            self._failing.add(name)
+            does = "list" if isinstance(operation, List) else "write"
+            log.warning("cannot %s %s in the store (%s); retrying", does, name, failure)
+            self._report(f"store does not {does}", object=name, reason=str(failure))
 
     def _note_success(self) -> None:
         self._succeeded, self._refused = self._clock(), None
@@ -142,7 +145,8 @@ class Store:
         allowed, or nothing for a long time: a moment with wrong credentials must not end a run."""
         now = self._clock()
         self._refused = now if self._refused is None else self._refused
-        if self._succeeded is None or now - self._refused > REFUSED:
+        unwritable = isinstance(operation, Write) and now - began > REFUSED  # reads may still succeed
+        if self._succeeded is None or now - self._refused > REFUSED or unwritable:
             raise ConfigError(str(refused))
         lasts = now - began > REFUSED if isinstance(operation, Read) and operation.patient else times >= REFUSALS
         return type(operation) in _GIVEN_UP and lasts and self._succeeded > began
@@ -191,9 +195,12 @@ class Store:
                 errors.append(error)
 
         helpers = min(rest.qsize(), CONNECTIONS) - (not works)  # this thread helps too, unless it has Work to do
-        threads = [threading.Thread(target=perform_rest, name="store", daemon=True) for _ in range(helpers)]
-        for thread in threads:
-            thread.start()
+        threads = list[threading.Thread]()
+        with suppress(RuntimeError):  # no more threads can be started: fewer do the same
+            for _ in range(helpers):
+                thread = threading.Thread(target=perform_rest, name="store", daemon=True)
+                thread.start()
+                threads.append(thread)
         for k, operation in enumerate(operations):
             if isinstance(operation, Work):
                 answers[k] = operation.perform()
@@ -228,6 +235,14 @@ class Store:
                     self.sent += len(data)
                 case Read() if isinstance(answer, bytes):
                     self.received += len(answer)
+
+
+def _needed(operation: Operation) -> str:
+    """The prefix of a listing or the name of a heartbeat; empty for other operations."""
+    match operation:
+        case List(prefix=name) | Write(name=name):
+            return name
+    return ""
 
 
 def size_of(operation: Operation) -> int:
