@@ -138,7 +138,7 @@ class Autopilot:
         cut = diloco.fragmenter if "fragments" in self._keep else fragmenter(settings.fragments)
         diloco.restart(sync_every=settings.sync_every, fragments=cut, overlap=settings.overlap, codec=codec)
         if diloco.overlap != settings.overlap:
-            agreed["reasons"]["overlap"] = f"the least automatic overlap; {settings.overlap} would be enough"
+            agreed["reasons"]["overlap"] = f"auto goes no lower; {settings.overlap} would be enough on this link"
             settings = replace(settings, overlap=diloco.overlap)
         self.choice = choice = Choice(**{**agreed, "settings": settings})
         measured = {"step_seconds": facts.step_seconds, "rate": facts.rate, "round_trip": facts.round_trip}

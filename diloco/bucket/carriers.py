@@ -242,7 +242,7 @@ class Owner:
         address = Address.read(self.address)
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
-        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # the entry says which certificate it is
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # pinned below
         plain = socket.create_connection((address.host, address.port), _left(until))
         with contextlib.ExitStack() as failed:
             failed.callback(plain.close)

@@ -138,7 +138,7 @@ class Leases:
     def __init__(self, session: Session, ranges: Ranges, lock: Any, wake: Callable[[], None]) -> None:
         self._session, self._ranges, self._lock, self._wake = session, ranges, lock, wake
         self._queue: deque[Lease] = deque()  # with windows left
-        self._open: list[Lease] = []  # of which a round still has to count windows
+        self._open: list[Lease] = []  # with windows that no round has counted yet
         self._dropped: set[str] = set()  # whose work was lost
         self._holders: dict[str, Holder | None] = {}
         self._epoch = self._counted = self._most = 0

@@ -33,7 +33,7 @@ from diloco.exchange.reducer import Cost, Delta, Dropped, Jump, Outcome, Round, 
 AHEAD = 2
 """Maximum rounds kept ready for training, each with its state."""
 MISSED = 8
-"""Deltas in a row without a record that names them, after which an event reports it."""
+"""After this many deltas in a row that no record names, an event reports it."""
 
 
 # Events of the training thread.
@@ -168,7 +168,7 @@ class ReadDeltas:
 
     Args:
         values: not only the heads.
-        complete: these are all that the round needs to be closed.
+        complete: these are all the deltas that the round needs before it can close.
     """
 
     names: Sequence[str]
@@ -337,7 +337,7 @@ class Machine:
 
     @property
     def phase(self) -> Phase:
-        """The one name of the state, for people."""
+        """A single name for the state, to show."""
         if self.ready:
             return Phase.READY
         return self.sending if self.following is Phase.OPEN else self.following
@@ -515,7 +515,7 @@ class Machine:
         """The next outcome, in order. Not before this member's delta is encoded: its digest tells whether it counts."""
         if self.own.waiting is not None or not self.ready:
             return None
-        if self._given_up:  # a record may name a delta that was given up, which a later life finds out
+        if self._given_up:  # a record may still name a delta that was given up: the member finds out when it returns
             return None
         outcome = self.ready[0]
         if isinstance(outcome, Followed) and outcome.record.fingerprint != self.fingerprint:
@@ -888,7 +888,7 @@ class Machine:
 
     def _hold(self, state: State) -> None:
         self.held, self.fingerprint = state.index, state.fingerprint()
-        self._held_state = replace(state, cached_fingerprint=self.fingerprint)  # whatever happens to its memory
+        self._held_state = replace(state, cached_fingerprint=self.fingerprint)  # correct even if its values are corrupted
         self.session.holds(self.number, self.held)
 
     def _is_over(self, index: int) -> bool:

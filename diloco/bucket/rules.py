@@ -23,7 +23,7 @@ from diloco.bucket.rounds import (
 from diloco.bucket.store.envelope import Invalid
 
 BEHIND = 8
-"""Maximum rounds by which a member may be behind and keep its local work."""
+"""How many rounds a member may fall behind and still keep its local work."""
 VOID = 900.0
 """Seconds for which a delta of a record must be missing before another record may replace that record."""
 LINKS = 16
@@ -55,7 +55,8 @@ def record_of_round(attempts: Iterable[Record | Invalid], void: Collection[str])
 
 
 def is_truthful(record: Record, deltas: Mapping[str, Contribution], max_work: float) -> bool:
-    """Whether a record describes its deltas as they are, so that no closer chooses what they weigh (2)."""
+    """Whether a record states the work and learning rate of its deltas correctly, so that no closer chooses their
+    weights (2)."""
     return all(
         e.tokens == min(deltas[e.digest].tokens, max_work) and e.lr == deltas[e.digest].lr for e in record.entries
     )

@@ -174,7 +174,7 @@ def _rehearsal(config: PlanConfig, settings: Settings) -> dict[str, float]:
     if config.model is None:
         raise ConfigError("--rehearse needs a whole model: set --model to a preset or to hf:PATH_OR_ID")
     if config.bus == "none":
-        raise ConfigError("--rehearse is about accelerators: leave out --bus none")
+        raise ConfigError("--rehearse needs an accelerator: leave out --bus none")
     from diloco.train.rehearsal import empty_model, rehearse
 
     model = empty_model(config.model.lower() if config.model.lower() in PRESETS else config.model, config.context)

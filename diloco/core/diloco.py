@@ -34,7 +34,7 @@ in one long one (53 rounds: 0.23 s). With 1 it might never, if the others close 
 
 
 class DiLoCo:
-    """Keep this replica's model in agreement with the others'.
+    """Keep this replica's model in sync with the others.
 
     Args:
         model: any module, or a list of them, such as the stages of a pipeline. Its trained parameters are read and

@@ -22,7 +22,7 @@ class Buffers:
     turn, share the memory of one, and never more is kept than was in use at one time.
 
     Pinned ones stay: allocating them would stop the device. They also come back by themselves once no tensor has them.
-    Nobody can give back a delta or a state that a reducer may still read, such as a delta that a newer one replaces.
+    Buffers that a reducer may still be reading cannot be given back, such as a delta that a newer one replaces.
     """
 
     def __init__(self, pinned: "Pinned | None" = None, lanes: Iterable[Lane] = ()) -> None:

@@ -40,7 +40,7 @@ from diloco.exchange.reducer import Dropped, Join, Next, Reducer, State
 
 
 class Replica:
-    """`where`: the state is, see `DiLoCo`."""
+    """`where` to keep the state: see `DiLoCo`."""
 
     def __init__(
         self,

@@ -53,7 +53,7 @@ class FirstRank:
         self._first = self._place.index == 0
         self._group: Any = None
         self._sizes: Sequence[tuple[int, int]] = ()  # of each fragment: anchor and outer state
-        self._apart = ""  # how the ranks have lost step
+        self._apart = ""  # why the ranks are out of step
         self._sends = Counter[int]()  # by fragment
         self._sent: dict[int, tuple[int, Callable[[], Delta]]] = {}  # the last send of each, on the other ranks
         self._digests: dict[int, tuple[int, int]] = {}  # of the last delta that the first rank has taken, with its send

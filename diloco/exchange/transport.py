@@ -274,7 +274,7 @@ class Transfer:
     gloo's own all_gather and all_to_all often do that (50 to 75 % of a 100 Mbit/s link in two rounds of three; in this
     order 99 % in all rounds).
 
-    Sends and receives cannot be asked whether they are done. So a byte follows every piece on the same connection: when
+    Gloo cannot tell whether a send or receive has completed. So a byte follows every piece on the same connection: when
     it has changed in memory, the piece is there. It also says whether the piece is good. A last exchange, which can be
     asked, ends with the transfer, or when a peer is lost.
 

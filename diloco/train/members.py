@@ -332,8 +332,8 @@ class Elastic:
             self._diloco.finish()
         else:
             lost = self._diloco.flush(NOTICE)
-            text = f"the other members lack the last {lost} steps of this one; its checkpoint has them"
-            self._say(text if lost else "the other members have all steps of this one")
+            text = f"the other members do not have this member's last {lost} steps; its checkpoint does"
+            self._say(text if lost else "the other members have all of this member's steps")
         if self._leases:
             self._leases.trained(self._diloco.replica.counted_steps, self._diloco.replica.lost_steps)
             if not stopped:

@@ -76,6 +76,10 @@ def test_momentum_that_is_not_given_grows_with_the_rounds_and_the_learning_rate_
     seen = {k: Nesterov().at(Stage(k, 1.0), 0.0)[:2] for k in (1, 10, 20, 40, 100, 1000)}
     expected = {1: (1.0, 0.0), 10: (1.0, 0.0), 20: (2 / 3, 0.5), 40: (0.5, 0.75), 100: (0.4, 0.9), 1000: (0.4, 0.9)}
     assert {k: pytest.approx(pair) for k, pair in expected.items()} == seen
+    seen = {k: Nesterov(many=True).at(Stage(k, 1.0), 0.0)[:2] for k in (1, 20, 50, 1000)}
+    assert {1: (1.0, 0.0), 20: (0.9375, 0.5), 50: (0.9, 0.8), 1000: (0.9, 0.8)} == {
+        k: pytest.approx(pair) for k, pair in seen.items()
+    }
     assert Nesterov(lr=0.6).at(Stage(20, 1.0), 0.0)[:2] == (0.6, 0.5)
     assert Nesterov(momentum=0.3).at(Stage(10, 1.0), 0.0)[:2] == (0.8, 0.3)
 
@@ -99,6 +103,7 @@ def test_an_outer_optimizer_has_a_name_and_its_numbers_in_order():
     assert outer_named("nesterov:0.6,0.9") == Nesterov(0.6, 0.9)
     assert outer_named("sgd:1") == SGD(1.0)
     assert outer_named("sgd") == SGD()
+    assert outer_named("nesterov:many") == Nesterov(many=True)
     assert outer_named("nesterov:0.4,0.9,fixed") == Nesterov(0.4, 0.9, follow=False)
 
 

@@ -251,6 +251,8 @@ def test_settings_that_are_not_set_are_derived_with_their_reasons():
     assert config.inner == "muon" and resolve(TrainConfig(model="hf:x"), 35_000_000, 2)[0].inner == "adamw"
     assert "scaling law" in reasons["lr"] and "20 tokens" in reasons["tokens"]
     assert "grows with the rounds" in reasons["outer_momentum"]
+    assert resolve(TrainConfig(), 35_000_000, 8)[0].outer == "nesterov:many"
+    assert resolve(TrainConfig(outer="sgd"), 35_000_000, 8)[0].outer == "sgd"
     complete = TrainConfig(inner="muon", lr=1e-3, batch=8, steps=10,
                            outer="nesterov:0.7,0.8", eval_every=5)  # fmt: skip
     assert resolve(complete, 35_000_000, 2) == (replace(complete, replicas=2), [])
