@@ -538,9 +538,10 @@ class Machine:
         if self._differs is not None and index >= self._differs:
             self._differs = self._differs_since = None
         delta = next((own.encoded[e.digest] for e in record.entries if e.digest in own.encoded), None)
+        newer = 0 if delta is None else own.sends - own.place[delta.digest]
         values = None
-        if delta is not None and delta.digest == own.newest:
-            values = partial(self._layout.unpack, delta.payloads or ())
+        if delta is not None and delta.payloads is not None and (newer or delta.digest == own.newest):
+            values = partial(self._layout.unpack, delta.payloads)
         self._missed = 0 if delta is not None else self._missed + bool(own.encoded)
         if own.encoded and self._missed == MISSED:
             self.session.event("not counted", fragment=self.number, index=index, rounds=MISSED)
@@ -551,7 +552,6 @@ class Machine:
         confirmed, link = self._held_state, self._links.get(self.held)
         self._hold(averaged.state)
         earlier = delta is None and self.session.name in record.members
-        newer = 0 if delta is None else own.sends - own.place[delta.digest]
         outcome = Round(
             averaged.state,
             record.members,
@@ -888,7 +888,9 @@ class Machine:
 
     def _hold(self, state: State) -> None:
         self.held, self.fingerprint = state.index, state.fingerprint()
-        self._held_state = replace(state, cached_fingerprint=self.fingerprint)  # correct even if its values are corrupted
+        self._held_state = replace(
+            state, cached_fingerprint=self.fingerprint
+        )  # correct even if its values are corrupted
         self.session.holds(self.number, self.held)
 
     def _is_over(self, index: int) -> bool:

@@ -135,6 +135,7 @@ class _Sight:
     member: Member
     beat: float  # when its counter was last seen to change
     moved: float  # when it was last seen to make a step, or to join
+    excused: bool = False  # once for each heartbeat: nobody could be seen while the store or this process was away
 
 
 class Members:
@@ -152,9 +153,11 @@ class Members:
     def update(self, members: Iterable[Member], now: float) -> list[Member]:
         """Take in the entries of other members. Returns those that are new or have left."""
         silent = now - self._looked
-        if silent > self.ttl / 2:  # the store or this process was away: nobody could be seen to live
+        if silent > self.ttl / 2:
             for sight in self._seen.values():
-                sight.beat, sight.moved = sight.beat + silent, sight.moved + silent
+                sight.beat += 0.0 if sight.excused else silent
+                sight.moved += silent - self.ttl / 2
+                sight.excused = True
             self._alive = None
         new, self._looked = [], now
         for member in members:
@@ -177,8 +180,8 @@ class Members:
 
     def alive(self, now: float) -> dict[str, Member]:
         """All other living members. A first sight counts for one ttl; a member that has left is dead at once. Cached,
-        because it is called far more often than it changes. Nobody dies while the store cannot be read."""
-        now = min(now, self._looked + self.ttl / 2)
+        because it is called far more often than it changes. Nobody dies long after the last look."""
+        now = min(now, self._looked + self.ttl / 4)
         if self._alive is None or self._alive[0] != self.ttl or now > self._alive[1]:
             sights = [
                 sight for name, sight in self._seen.items()
@@ -204,7 +207,7 @@ class Members:
 
     def stuck(self, now: float) -> set[str]:
         """Members with a heartbeat that make no steps."""
-        now = min(now, self._looked + self.ttl / 2)
+        now = min(now, self._looked + self.ttl / 4)
         living = ((name, self._seen[name]) for name in self.alive(now))
         return {
             name for name, sight in living

@@ -447,7 +447,8 @@ def _read_entries(opened: Opened) -> tuple[Entry, ...]:
 
 def seal_heads(envelope: Envelope, record: Record, deltas: Sequence[Contribution]) -> Sealed:
     """The heads of all deltas of a record in one object. Compressed: digests are hexadecimal, and the rest of all heads
-    is alike. It names the record that is replaced, or a damaged object would serve the replacement again."""
+    is alike. It names the record that is replaced: otherwise the replacement would have the same name, and meet a
+    damaged object again."""
     payload = zlib.compress(b"".join(_LENGTH.pack(len(delta.head)) + delta.head for delta in deltas))
     fields = {"fragment": record.fragment, "index": record.index} | ({"voids": record.voids} if record.voids else {})
     return envelope.seal(heads_name(record.fragment, record.index), "heads", fields, payload)

@@ -231,7 +231,7 @@ class Session:
 
     @property
     def somebody_joins(self) -> bool:
-        """Members that ask for a snapshot do not count: one that is always behind would keep everything forever."""
+        """Members that ask for a snapshot do not count: one that is always behind would prevent all deletion."""
         return any(member.joining for member in self.members.alive(self.clock()).values())
 
     def tick(self) -> Task[None]:

@@ -158,7 +158,7 @@ class Averaging:
     def _from_maker(self, name: str, share: int, size: int) -> Task[bytes | None]:
         """A share whose header is in the store and whose values come from the member that should have averaged it."""
         session, members = self._session, [e.member for e in self.record.entries]
-        away = session.members.away(members, session.clock())
+        away = session.members.away(members, session.clock()) - {session.name}
         start = (int(self.record.digest[:8], 16) + share) % len(members)
         maker = next((member for member in members[start:] + members[:start] if member not in away), session.name)
         if session.source(maker, "", size) is None:

@@ -93,7 +93,9 @@ class Snapshots:
         self._demanded = -STRIDE  # the last round whose snapshot is for a waiting member
         self._due_since: float | None = None
         self._waiting: tuple[State, str] | None = None  # a copy to put, and its record
-        self._floors: list[tuple[float, int]] = []  # (since, index): objects up to the index have been superfluous since then
+        self._floors: list[
+            tuple[float, int]
+        ] = []  # (since, index): objects up to the index have been superfluous since then
         self._collected = 0
 
     def consider(self, state: State, link: str, members: int, wanted: int, now: float, timeout: float) -> None:

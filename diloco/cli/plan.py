@@ -15,6 +15,7 @@ from diloco.plan.costs import CODEC_NS, HOOK_NS, PCIE, PRICES, Conditions, Price
 from diloco.plan.methods import Model, model_of_layers, model_of_preset
 from diloco.plan.simulate import Group
 from diloco.plan.traffic import ENCODED_ON_DEVICE, ROUND_SECONDS, Place
+from diloco.runs.config import TUNED
 from diloco.runs.flags import REQUIRED, flag, spelled
 from diloco.runs.presets import PRESETS
 from diloco.runs.units import amount
@@ -79,13 +80,7 @@ def main(config: PlanConfig) -> int:
             raise ConfigError(f"{name}={number}: must be at least 1")
     conditions = _conditions(config)
     model = conditions.model
-    limits = Limits(
-        sync_every=config.sync_every,
-        fragments=config.fragments,
-        overlap=config.overlap,
-        codec=config.codec,
-        steps=conditions.steps,
-    )
+    limits = Limits(**{name: getattr(config, name) for name in TUNED}, steps=conditions.steps)
     codecs = CODEC_LADDER if config.state == "host" else ENCODED_ON_DEVICE[:1]
     choice = choose(model, conditions.group_of, conditions.rate, limits, reduce=config.reduce, codecs=codecs)
     methods = rows(conditions, choice.settings)

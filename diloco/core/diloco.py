@@ -91,11 +91,11 @@ class DiLoCo:
         """One iteration of Algorithm 2, after the inner optimizer has stepped."""
         with self._overlap.between_steps():
             self.replica.count_step()
-            try:
+            try:  # what was sent `overlap` steps ago; before the send, whose delta is then against the new anchor
                 self._apply(self._fragments, most=CATCH_UP)
             finally:  # even if a peer is lost: a delta that is taken now is saved, and sent again when all resume
                 for fragment in self._due():
-                    fragment.send(self.replica.work)
+                    fragment.send(self.replica.work)  # anchor − local
             if self.overlap == 0:
                 self._apply(self._fragments)
             self.replica.prepare(self.schedule)
@@ -198,7 +198,7 @@ class DiLoCo:
         self._await_rounds()
         if self.reducer.identity.replicas is None:
             self._sync_uncounted()
-        self.replica.write_anchors()
+        self.replica.write_anchors(self.replica.all)
         self.leave()
         self._life = Life.FINISHED
 

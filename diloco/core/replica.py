@@ -168,7 +168,7 @@ class Replica:
         if dropped.non_finite and since is None:
             self._reset_step = step
         for fragment in self.fragments:
-            fragment.reset(self.work)
+            fragment.give_up(self.work)
         self.reshard()
         for optimizer in self.optimizers:
             forget_not_finite(optimizer)
@@ -244,8 +244,8 @@ class Replica:
         for _, number in sorted(in_flight):
             self.all[number].send_in_flight()
 
-    def write_anchors(self) -> None:
-        for fragment in self.all:
+    def write_anchors(self, fragments: Sequence[FragmentSync]) -> None:
+        for fragment in fragments:
             fragment.view.write(fragment.state.anchor)
         self.reshard()
 
@@ -255,9 +255,7 @@ class Replica:
         buffers = {name: buffer.clone() for name, buffer in float_buffers(self.model).items()}
         saved = [(fragment.view, fragment.view.copies()) for fragment in self.fragments]
         try:
-            for fragment in self.fragments:
-                fragment.view.write(fragment.state.anchor)
-            self.reshard()
+            self.write_anchors(self.fragments)
             with evaluation_mode(self.optimizers):
                 yield
         finally:

@@ -44,8 +44,7 @@ class Work:
         return Work(amount, lr_sum, steps, self.tokens or other.tokens)
 
     def __sub__(self, other: "Work") -> "Work":
-        amount, lr_sum, steps = self.amount - other.amount, self.lr_sum - other.lr_sum, self.steps - other.steps
-        return Work(amount, lr_sum, steps, self.tokens or other.tokens)
+        return self + Work(-other.amount, -other.lr_sum, -other.steps, other.tokens)
 
     @property
     def lr(self) -> float:
@@ -164,27 +163,39 @@ class FragmentSync:
         """Adopt the state after the round and merge it. If this replica's delta did not count, rebase: follow the
         anchor and keep all local work.
 
-        Exception: the round may count a delta that this replica sent after its checkpoint, before it was restarted. It contains all the work in the checkpoint. Steps made since cannot be separated from that work, so they
-        are dropped too."""
+        Exception: the round may count a delta that this replica sent after its checkpoint, before it was restarted. It
+        contains all the work in the checkpoint. Steps made since cannot be separated from that work, so they are dropped
+        too."""
         began = time.perf_counter()
         if done.tokens and not done.amount and not any(round.members.values()):
             checks.warn_no_tokens()
         sent, old, uploads = self.in_flight, self.state, self.place.adopt(round.state)
         assert self.state.index == old.index + 1 and (sent is not None or not round.counted)
-        if sent is not None and round.counted:
+        if sent is not None and round.counted and round.newer:
+            self._merge_older(round, old, done)
+        elif sent is not None and round.counted:
             if round.own is None:
                 self.view.merge(self.state.anchor, keep_local, uploads)
             else:
                 self.view.merge(self._with_loss(sent, round.own()), keep_local)
-            self.counted = [*self._replaced, sent.done][-1 - round.newer]
+            self.counted = sent.done
             self._free(old, sent)
         elif round.earlier and self.resumed.steps > self.counted.steps:
             self.counted = self.resumed
-            self._give_up(done, uploads)
+            self.give_up(done, uploads)
         else:
             self.view.rebase(self.state.anchor, old.anchor, uploads)
         self.in_flight = None
         return self._stats(round, sent, applied_step=done.steps, applying=time.perf_counter() - began, overlap=overlap)
+
+    def _merge_older(self, round: Round, old: State, done: Work) -> None:
+        """The delta that counted was replaced by a newer one, over a slow uplink. Keep what was trained since it was
+        sent; if it is not known any more, that is lost."""
+        self.counted = self._replaced[-round.newer]
+        if round.own is None:
+            self.give_up(done)
+        else:
+            self.view.rebase(self.state.anchor, old.anchor - round.own())
 
     def _with_loss(self, sent: InFlight, decoded: Tensor) -> Tensor:
         """The anchor and what a coarse codec lost of this replica's delta: that stays where training put it, and the
@@ -209,13 +220,10 @@ class FragmentSync:
         """Replace the state; local work since the last round is lost."""
         self.place.replace(state)
         self.in_flight = None
-        self._give_up(done)
+        self.give_up(done)
 
-    def reset(self, done: Work) -> None:
+    def give_up(self, done: Work, uploads: Uploads = ()) -> None:
         """Set the local values to the anchor. A delta in flight remains; if it does not count, its work is lost."""
-        self._give_up(done)
-
-    def _give_up(self, done: Work, uploads: Uploads = ()) -> None:
         if done.steps > self.counted.steps:
             self.lost = self.counted.steps, done.steps
         self.counted = done

@@ -32,11 +32,10 @@ from diloco.exchange.reducer import (
     Round,
     State,
 )
+from diloco.exchange.rendezvous import PATIENCE
 from diloco.exchange.transport import Broken, gather_json, open_group, place_in, wait_patiently
 
 T = TypeVar("T")
-OPENING = 600.0
-"""Seconds to wait for the other ranks to join."""
 
 
 class FirstRank:
@@ -67,7 +66,7 @@ class FirstRank:
     def join(self, job: Join) -> list[State | None]:
         if self._group is None:
             place = replace(self._place, name=f"ranks {self._place.name}")
-            self._group = self._safely(lambda: open_group("first rank", place, OPENING, patient=True))
+            self._group = self._safely(lambda: open_group("first rank", place, PATIENCE, patient=True))
         self._sizes = [(len(state.anchor), len(state.outer)) for state in job.states]
         offers = self._gather([job.contract, [[state.index, state.fingerprint()] for state in job.states]])
         compare([contract for contract, _ in offers], [f"rank {rank}" for rank in self._ranks])

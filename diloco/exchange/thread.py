@@ -5,14 +5,13 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from diloco.codecs import kernels
 from diloco.exchange.world import cores
 
-P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -22,8 +21,8 @@ def usual_threads() -> int:
 
 
 def start_threads(targets: Sequence[Callable[[], None]], name: str) -> list[threading.Thread]:
-    """Start a daemon thread for each target, with one core, because the others belong to training, and the accelerator
-    of this thread: otherwise each rank would also take memory of the first one.
+    """Start one daemon thread for each target. Each uses one core, because training needs the others, and the current
+    accelerator: otherwise every rank would also take memory of the first one.
 
     torch keeps the number of threads for each thread, but a new thread inherits what was set last."""
     number, ready = torch.get_num_threads(), threading.Barrier(len(targets) + 1)
@@ -46,7 +45,7 @@ def start_threads(targets: Sequence[Callable[[], None]], name: str) -> list[thre
 
 
 class CommThread:
-    """Args: threads: that encode and decode; everything else is done by one."""
+    """`threads`: how many encode and decode; one does everything else."""
 
     def __init__(self, threads: int = 1) -> None:
         self._threads = threads
@@ -56,8 +55,7 @@ class CommThread:
         (self._thread,) = start_threads([self._serve], "diloco")
         atexit.register(self._at_exit)
 
-    def submit(self, job: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        assert not kwargs
+    def submit(self, job: Callable[..., T], *args: Any) -> Future[T]:
         future: Future[T] = Future()
         self._jobs.put((job, args, future))
         return future

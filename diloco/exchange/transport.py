@@ -12,8 +12,8 @@ import stat
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal
@@ -90,10 +90,17 @@ def wait_patiently(work: Any) -> None:
     while not work.is_completed():
         with suppress(RuntimeError):  # not done yet; a real error is raised below
             work.wait(timedelta(seconds=0.2))
-    try:
+    with explained(UNLIMITED.total_seconds()):
         work.wait()
+
+
+@contextmanager
+def explained(timeout: float) -> Iterator[None]:
+    """Raise Broken, in our words, for an error of torch's."""
+    try:
+        yield
     except RuntimeError as error:
-        raise Broken(_explain(str(error), UNLIMITED.total_seconds())) from None
+        raise Broken(_explain(str(error), timeout)) from None
 
 
 _opened: Counter[str] = Counter()
@@ -110,10 +117,8 @@ def own_store(name: str, place: Place) -> dist.Store:
 def open_group(name: str, place: Place, timeout: float, *, patient: bool = False) -> Any:
     """Connect to the other processes. `timeout`: in seconds, also of each exchange, unless `patient`."""
     store, before = own_store(name, place), _open_files()
-    try:
+    with explained(timeout):
         group = dist.ProcessGroupGloo(store, place.index, place.size, timedelta(seconds=timeout))
-    except RuntimeError as error:
-        raise Broken(_explain(str(error), timeout)) from None
     _keep_alive(_open_files() - before)
     if patient:
         group._set_default_timeout(UNLIMITED)
@@ -238,10 +243,8 @@ class Groups:
         return [self._started(lambda g=group: g.alltoall_base(*end, [], [])) for group in self._payload]
 
     def _started(self, start: Callable[[], Any]) -> Any:
-        try:
+        with explained(self._timeout):  # a connection may be known to be closed
             return start()
-        except RuntimeError as error:  # a connection that is known to be closed
-            raise Broken(_explain(str(error), self._timeout)) from None
 
     def gather_ddp(self, share: Tensor, n: int) -> Tensor:
         """All n values, from the shares of the ranks of this replica."""
@@ -259,11 +262,9 @@ class Groups:
         process."""
         if poll:
             _sleep_until(lambda: all(work.is_completed() for work in works))
-        try:
+        with explained(self._timeout):
             for work in works:
                 work.wait()
-        except RuntimeError as error:
-            raise Broken(_explain(str(error), self._timeout)) from None
 
 
 class Transfer:

@@ -85,6 +85,7 @@ class Watch:
         self._tokens: Counter[str] = Counter()  # or steps, that the records of the first fragment count
         self._counted = 0  # the last of these records
         self._rounds: dict[tuple[int, int], tuple[dict[str, float], int]] = {}  # by fragment and index, see `_closed`
+        self._newest: dict[int, int] = {}  # round of each fragment
         self._clock = clock
         # (time, rounds of all fragments, fewest rounds of a fragment): first and last
         self._pace: list[tuple[float, int, int]] = []
@@ -175,10 +176,14 @@ class Watch:
         few = max(1, ROUNDS // len(self.run.snapshots))
         rounds = RoundStore.reader(fragment, self._envelope, self._reject)
         newest = next((i for i in claims if self._closed(rounds, i) is not None), 0)
-        for index in range(newest, max(newest - few, 0), -1):
+        shown = range(newest, max(newest - few, 0), -1)
+        for index in shown:
             if (closed := self._closed(rounds, index)) is not None:
                 yield index, *closed
-        self._rounds.pop((fragment, newest), None)  # its shares may still be put
+        if self._newest.get(fragment) != newest:  # its shares may still be put: read it once more
+            shown = shown[1:]
+        self._newest[fragment] = newest
+        self._rounds = {place: r for place, r in self._rounds.items() if place[0] != fragment or place[1] in shown}
 
     def _closed(self, rounds: RoundStore, index: int) -> tuple[dict[str, float], int] | None:
         """The share of each member in a round, and the bytes of its objects, read once; None if it is open."""

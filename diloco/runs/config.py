@@ -167,10 +167,10 @@ class TrainConfig:
             if "auto" in (self.batch, self.share) and self.shards > 1:
                 raise ConfigError(f"batch=auto with shards={self.shards}: only members with one rank are timed; use a "
                                   "number, or leave it out")  # fmt: skip
-            for field in fields(self):
-                if field.name in ("streams", "timeout") and getattr(self, field.name) != field.default:
-                    raise ConfigError(f"{spelled(field.name)} with --bucket: it is for replicas that connect to each "
-                                      "other; leave it out")  # fmt: skip
+            for name in ("streams", "timeout"):
+                if getattr(self, name) != getattr(TrainConfig, name):
+                    raise ConfigError(f"{spelled(name)} has no effect with --bucket, where replicas do not connect to "
+                                      "each other: leave it out")  # fmt: skip
             return
         if self.batch == "auto":
             raise ConfigError("batch=auto without --bucket: only members of a bucket may have different batches; use a "

@@ -73,17 +73,13 @@ def by_age(out: Path) -> list[Path]:
 
 def in_use(folder: Path) -> bool:
     """Whether a process holds the lock of the run, or that of one of its replicas."""
-    for path in _locks(folder):
+    for path in filter(Path.is_file, (folder / "lock", *folder.glob("replica-*/lock"))):
         with path.open() as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:
                 return True
     return False
-
-
-def _locks(folder: Path) -> list[Path]:
-    return [path for path in (folder / "lock", *folder.glob("replica-*/lock")) if path.is_file()]
 
 
 @contextmanager

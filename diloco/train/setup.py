@@ -37,6 +37,7 @@ from diloco.errors import ConfigError
 from diloco.exchange.collective import Collective
 from diloco.exchange.contract import compare
 from diloco.exchange.reducer import Reducer
+from diloco.exchange.rendezvous import PATIENCE
 from diloco.exchange.transport import gather_json, open_group, place_in, wait_patiently
 from diloco.exchange.world import World
 from diloco.runs import folder as folders
@@ -200,14 +201,10 @@ def left_on_error(run: Prepared) -> Iterator[None]:
         raise
 
 
-OPENING = 600.0
-"""Seconds for the processes to find each other."""
-
-
 def _corpus(config: TrainConfig, world: World, phase: Phase) -> Corpus:
     """The first process of each machine prepares the corpus. The others wait as long as it takes, beyond the limit of
     torch's groups, and read it from the cache."""
-    everyone = open_group("corpus", place_in(dist.group.WORLD), OPENING, patient=True) if world.size > 1 else None
+    everyone = open_group("corpus", place_in(dist.group.WORLD), PATIENCE, patient=True) if world.size > 1 else None
     if everyone and world.local_rank > 0:
         wait_patiently(everyone.barrier())
     corpus = corpora.prepare(config.data, config.tokenizer or "bytes", text_key=config.text_key, phase=phase)

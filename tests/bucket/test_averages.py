@@ -27,7 +27,6 @@ from diloco.bucket.shares import (
     mean_in_parts,
     read_share,
     seal_share,
-    turns_to_average,
 )
 from diloco.bucket.store.envelope import Envelope, Invalid
 from diloco.codecs.codec import pack
@@ -107,13 +106,6 @@ def test_a_share_that_cannot_be_right_does_not_count(how):
 
     with pytest.raises(Invalid):
         read()
-
-
-def test_shares_go_round_among_those_who_are_not_away():
-    record, _ = shared_record(5, Layout(2, Float32(), (slice(0, 1), slice(1, 2))))
-    names = {e.member for e in record.entries}
-    firsts = [next(n for n in names if turns_to_average(record, n, ())(k) == 0) for k in range(5)]
-    assert set(firsts) == names
 
 
 def test_large_deltas_are_cut_at_blocks_and_small_ones_are_not(monkeypatch):

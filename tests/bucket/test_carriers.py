@@ -7,7 +7,6 @@ import resource
 import socket
 import ssl
 import threading
-import time
 from dataclasses import replace
 
 import pytest
@@ -100,11 +99,17 @@ def test_a_member_that_lacks_payloads_is_asked_for_others(owner, reader):
 
 @pytest.mark.parametrize("token", [bytes(16), b"short", b""])
 def test_a_stranger_learns_nothing(owner, token, monkeypatch):
-    monkeypatch.setattr(carriers, "HANDSHAKE", 0.2)
-    with contextlib.suppress(OSError), connected(owner.address, token) as connection:  # it may be cut off at any time
-        connection.sendall(bytes.fromhex(DIGEST))
+    with connected(owner.address, token) as connection, contextlib.suppress(OSError):  # it may be cut off at any time
+        connection.sendall(bytes.fromhex(DIGEST) + b"and more")
         connection.settimeout(PATIENT)
         assert connection.recv(1) == b""
+
+
+def test_a_stranger_who_says_too_little_is_let_go(owner, monkeypatch):
+    monkeypatch.setattr(carriers, "HANDSHAKE", 0.2)
+    port = Address.read(owner.address).port
+    with socket.create_connection((LOCAL, port), PATIENT) as silent, contextlib.suppress(ConnectionResetError):
+        assert silent.recv(1) == b""
 
 
 def test_nobody_is_served_without_tls(owner):
@@ -294,8 +299,7 @@ def test_another_certificate_than_the_one_in_the_entry_is_refused(owner, reader)
     assert fetched(reader, Address(LOCAL, address.port, "0" * 64, address.token)) is None
 
 
-def test_a_member_that_failed_is_asked_again_after_a_while(owner, reader, monkeypatch):
-    monkeypatch.setattr(carriers, "REST", 0.1)
+def test_a_member_that_failed_is_asked_again_after_a_while(owner, reader):
     events = []
     reader._report = lambda event, **values: events.append((event, values["member"]))
     owner.offer(0, 1, {DIGEST: PAYLOAD[1:]})
@@ -303,7 +307,7 @@ def test_a_member_that_failed_is_asked_again_after_a_while(owner, reader, monkey
         assert fetched(reader, owner.address) is None
     owner.offer(0, 1, {DIGEST: PAYLOAD})
     assert fetched(reader, owner.address) is None
-    time.sleep(0.2)
+    reader._owners["owner"]._until = 0.0  # the while is over
     assert fetched(reader, owner.address) == PAYLOAD
     assert events == [("not reached", "owner")]
 

@@ -286,11 +286,6 @@ def outvoted(flip, alone=2):
     return world, bad, *good
 
 
-def test_a_record_closed_early_against_other_bits_is_outvoted():
-    """It was closed while the others had not sent yet."""
-    outvoted(5)
-
-
 @pytest.mark.parametrize(
     ("who", "flip", "alone"),
     [("other bits", 0, 3), ("the run's bits", 0, 2), ("new", 0, 1), ("new", -1, 2)],

@@ -240,7 +240,23 @@ def test_a_member_that_may_read_but_not_write_says_so_and_ends(no_pauses):
     backend.never, backend.meanwhile = {"beat"}, lambda: store.perform(Read("y", 9))
     with pytest.raises(ConfigError, match="403"):
         store.perform(Write("beat", b""))
-    assert events == ["store does not write"]
+    assert events == ["store takes no writes"]
+
+
+def test_a_refusal_after_a_long_outage_ends_nobody(no_pauses):
+    class Down(Refusing):
+        def attempt(self, operation):
+            self.now += 1.0
+            if self.now < 2 * store_module.REFUSED:
+                raise Failure("no route")
+            if self.now < 2 * store_module.REFUSED + 2:
+                raise Refused("the token has expired")
+            return b"there"
+
+    backend = Down()
+    store = store_of(backend, [])
+    store._succeeded = 0.0
+    store.perform(Write("beat", b""))
 
 
 def test_one_refused_object_is_left_alone_while_the_store_does_the_rest(no_pauses):

@@ -79,6 +79,13 @@ def test_nobody_dies_while_the_store_cannot_be_read():
     assert not members.alive(72.0) and members.is_gone("b", 0, 72.0)
 
 
+def test_the_dead_are_noticed_even_if_every_look_is_slow():
+    members, entry = Members("a", ttl=10.0), Member("b", 0, joining=False)
+    for look in range(10):
+        members.update([entry], 6.0 * look)
+    assert not members.alive(54.0) and members.is_gone("b", 0, 54.0)
+
+
 @pytest.mark.parametrize(
     ("step", "poll", "expected"), [(0.01, None, 0.2), (1.0, None, 1.0), (60.0, None, 5.0), (1.0, 0.05, 0.05)]
 )

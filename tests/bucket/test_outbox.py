@@ -1,12 +1,13 @@
 """The own delta: what it costs, how long it takes, and which of several counts."""
 
+import pytest
 import torch
 
 from diloco import TwoBit
 from diloco.bucket.rounds import folder
 from diloco.bucket.store import All, Create
 from diloco.exchange.reducer import Round
-from tests.support.players import FRAGMENTS, SETTINGS, SYNC_EVERY, Player, World, meet, one_member, train
+from tests.support.players import SETTINGS, SYNC_EVERY, Player, World, meet, one_member, train
 
 
 def rounds(player):
@@ -43,17 +44,6 @@ def test_a_round_tells_the_bytes_of_the_others_deltas_alone():
         assert round.cost.bytes_received in theirs
 
 
-def test_a_run_of_three_rounds_ends_with_the_third_of_every_fragment():
-    world = World()
-    a = Player(world, "a", rounds=3)
-    for _ in range(40):
-        a.turn()
-        a.step()
-        world.now += 1.0
-        assert a.reduce.ended == (min(a.held) == 3)
-    assert a.held == [3] * FRAGMENTS and {world.closed(f) for f in range(FRAGMENTS)} == {3}
-
-
 def test_a_delta_without_work_does_not_decide_the_unit():
     """A member that finishes before its first step cannot have counted, whatever the others count."""
     world = World(1)
@@ -72,8 +62,9 @@ def test_a_delta_without_work_does_not_decide_the_unit():
     assert b"tokens" in world.objects["unit"]
 
 
-def test_when_an_older_delta_counts_instead_of_the_newest_its_loss_is_unknown():
-    """The first delta of a arrives only after a has replaced it; b closes the round with it."""
+@pytest.mark.parametrize("known", [False, True])
+def test_when_an_older_delta_counts_instead_of_the_newest_the_steps_since_are_kept_or_said_to_be_lost(known):
+    """The first delta of a arrives only after a has replaced it, or while the replacement waits. b closes the round."""
     world, settings = World(1), SETTINGS | {"codec": TwoBit()}
     model = torch.nn.Linear(8, 1, bias=False)
     torch.nn.init.zeros_(model.weight)
@@ -91,10 +82,12 @@ def test_when_an_older_delta_counts_instead_of_the_newest_its_loss_is_unknown():
     assert rounds(a)[-1].own is not None
     while not isinstance(a.want(1), All) or not isinstance(a.want(1).operations[0], Create):
         a.go(1)
-    a.go(1, "slow")
+    if not known:
+        a.go(1, "slow")
     while not machine.own.waiting:
         a.step()
-    a.go(1, "refused")
+    if not known:
+        a.go(1, "refused")
     a.finish_tick(1)
     for put in world.limbo:
         world.attempt(put)
@@ -103,8 +96,16 @@ def test_when_an_older_delta_counts_instead_of_the_newest_its_loss_is_unknown():
         b.step()
         b.turn()
         world.now += 0.5
-    older = a.diloco._fragments[0]._replaced[-1].steps
+    fragment = a.diloco._fragments[0]
+    older, rate = fragment._replaced[-1].steps, a.rate
     a.turn()
+    a.rate = 0.0
     a.step()
-    assert len(rounds(a)) == before + 1 and rounds(a)[-1].counted and rounds(a)[-1].own is None
-    assert a.diloco.replica.counted_steps == older  # no record has what the newer delta had since
+    outcome, since = rounds(a)[-1], a.diloco.step_count - older - 1
+    assert len(rounds(a)) == before + 1 and outcome.counted and outcome.newer == 1 and since >= SYNC_EVERY
+    assert (outcome.own is not None) is known
+    trained = a.model.weight.detach().flatten() - fragment.state.anchor
+    if known:  # with what the codec lost of the older one
+        assert fragment.counted.steps == older and (trained - since * rate).abs().max() < SYNC_EVERY * rate.max()
+    else:
+        assert fragment.lost == (older, older + since + 1) and not trained.any()

@@ -4,19 +4,18 @@ EXAMPLES and STEPS in the environment ask for more than the few short runs of th
 """
 
 import os
-import re
 
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from diloco.bucket import machine, round_store, rules
 from diloco.bucket import rounds as round_
+from diloco.bucket import rules
 from diloco.bucket import snapshots as snapshot
 from diloco.bucket.rounds import folder, record_name, share_name
 from diloco.bucket.store import All, Create, List
-from diloco.exchange.reducer import Jump, Round
+from diloco.exchange.reducer import Jump
 from tests.support.players import FRAGMENTS, GARBAGE, SETTINGS, SYNC_EVERY, Player, Violation, World, meet, train
 
 NAMES = ("a", "b", "c")
@@ -176,9 +175,6 @@ def alone(world, name, closed, rounds=2):
     raise Violation(f"stuck: {player.held} after {closed} were closed")
 
 
-# Three rules that look dispensable. Each scenario holds, and fails when the rule is taken out.
-
-
 def sleeper(world):
     """b is about to close round 1 of fragment 0 with its own delta alone, and sleeps. a closes it with both and goes on
     until the round's deltas are no longer needed. Then b's put arrives."""
@@ -210,20 +206,6 @@ def test_a_late_close_changes_nothing_because_records_are_never_deleted():
     assert any(isinstance(outcome, Jump) for _, outcome in b.reduce.outcomes)
 
 
-def test_were_records_deleted_a_round_would_get_two_means(monkeypatch):
-    kept = rules.superfluous
-
-    def delete_records_too(names, fragment, floor):
-        old = [n for n in names if "/closed." in n and round_.place_of(n)[1] <= floor]
-        return kept(names, fragment, floor) + old
-
-    monkeypatch.setattr(rules, "superfluous", delete_records_too)
-    world = World()
-    world.tolerant = True
-    with pytest.raises(Violation, match="hold other bits after round 1 of fragment 0"):
-        sleeper(world)
-
-
 def second_life(world):
     """a has put a delta for round 1 and dies; it comes back without a checkpoint, with other work, and closes."""
     a = Player(world, "a", rate=3.0)
@@ -240,14 +222,6 @@ def test_a_delta_of_an_earlier_life_stands_in_nobodys_way_because_names_hold_dig
     world = World()
     second_life(world)
     assert len([n for n in world.objects if n.startswith(folder(0, 1) + "d-a-")]) == 2
-
-
-def test_were_the_digest_not_in_the_name_others_would_be_stuck(monkeypatch):
-    for module in (round_, machine):
-        monkeypatch.setattr(module, "delta_name", lambda f, i, member, digest="": f"{folder(f, i)}d-{member}-0")
-    monkeypatch.setattr(round_, "_NAME", re.compile(round_._NAME.pattern.replace("{64}", "+")))
-    with pytest.raises(Violation, match="stuck"):
-        second_life(World())
 
 
 @pytest.mark.parametrize("names", ["a", "ab"])
@@ -267,51 +241,6 @@ def test_steps_count_once_if_a_member_returns_with_a_checkpoint_from_before_its_
     train(world, players, 20)
     assert not any(isinstance(outcome, Jump) for _, outcome in players[0].reduce.outcomes)
     assert all(world.steps["a"] - work["a"] <= 10 for work in world.work.values())  # and few are lost
-
-
-def squatter(world):
-    """Garbage lies where the commit record of round 1 belongs."""
-    for fragment in range(FRAGMENTS):
-        world.objects[record_name(fragment, 1, 0)] = GARBAGE
-    alone(world, "b", alone(world, "a", [0] * FRAGMENTS).held)
-
-
-def test_a_bad_commit_record_is_passed_over_because_records_have_attempts():
-    world = World()
-    squatter(world)
-    assert record_name(0, 1, 1) in world.objects and record_name(0, 2, 0) in world.objects
-
-
-def test_without_attempts_a_bad_commit_record_would_squat_the_round_for_ever(monkeypatch):
-    bad = World()
-    for module in (round_, round_store):
-        monkeypatch.setattr(module, "record_name", lambda f, i, attempt: f"{folder(f, i)}closed.0")
-    bad.check = lambda: None  # it, too, would look for the next attempt forever
-    for fragment in range(FRAGMENTS):
-        bad.objects[f"{folder(fragment, 1)}closed.0"] = GARBAGE
-    with pytest.raises(Violation, match="stuck"):
-        alone(bad, "a", [0] * FRAGMENTS)
-
-
-@pytest.mark.slow
-def test_one_that_was_late_once_is_waited_for_again():
-    """Two equal members: b misses a round, and from then on always comes just after a. Rounds that wait for all that
-    live bring it back; without them a, which no longer waits for b, would close every round alone."""
-    world = World()
-    a, b = Player(world, "a"), Player(world, "b")
-    meet(a, b)
-    members = []
-    for turn in range(80):
-        a.step()
-        a.turn()
-        world.now += 0.1
-        if not 4 < turn < 14:
-            b.step()
-            b.turn()
-        world.now += 0.1
-        members += [len(o.members) for f, o in a.reduce.outcomes[len(members) :] if isinstance(o, Round)]
-    assert 1 in members
-    assert members[-12:] == [2] * 12
 
 
 class Sharing(Members):

@@ -18,6 +18,8 @@ from diloco.bucket.store.contract import probe
 from tests.support.members import PATIENT, Member, agree, until
 from tests.support.s3 import ENVIRONMENT, Proxy, Server, free_port
 
+pytestmark = pytest.mark.slow  # processes
+
 
 @pytest.fixture(scope="module")
 def server():
@@ -41,7 +43,6 @@ def credentials(monkeypatch):
         monkeypatch.setenv(name, value)
 
 
-@pytest.mark.slow
 def test_a_range_is_read_as_far_as_there_is_something(proxy):
     """Behind the end, as where pieces of a delta are cut off, a store refuses: that must not be tried for ever."""
     for url in ("s3://bucket/ranges", "memory://ranges"):
@@ -52,7 +53,6 @@ def test_a_range_is_read_as_far_as_there_is_something(proxy):
         assert store.attempt(Read("none", 0, first=3, at=10)) is None
 
 
-@pytest.mark.slow
 def test_two_members_train_to_the_same_bits(proxy):
     gate = threading.Barrier(2)
     members = [Member("s3://bucket/two", name, 40, gate=gate, straggler_timeout=PATIENT) for name in "ab"]
@@ -62,14 +62,12 @@ def test_two_members_train_to_the_same_bits(proxy):
     assert all(round.members == 2 for round in members[0].rounds[:6])
 
 
-@pytest.mark.slow
 def test_a_bucket_that_is_not_there_is_said_at_once(proxy):
     with pytest.raises(ConfigError, match="no such bucket") as caught:
         probe(open_store("s3://missing/x"))
     assert "<" not in str(caught.value), "no XML"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("operation", [Read("x", 9), Read("x", 0, first=9), List("x/")], ids=repr)
 def test_a_bucket_that_is_gone_for_a_while_is_not_an_empty_one(proxy, operation):
     """Who read nothing there would believe that records are gone."""
@@ -83,7 +81,6 @@ def plant(server, key):
     urllib.request.urlopen(urllib.request.Request(place, b"x", method="PUT"))
 
 
-@pytest.mark.slow
 def test_a_key_that_is_no_name_hides_no_other(server, proxy):
     store = open_store("s3://bucket/listed")
     good = ("members/a/000001", "members/b/000000", "rounds/00000/001/0000/closed.0", "rounds/00000/002/0000/closed.0")
@@ -99,7 +96,6 @@ def test_a_key_that_is_no_name_hides_no_other(server, proxy):
     assert store.attempt(List("keys/")) == {}
 
 
-@pytest.mark.slow
 def test_two_keys_that_are_no_names_one_above_the_other_are_waited_out(server, proxy):
     store = open_store("s3://bucket/unlisted")
     for key in ("members//x", "members/a//x"):
@@ -113,7 +109,6 @@ def listens(port):
         return one.connect_ex(("127.0.0.1", port)) == 0
 
 
-@pytest.mark.slow
 def test_a_server_whose_puts_overwrite_is_refused_with_the_reason(tmp_path, monkeypatch):
     (tmp_path / "bucket").mkdir()
     port = free_port()
@@ -140,7 +135,6 @@ def test_a_server_that_is_not_there_is_said_after_a_few_tries(monkeypatch):
         find_run("s3://bucket/x")
 
 
-@pytest.mark.slow
 def test_wrong_credentials_are_said_at_once(monkeypatch):
     server = Server(INITIAL_NO_AUTH_ACTION_COUNT="1")
     try:

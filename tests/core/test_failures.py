@@ -29,7 +29,6 @@ from diloco import (
 )
 from diloco.codecs.codec import CHUNK
 from diloco.codecs.formats import GATHER
-from diloco.core.sync import Work
 from diloco.exchange import local, mean, transport
 from diloco.exchange.reducer import Delta, State
 from diloco.exchange.transport import Broken
@@ -38,6 +37,8 @@ from tests.support.members import until
 from tests.support.models import Tiny, anchors, flat, loss_of, make, steps, train, train_steps
 from tests.support.netns import DEVICE, impossible, network
 from tests.support.processes import message_of, run
+
+pytestmark = pytest.mark.slow  # processes
 
 
 def _lose_a_peer(rank, how, folder):
@@ -87,7 +88,6 @@ def _shorten_the_timeout(reducer, seconds):
         group._set_default_timeout(timedelta(seconds=seconds))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("how", "text"), [
     ("kill", "is gone: its connection was closed"),
     ("leave", "is gone: its connection was closed"),
@@ -131,7 +131,6 @@ def _die_within_a_payload(rank, replicas, sent):
     return None
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("replicas", "sent"), [(2, 1), (3, 3), (4, 1), (4, 8)])
 def test_a_peer_that_dies_within_a_payload_is_lost_at_once(replicas, sent):
     """With 4 replicas, in the sixth piece or before in what it sends to be averaged, then in averages."""
@@ -159,7 +158,6 @@ def _fail_alone(rank, kind):
     return messages
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", [MemoryError, DiLoCoError])
 def test_an_error_of_one_replica_alone_is_not_waited_for_by_the_others(kind):
     (lost, _), (failed, later) = run(2, _fail_alone, kind)
@@ -182,7 +180,6 @@ def _interrupted(rank):
     return reducer.poll(0, 1).state.index, reducer.poll(0, 1)
 
 
-@pytest.mark.slow
 def test_a_round_that_was_interrupted_is_still_there():
     assert run(1, _interrupted) == [(1, None)]
 
@@ -208,7 +205,6 @@ except PeerLost as error:
 """
 
 
-@pytest.mark.slow
 @pytest.mark.skipif((REASON := impossible()) is not None, reason=str(REASON))
 def test_a_cable_that_is_cut_is_noticed_on_both_sides_long_before_the_timeout():
     """The first replica waits for the other when it happens; the second has not sent yet."""
@@ -236,7 +232,6 @@ def test_a_cable_that_is_cut_is_noticed_on_both_sides_long_before_the_timeout():
         assert f"The other is replica {1 - m} " in text
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(REASON is not None, reason=str(REASON))
 def test_two_machines_meet_though_their_names_mean_other_addresses():
     """In a namespace the machine's name stands for an address that the other host does not reach."""
@@ -272,7 +267,6 @@ def _slow(rank):
     return diloco.stats.rounds
 
 
-@pytest.mark.slow
 def test_a_slow_replica_is_not_taken_for_an_unreachable_one():
     first, second = run(2, _slow)
     assert first == second > 0
@@ -299,7 +293,6 @@ def _learn_of_it_from_a_survivor(rank, folder):
     return str(lost.value)
 
 
-@pytest.mark.slow
 def test_a_survivor_that_waits_for_another_learns_at_once_what_that_one_has_found(tmp_path):
     first, second = run(2, _learn_of_it_from_a_survivor, tmp_path)
     assert "fragment 0, round 1" in first and "another replica is gone" in first
@@ -325,7 +318,6 @@ def _poison(rank, value):
     return None
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_inf_or_nan_in_one_replica_raises_the_same_error_on_all_and_nothing_is_applied(value):
     results = run(3, _poison, value)
@@ -345,7 +337,6 @@ def _unequal(replica, counts, reducer=None):
     return flat(model), diloco.stats.rounds, diloco.indices
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:finish.. without a single step", "ignore:.*finished while others still train")
 @pytest.mark.parametrize("counts", [[20, 31], [7, 40, 23], [0, 13], [5, 5, 5, 90]])
 def test_replicas_with_unequal_step_counts_all_finish_and_are_equal(counts):
@@ -362,7 +353,6 @@ def _ends(replica, counts, reducer=None):
     return [str(w.message) for w in caught if "finished" in str(w.message)]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("counts", "warned"), [([20, 5], [1, 0]), ([8, 8], [0, 0])])
 def test_the_replicas_that_still_train_are_told_once_that_another_has_finished(counts, warned):
     apart = run(2, _ends, counts)
@@ -382,7 +372,6 @@ def _seeds(rank):
     return first, model.running.tolist()
 
 
-@pytest.mark.slow
 def test_different_initial_weights_become_the_first_replicas_and_buffers_are_averaged_at_the_end():
     for weights, running in run(3, _seeds):
         assert torch.equal(weights, flat(Tiny(seed=0)))
@@ -401,27 +390,11 @@ def _corrupt(rank):
     return None
 
 
-@pytest.mark.slow
 def test_one_flipped_bit_in_the_outer_state_is_detected_on_all():
     for message, step in run(2, _corrupt):
         # The fingerprint is computed with the state: the round after the flip has the first that differs.
         assert "replicas 0 and 1 hold different anchors or outer state at round 2 of fragment 0" in message
         assert step == 16
-
-
-@message_of(Mismatch)
-def _resumed_apart(rank):
-    model, optimizer, diloco = make(sync_every=6, overlap=0, fragments=Balanced(2))
-    diloco.replica.work = Work(steps=8 * rank)  # as if the checkpoints were of different steps
-    with diloco:
-        train_steps(model, optimizer, rank, 1, 30)
-
-
-@pytest.mark.slow
-def test_replicas_that_resume_out_of_step_are_told_so():
-    one, two = run(2, _resumed_apart)
-    assert one == two
-    assert "resume all from the same one" in one
 
 
 @message_of(Mismatch)
@@ -434,7 +407,6 @@ def _half_counting(rank):
             optimizer.step()
 
 
-@pytest.mark.slow
 def test_tokens_on_one_side_and_steps_on_the_other_are_refused():
     for message in run(2, _half_counting):
         assert "only one of replicas 0 and 1 calls count(tokens)" in message
@@ -450,7 +422,6 @@ def _twice(rank):
     return train(rank, 12, sync_every=4)["weights"], bool(optimizer._optimizer_step_post_hooks)
 
 
-@pytest.mark.slow
 def test_leaving_by_an_exception_detaches_and_a_new_start_works():
     one, two = run(2, _twice)
     assert torch.equal(one[0], two[0])

@@ -73,14 +73,6 @@ def test_thousands_of_small_tensors_cost_no_python_call_each():
         assert calls < 1.5 * len(tensors)
 
 
-def test_a_parameter_without_dimensions_is_one_row():
-    scalar, values = torch.tensor(3.0), torch.empty(1)
-    view = FlatView((Piece("x", 0, 1),), {"x": scalar})
-    view.read(values)
-    view.write(values + 1)
-    assert view.size == 1 and values.tolist() == [3.0] and scalar.item() == 4.0
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int8, torch.complex128])
 def test_a_checksum_changes_with_the_only_value_and_not_with_the_memory_it_lies_in(dtype):
     one, other = torch.tensor(1, dtype=dtype), torch.tensor(2, dtype=dtype)

@@ -11,7 +11,6 @@ from torch import nn
 
 from diloco import Balanced, ConfigError, Sequential, Strided
 from diloco.core import fragment as rules
-from diloco.core.fragment import Piece
 from diloco.core.tensors import find_layers, trainable
 from tests.support.models import Tiny
 
@@ -159,10 +158,6 @@ def test_finding_the_layers_looks_at_each_name_once_however_many_layers_there_ar
 def test_a_plain_sequential_counts_as_layers():
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.Linear(4, 4))
     assert [p.name for p in fragments_of(model, Sequential(2))[0]] == ["0.weight", "0.bias", "2.weight", "2.bias"]
-
-
-def test_scalars_have_one_row():
-    assert Balanced(1).split({"a": ()}, []) == [(Piece("a", 0, 1),)]
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,8 @@ from diloco.exchange import local
 from tests.support.models import Tiny, adamw, anchors, flat, loss_of, make, steps, train, train_steps
 from tests.support.processes import run
 
+pytestmark = pytest.mark.slow  # processes
+
 MEAN = {"codec": Float32(), "outer": SGD(lr=1.0)}  # plain averaging
 SETTINGS = [
     {"sync_every": 10, "overlap": 3, "codec": E3M0()},
@@ -41,7 +43,6 @@ def _train_with_all_settings(rank, count):
     return [train(rank, count, **settings) for settings in SETTINGS]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("replicas", [2, 4])
 def test_1_anchors_are_bit_identical_on_all_replicas_after_every_step(replicas):
     for settings, first, *others in zip(SETTINGS, *run(replicas, _train_with_all_settings, 20), strict=True):
@@ -56,7 +57,6 @@ def _train_with_own_overlap(rank, count, overlaps):
     return dict(ChainMap(*history))
 
 
-@pytest.mark.slow
 def test_1_replicas_with_different_overlaps_agree_on_every_round():
     """All send at the same step, each applies at its own delay (paper, section 2.3)."""
     one, two = run(2, _train_with_own_overlap, 45, [1, 9])
@@ -70,7 +70,6 @@ def _sgd(model):
     return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
-@pytest.mark.slow
 def test_2_syncing_every_step_with_sgd_is_data_parallel():
     settings = {"optimizer": _sgd, "sync_every": 1, "overlap": 0, "fragments": Balanced(1), **MEAN}
     results = run(3, _train, 20, settings)
@@ -97,13 +96,11 @@ def _keeping(rank):
     return flat(model)
 
 
-@pytest.mark.slow
 def test_3_one_replica_that_takes_its_own_mean_is_plain_training():
     (result,) = run(1, _train, 300, {"sync_every": 10, "overlap": 0, **MEAN})
     assert (result["weights"] - _plain(300)).abs().max() <= 1e-5
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_3_replicas_that_keep_their_local_values_train_alone_bit_for_bit(replicas):
     for rank, result in enumerate(run(replicas, _keeping)):
@@ -122,7 +119,6 @@ def _layers_over_time(rank):
     return seen
 
 
-@pytest.mark.slow
 def test_3_without_keep_local_a_fragment_is_equal_on_all_replicas_when_it_was_applied_and_only_then():
     one, two = run(2, _layers_over_time)
     equal = [[torch.equal(a, b) for a, b in zip(x[1], y[1], strict=True)] for x, y in zip(one, two, strict=True)]
@@ -130,7 +126,6 @@ def test_3_without_keep_local_a_fragment_is_equal_on_all_replicas_when_it_was_ap
     assert sum(map(sum, equal)) >= 10
 
 
-@pytest.mark.slow
 def test_4_one_fragment_without_overlap_is_diloco_as_in_algorithm_1():
     settings = {"sync_every": 10, "overlap": 0, "fragments": Balanced(1), "codec": Float32()}
     results = run(2, _train, 60, {**settings, "outer": Nesterov(0.4, 0.9)})
@@ -162,7 +157,6 @@ def _merged(rank):
     return values
 
 
-@pytest.mark.slow
 def test_5_the_delta_is_taken_against_the_anchor_and_merging_keeps_its_share():
     # Sent after step 2: locals 2 and 6, anchor 0 → 4. Applied after step 3: locals 3 and 9 → 3.5 and 6.5.
     # Sent after step 4: locals 4.5 and 9.5, anchor 4 → 7. Applied after step 5: locals 5.5 and 12.5 → 6.25 and 9.75.
@@ -182,7 +176,6 @@ def _states(rank):
     return momenta, count, moment
 
 
-@pytest.mark.slow
 def test_5_outer_state_is_per_fragment_and_the_inner_state_is_local_and_never_reset():
     (momenta, count, moment), (_, _, other_moment) = run(2, _states)
     assert len(momenta) > 2
@@ -191,7 +184,6 @@ def test_5_outer_state_is_per_fragment_and_the_inner_state_is_local_and_never_re
     assert not torch.equal(moment, other_moment)
 
 
-@pytest.mark.slow
 def test_6_every_send_ends_once_and_every_fragment_sends_once_per_sync_every():
     for result in run(2, _train, 43, SETTINGS[1]):
         rounds = list(result["stats"].last)
@@ -218,7 +210,6 @@ def _anchors_and_local(rank):
     return before, shared, flat(model)
 
 
-@pytest.mark.slow
 def test_9_anchors_are_shown_and_taken_out_again_and_finish_ends_with_local_equal_to_anchor():
     (before, shared, final), (before_too, shared_too, final_too) = run(2, _anchors_and_local)
     assert not torch.equal(before, before_too)  # the replicas are apart
@@ -226,7 +217,6 @@ def test_9_anchors_are_shown_and_taken_out_again_and_finish_ends_with_local_equa
     assert torch.equal(final, final_too)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("replicas", [1, 2, 3, 4, 5])
 def test_replicas_in_one_process_give_the_bits_of_real_processes(replicas):
     settings = SETTINGS[1]

@@ -41,6 +41,8 @@ from tests.support.fake_reducer import Mean, Script
 from tests.support.models import Tiny, adamw, anchors, batch, flat, steps
 from tests.support.processes import run
 
+pytestmark = pytest.mark.slow  # processes
+
 STEPS = 30
 LATE = late_device.NAME
 
@@ -114,23 +116,10 @@ OVERLAPS = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("look", [0, 4], ids=["plain", "looked at"])
 @pytest.mark.parametrize("name", OVERLAPS)
 def test_replicas_on_the_device_have_the_bits_of_replicas_on_the_cpu(name, look):
     assert run(2, _both_in_a_group, OVERLAPS[name] | {"look": look}) == [(True, [])] * 2
-
-
-def _one_of_each(rank, settings):
-    late_device.install()
-    return play(LATE if rank else "cpu", rank, **settings), late_device.races
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["one step", "several in flight", "on the device"])
-def test_a_replica_on_the_device_and_one_on_the_cpu_agree(name):
-    (on_cpu, _), (late, races) = run(2, _one_of_each, OVERLAPS[name])
-    assert same(on_cpu, late) and not races
 
 
 def _unequal_starts(rank, devices, settings):
@@ -138,7 +127,6 @@ def _unequal_starts(rank, devices, settings):
     return play(devices[rank], rank, seed=rank, **settings), late_device.races
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["several in flight", "on the device"])
 @pytest.mark.parametrize("devices", [(LATE, LATE), ("cpu", LATE), (LATE, "cpu")], ids=" ".join)
 def test_replicas_with_unequal_starts_take_that_of_the_first_wherever_they_are(name, devices):
@@ -198,7 +186,6 @@ def _both_in_one_process(rank, settings, replicas):
     return found, late_device.races
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [
@@ -215,7 +202,6 @@ def test_every_codec_and_type_of_parameter_has_the_bits_of_the_cpu(settings):
     assert run(1, _both_in_one_process, settings, 2) == [([True, True], [])]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("state", ["host", "device"])
 def test_four_replicas_that_average_shares_have_the_bits_of_the_cpu(state):
     settings = {"sync_every": 6, "overlap": 2, "fragments": Balanced(3), "state": state}
@@ -253,7 +239,6 @@ def _resume_both(rank, states):
     return same(on_cpu, late), same(late[:2], late[2:]), late_device.races
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "states", [("host", "host"), ("device", "device"), ("host", "device"), ("device", "host")], ids=" then ".join
 )
@@ -293,7 +278,6 @@ def _bucket_both(rank, devices):
     return same(on_cpu, others), expected == outcomes, {counted for counted, _ in outcomes}, late_device.races
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("devices", [(LATE, LATE, LATE), ("cpu", LATE, LATE)], ids=["all", "two of three"])
 def test_members_of_a_bucket_on_the_device_have_the_bits_of_members_on_the_cpu(devices):
     assert run(1, _bucket_both, devices) == [(True, True, {True, False}, [])]
@@ -310,7 +294,6 @@ def _bucket_pinned(rank):
     return pinned[59], pinned[239], counted
 
 
-@pytest.mark.slow
 def test_a_member_whose_deltas_do_not_count_pins_no_more_memory_in_four_times_as_many_steps():
     ((early, late, counted),) = run(1, _bucket_pinned)
     assert counted[False] > 10
@@ -335,7 +318,6 @@ def _counted(rank, settings):
     return counters, sent
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("codec", [Float32(), codec_named("twobit"), E3M0()], ids=str)
 @pytest.mark.parametrize("name", ["one step", "keeps half", "on the device"])
 def test_training_on_the_device_waits_for_nothing_and_its_stream_copies_nothing(name, codec):
@@ -392,7 +374,6 @@ class Momentum(Nesterov):
     """Unknown to the device."""
 
 
-@pytest.mark.slow
 def test_the_state_is_on_the_device_if_it_can_be_and_takes_a_small_part_of_the_free_memory():
     ((places, reasons),) = run(1, _placed)
     assert places == ("host", "device", "host", "host", "host", "host", "host"), reasons
@@ -410,7 +391,6 @@ def _trainer_places(rank):
     return attached("cpu"), attached(LATE)
 
 
-@pytest.mark.slow
 def test_the_trainer_chooses_and_says_where_the_state_is_on_an_accelerator_only():
     assert run(1, _trainer_places) == [([], [("state", "device")])]
 
@@ -465,12 +445,10 @@ def _resumed_with_another_codec(rank):
         return str(error)
 
 
-@pytest.mark.slow
 def test_an_encoded_delta_in_flight_is_refused_by_another_codec():
     assert "resume with the codec it was saved with" in run(1, _resumed_with_another_codec)[0]
 
 
-@pytest.mark.slow
 def test_a_delta_is_saved_only_once_it_is_there():
     assert run(1, _saved_in_flight) == [(True, True)]
 
@@ -493,7 +471,6 @@ def _memory_of_the_old_anchor(rank):
     return late_device.races
 
 
-@pytest.mark.slow
 def test_the_memory_of_an_anchor_is_used_again_only_after_it_was_copied():
     assert run(1, _memory_of_the_old_anchor) == [[]]
 
@@ -516,7 +493,6 @@ def _sharded(rank):
     return same(*out), len(out[0][0]), late_device.races
 
 
-@pytest.mark.slow
 def test_a_shard_on_the_device_has_the_bits_of_one_on_the_cpu():
     assert run(2, _sharded) == [(True, 6, []), (True, 6, [])]
 
@@ -540,7 +516,6 @@ def _not_finite(rank):
     return "nothing"
 
 
-@pytest.mark.slow
 def test_inf_and_nan_are_found_in_deltas_that_the_device_encodes():
     (message,) = run(1, _not_finite)
     assert re.search("inf or nan in [a-z0-9.]+weight on replica 1", message)  # one step later it is in all of them
@@ -561,7 +536,6 @@ def _same_data(rank):
     return [str(warning.message) for warning in caught]
 
 
-@pytest.mark.slow
 def test_replicas_that_train_on_the_same_data_are_noticed_by_digests_from_the_device():
     (messages,) = run(1, _same_data)
     assert any("sent identical updates" in message for message in messages)
@@ -582,7 +556,6 @@ def _ahead(rank):
     return ahead, any(script.poll(0, 1).state.uploads)
 
 
-@pytest.mark.slow
 def test_anchors_are_on_their_way_to_the_device_before_they_are_needed():
     assert run(1, _ahead) == [([False, False, True, False, False], True)]
 
@@ -603,7 +576,6 @@ def _all_applied(rank):
     return coarse, _applied(rank, Float32()), _applied(rank, Float32(), counted=False)
 
 
-@pytest.mark.slow
 def test_every_round_leaves_all_buffers_of_the_device_for_the_next():
     assert run(1, _all_applied) == [(([1], 3),) * 3]
 
@@ -635,7 +607,6 @@ def _restarted(rank):
     return [lane() is None for lane in lanes], before == after == [2.0] * 8, model.norm.running_mean.cpu().tolist()
 
 
-@pytest.mark.slow
 def test_a_restart_leaves_nothing_of_the_first_cut_on_the_device():
     assert run(1, _restarted) == [([True], True, [3.0] * 4)]
 
@@ -658,7 +629,6 @@ def _sent_twice(rank):
     return late_device.races
 
 
-@pytest.mark.slow
 def test_a_payload_is_encoded_again_only_after_it_was_copied():
     assert run(1, _sent_twice) == [[]]
 
@@ -677,7 +647,6 @@ def _fetched(rank):
     return late_device.races
 
 
-@pytest.mark.slow
 def test_the_memory_of_received_payloads_is_used_again_only_after_they_were_copied():
     assert run(1, _fetched) == [[]]
 
@@ -692,7 +661,6 @@ def _offered(rank):
     return prints, State(1, anchor, momentum).fingerprint()
 
 
-@pytest.mark.slow
 def test_the_fingerprint_of_a_state_on_the_device_is_that_of_the_host():
     ((prints, expected),) = run(1, _offered)
     assert prints == [expected] * 3
@@ -710,7 +678,6 @@ def _pairs(rank):
     return beside_a_send is None, first is not None, second is None, len(lane.scratch())
 
 
-@pytest.mark.slow
 def test_a_result_waits_on_the_device_only_if_that_leaves_a_buffer_for_a_send():
     assert run(1, _pairs) == [(True, True, True, 600)]
 
@@ -729,7 +696,6 @@ def _in_flight(rank):
     return [bool(memory.isnan().all()) for memory in sent]
 
 
-@pytest.mark.slow
 def test_training_goes_on_before_its_delta_is_on_the_host():
     assert run(1, _in_flight) == [[True] * 3]
 
@@ -744,7 +710,6 @@ def _payload_buffer(rank):
     return late_device.races
 
 
-@pytest.mark.slow
 def test_the_buffer_of_a_payload_is_used_again_only_after_it_was_copied():
     assert run(1, _payload_buffer) == [[]]
 
@@ -763,7 +728,6 @@ def _replaced(rank):
     return deltas, late_device.races
 
 
-@pytest.mark.slow
 def test_a_delta_is_against_the_anchor_of_now_even_if_another_was_prepared():
     assert run(1, _replaced) == [([[2.0], [2.0]], [])]
 
@@ -777,7 +741,6 @@ def _adopted(rank):
     return place.state.anchor.unique().tolist(), late_device.counters.pageable["up"]
 
 
-@pytest.mark.slow
 def test_a_state_that_another_has_made_is_uploaded_from_pinned_memory():
     assert run(1, _adopted) == [([3.0], 0)]
 
@@ -793,7 +756,6 @@ def _replaced_on_the_device(rank):
     return place.state.anchor.sum().item(), late_device.races
 
 
-@pytest.mark.slow
 def test_a_state_on_the_device_is_replaced_only_after_rounds_have_read_it():
     assert run(1, _replaced_on_the_device) == [(0.0, [])]
 
@@ -808,7 +770,6 @@ def _closed(rank):
     return upload.values().sum().item(), late_device.races
 
 
-@pytest.mark.slow
 def test_when_memory_is_closed_no_copy_uses_it_anymore():
     assert run(1, _closed) == [(600.0, [])]
 
@@ -830,7 +791,6 @@ def _order(rank):
     return order
 
 
-@pytest.mark.slow
 def test_memory_is_reused_in_order_when_a_lane_takes_it_and_returns_it():
     assert run(1, _order) == [["training, before", "copies", "last copies", "training, afterwards"]]
 
@@ -846,7 +806,6 @@ def _hangs(rank):
     return True
 
 
-@pytest.mark.slow
 def test_a_device_that_hangs_does_not_keep_a_replica_from_leaving():
     assert run(1, _hangs) == [True]
 
@@ -869,7 +828,6 @@ def _timed(rank):
     return seconds, [(round.seconds_device, round.seconds_exposed) for round in diloco.stats.last]
 
 
-@pytest.mark.slow
 def test_the_time_of_the_training_stream_is_reported_once_and_as_exposed():
     (((before, once, again), rounds),) = run(1, _timed)
     assert before == again == 0.0 and once >= 0.05
@@ -896,7 +854,6 @@ def _captured(rank):
     return message, count, diloco.step_count
 
 
-@pytest.mark.slow
 def test_a_step_inside_a_captured_graph_is_refused_and_not_counted():
     ((message, *counts),) = run(1, _captured)
     assert "graph is being captured" in message and counts == [3, 4]

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.support import late_device
-from tests.support.late_device import POLLS, Event, Race, Stream
+from tests.support.late_device import Race, Stream
 from tests.support.processes import run
 
 N = 8
@@ -26,16 +26,6 @@ def alone(function):
 def setup():
     late_device.install()
     return torch.full((N,), 2.0, device="late"), torch.empty(N, pin_memory=True), Stream()
-
-
-def _targets(rank):
-    x, host, _ = setup()
-    host.copy_(x * 3, non_blocking=True)
-    event = Event()
-    event.record()
-    assert host.isnan().all()
-    assert [event.query() for _ in range(POLLS)] == [False] * POLLS and host.isnan().all()
-    assert event.query() and host.tolist() == [6.0] * N
 
 
 def _sources(rank):
@@ -153,31 +143,6 @@ def _counters(rank):
     assert counters.pending == {"MainThread": 1} and counters.waits == {"MainThread": 1, "other": 1}
 
 
-def _accelerator(rank):
-    x, _, side = setup()
-    assert torch.accelerator.is_available() and str(torch.accelerator.current_accelerator()) == "late"
-    assert x.device == torch.device("late:0")
-    default = torch.accelerator.current_stream()
-    seen = []
-    with side, Stream(), side:
-        thread = threading.Thread(target=lambda: seen.append(torch.accelerator.current_stream()))
-        thread.start()
-        thread.join()
-        assert torch.accelerator.current_stream(x.device) is side and seen == [default]
-    assert torch.accelerator.current_stream() is default
-    with pytest.raises(RuntimeError, match="same device"):
-        x + torch.ones(N)
-    start, end = torch.Event("late", enable_timing=True), torch.Event("late", enable_timing=True)
-    start.record()
-    x.add_(1)
-    end.record()
-    end.synchronize()
-    assert start.elapsed_time(end) > 0
-    with pytest.raises(RuntimeError, match="enable_timing"):
-        start.elapsed_time(torch.Event("late"))
-
-
-test_a_copy_to_the_host_is_not_there_until_it_was_waited_for_or_asked_for_again_and_again = alone(_targets)
 test_a_copy_to_the_device_reads_its_source_late = alone(_sources)
 test_a_target_that_the_host_changes_meanwhile_is_noticed = alone(_overwritten)
 test_streams_that_use_the_same_memory_must_wait_for_each_other = alone(_streams)
@@ -185,4 +150,3 @@ test_waiting_for_an_event_runs_only_what_comes_before_it = alone(_only_what_is_n
 test_memory_that_is_freed_while_another_stream_uses_it_is_noticed = alone(_freed)
 test_pageable_memory_is_copied_at_once_and_counted = alone(_pageable)
 test_copies_are_counted_by_stream_and_waits_and_polls_by_thread = alone(_counters)
-test_torch_knows_the_device = alone(_accelerator)

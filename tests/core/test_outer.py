@@ -77,9 +77,8 @@ def test_momentum_that_is_not_given_grows_with_the_rounds_and_the_learning_rate_
     expected = {1: (1.0, 0.0), 10: (1.0, 0.0), 20: (2 / 3, 0.5), 40: (0.5, 0.75), 100: (0.4, 0.9), 1000: (0.4, 0.9)}
     assert {k: pytest.approx(pair) for k, pair in expected.items()} == seen
     seen = {k: Nesterov(many=True).at(Stage(k, 1.0), 0.0)[:2] for k in (1, 20, 50, 1000)}
-    assert {1: (1.0, 0.0), 20: (0.9375, 0.5), 50: (0.9, 0.8), 1000: (0.9, 0.8)} == {
-        k: pytest.approx(pair) for k, pair in seen.items()
-    }
+    expected = {1: (1.0, 0.0), 20: (0.9375, 0.5), 50: (0.9, 0.8), 1000: (0.9, 0.8)}
+    assert {k: pytest.approx(pair) for k, pair in expected.items()} == seen
     assert Nesterov(lr=0.6).at(Stage(20, 1.0), 0.0)[:2] == (0.6, 0.5)
     assert Nesterov(momentum=0.3).at(Stage(10, 1.0), 0.0)[:2] == (0.8, 0.3)
 

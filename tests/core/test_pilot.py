@@ -1,8 +1,6 @@
 """The autopilot in a training loop: with a virtual link and clock, and over real processes."""
 
-import re
 from dataclasses import asdict
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +16,7 @@ from diloco.core.tensors import trainable
 from diloco.exchange import local
 from diloco.exchange.transport import LinkSpeed
 from tests.support.fake_reducer import Script
-from tests.support.models import Tiny, adamw, flat, make, steps, train_steps
+from tests.support.models import Tiny, flat, make, steps, train_steps
 from tests.support.processes import message_of, run
 from tests.support.ranks import groups
 
@@ -133,29 +131,6 @@ def test_with_ddp_inside_all_ranks_of_all_replicas_take_the_same_settings():
     assert overlap == choice["settings"]["overlap"] and facts["rate"] > 0
     for other in others:
         assert other[:4] == (choice, facts, sync_every, overlap) and torch.equal(other[4], weights)
-
-
-def _snippet(rank):
-    """Runs the loop of docs/planner.md with a model, an optimizer and data."""
-    page = (Path(__file__).parents[2] / "docs" / "planner.md").read_text()
-    (code,) = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
-    model = Tiny()
-    optimizer = adamw(model)
-    training = steps(model, optimizer, rank, 1, 25)
-    names = {"model": model, "optimizer": optimizer, "data": range(25), "train_step": lambda _: next(training),
-             "print": lambda *_: None}  # fmt: skip
-    exec(compile(code, "planner.md", "exec"), names)
-    pilot = names["pilot"]
-    return asdict(pilot.choice), asdict(pilot.facts), names["diloco"].schedule.sync_every, flat(model)
-
-
-@pytest.mark.slow
-def test_the_loop_on_the_page_measures_and_chooses_over_real_processes():
-    (choice, facts, sync_every, weights), (choice_too, facts_too, sync_every_too, weights_too) = run(2, _snippet)
-    assert (choice, facts, sync_every) == (choice_too, facts_too, sync_every_too) and torch.equal(weights, weights_too)
-    assert choice["settings"]["codec"] == "e3m0" and choice["reasons"]["codec"] == "set explicitly"
-    assert sync_every == choice["settings"]["sync_every"]
-    assert 0 < facts["round_trip"] < 60 and 1e3 < facts["rate"] < 1e14 and facts["step_seconds"] > 0
 
 
 def test_settings_can_change_before_the_first_round_as_if_set_from_the_start():

@@ -12,12 +12,6 @@ from diloco.core.schedule import Schedule, check_overlap
 schedules = st.builds(Schedule, sync_every=st.integers(1, 60), fragments=st.integers(1, 40))
 
 
-def test_the_papers_example():
-    schedule = Schedule(sync_every=100, fragments=2)
-    sends = [(step, schedule.sends(step)) for step in range(1, 301) if schedule.sends(step)]
-    assert sends == [(100, [0]), (150, [1]), (200, [0]), (250, [1]), (300, [0])]
-
-
 @given(schedules)
 def test_every_fragment_sends_exactly_once_in_any_sync_every_steps(schedule):
     h = schedule.sync_every

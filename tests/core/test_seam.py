@@ -264,20 +264,6 @@ def test_work_that_was_given_up_does_not_weigh_if_the_delta_in_flight_does_not_c
     assert sent == [(-6.0, 6.0), (-trained, weight)]
 
 
-def test_a_delta_and_a_saved_state_are_read_only_once_the_copies_from_the_device_are_done():
-    diloco, _ = start(Script())
-    fragment = diloco._fragments[0]
-    for use in (
-        lambda: fragment.delta_later()(),
-        lambda: fragment.state_dict(),
-    ):
-        fragment.take_delta(Work(1.0))
-        sent, copied = fragment.in_flight, []
-        fragment.in_flight = replace(sent, values=lambda m=sent.memory, copied=copied: copied.append(True) or m)
-        use()
-        assert copied == [True]
-
-
 def test_inf_or_nan_that_comes_with_the_last_copy_is_found():
     diloco, _ = start(Script())
     (fragment,) = diloco._fragments

@@ -5,7 +5,6 @@ import io
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from diloco import SGD, Balanced, DiLoCo, Mismatch, Sequential, Strided
@@ -74,30 +73,6 @@ def test_7_saving_at_any_step_resumes_to_the_same_trajectory():
         for (weights, anchor), (expected, expected_anchor, _) in zip(again, whole, strict=True):
             assert torch.equal(anchor, expected_anchor), at
             assert torch.equal(weights, expected), at
-
-
-def _with_dcp(rank, folder):
-    """torch.distributed.checkpoint, one folder per replica, as a Stateful."""
-    path = f"{folder}/{rank}"
-    model, optimizer, diloco = make(**SETTINGS)
-    with diloco:
-        for step in steps(model, optimizer, rank, 1, 30):
-            if step == 13:
-                dcp.save({"diloco": diloco}, checkpoint_id=path, no_dist=True)
-                torch.save((model.state_dict(), optimizer.state_dict()), f"{path}/rest")
-    expected = anchors(diloco)
-    model, optimizer, diloco = make(**SETTINGS)
-    dcp.load({"diloco": diloco}, checkpoint_id=path, no_dist=True)
-    for part, state in zip((model, optimizer), torch.load(f"{path}/rest"), strict=True):
-        part.load_state_dict(state)
-    with diloco:
-        train_steps(model, optimizer, rank, 14, 30)
-    return torch.equal(expected, anchors(diloco))
-
-
-@pytest.mark.slow
-def test_the_state_survives_torch_distributed_checkpoint(tmp_path):
-    assert run(2, _with_dcp, str(tmp_path)) == [True, True]
 
 
 def _apart(replica, saves, steps_done, reducer=None):
@@ -173,14 +148,6 @@ def test_a_state_loaded_into_a_running_diloco_gives_up_what_is_in_flight():
     expected = local.run(2, lambda reducer: _uninterrupted(reducer.replica, 30, reducer))[0][0]
     together = local.run(2, lambda reducer: _loaded_while_running(reducer.replica, reducer))
     assert all(torch.equal(weights, expected) for weights in [*together, *run(2, _loaded_while_running)])
-
-
-def test_two_runs_one_after_the_other_in_one_process():
-    def loop(reducer):
-        return [_uninterrupted(reducer.replica, 12, reducer)[0] for _ in range(2)]
-
-    first, second = local.run(2, loop)[0]
-    assert torch.equal(first, second)
 
 
 def _saved_at_13(reducer):

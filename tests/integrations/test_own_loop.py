@@ -48,10 +48,3 @@ def test_the_loop_agrees_learns_saves_the_agreed_model_and_resumes_bit_for_bit(t
     assert launch_forked(tmp_path, read, replicas=1)[0][0]["hash"] == one["hash"]
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"replica-0", "replica-1"}
     shutil.rmtree(tmp_path / "out")
-
-
-def test_without_the_diff_it_is_a_loop_that_uses_ddp(tmp_path):
-    """So the test above has changed what such a script does."""
-    reports = launch_forked(tmp_path, SETUP + NANO.before + "\nreport(model, wrapped=type(model).__name__)\n")
-    assert [report["wrapped"] for (report,) in reports] == ["DistributedDataParallel"] * 2
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["ckpt.pt"]

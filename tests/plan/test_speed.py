@@ -1,17 +1,9 @@
 """How long this machine takes for a round."""
 
-from diloco.autopilot import speed
 from diloco.autopilot.speed import Speed
 from diloco.codecs.formats import FORMATS, GATHER
 
 SOME = Speed(dict.fromkeys(FORMATS, 1.0), dict.fromkeys(FORMATS, 0.5), 2.0, 3.0)
-
-
-def test_it_is_measured_for_every_codec():
-    measured = speed.measured()
-    assert set(measured.encode) == set(measured.decode) == set(FORMATS)
-    assert all(ns > 0 for ns in (*measured.encode.values(), *measured.decode.values(), measured.hook))
-    assert measured.outer >= 0  # done while decoding: it may cost nothing more
 
 
 def test_a_round_encodes_once_and_decodes_what_it_receives():

@@ -167,7 +167,7 @@ def test_bucket_settings_say_so_and_are_refused_without_a_bucket():
         with pytest.raises(ConfigError, match=f"{spelled(field.name)} without --bucket: it would be ignored"):
             TrainConfig(**{field.name: "x"})
     for name, value in (("streams", 4), ("timeout", 60.0)):
-        with pytest.raises(ConfigError, match=f"--{name} with --bucket: it is for replicas that connect"):
+        with pytest.raises(ConfigError, match=f"--{name} has no effect with --bucket"):
             TrainConfig(bucket="runs", **{name: value})
 
 

@@ -25,7 +25,7 @@ from tests.support.commands import Command, ended, start, start_ranks
 from tests.support.pages import ROOT, Block, blocks
 from tests.support.s3 import free_port
 
-PAGES = [*("README.md", "CONTRIBUTING.md", "SECURITY.md", "examples/bucket/README.md"),
+PAGES = [*("README.md", "CONTRIBUTING.md", "SECURITY.md"),
          *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]  # fmt: skip
 RUNNABLE = ("console", "bash", "python", "diff")
 SHORT = ["--steps", "6", "--batch", "4", "--context", "32", "--sync-every", "6"]

@@ -33,8 +33,9 @@ from tests.support.commands import (
 from tests.support.members import until
 from tests.support.s3 import free_port
 
+pytestmark = pytest.mark.slow  # processes
 
-@pytest.mark.slow
+
 def test_a_run_killed_at_any_moment_resumes_to_the_same_trajectory(place, whole):
     """With a checkpoint after every step the kill falls into a save more often than not."""
     name = "killed"
@@ -52,7 +53,6 @@ def test_a_run_killed_at_any_moment_resumes_to_the_same_trajectory(place, whole)
     assert any(e["event"] == "resume" for e in lines(place, name, kind="events"))
 
 
-@pytest.mark.slow
 def test_ctrl_c_leaves_a_checkpoint_of_one_step_and_a_report_and_resumes(place):
     process = start(place, *training("stopped", "--steps", "2000", "--save-every", "5000"))
     for replica in (0, 1):  # one may be steps ahead of another that cannot be stopped yet
@@ -82,7 +82,6 @@ def _wait_before_the_first_step(words):
     return main(words)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("existing", [False, True])
 def test_a_closed_terminal_during_the_start_stops_all_and_deletes_only_what_is_its_own(place, existing):
     folder = place / "runs/early"
@@ -111,7 +110,6 @@ def _is_free(folder):
         return False
 
 
-@pytest.mark.slow
 def test_replicas_whose_launcher_was_killed_stop_with_a_checkpoint_and_the_run_is_in_use_until_then(place):
     process = start(place, *training("orphans", "--steps", "100000", "--save-every", "100000"))
     wait_for_lines(place / "runs/orphans/replica-0/metrics.jsonl", 6, process)
@@ -150,7 +148,6 @@ def test_resume_takes_the_settings_of_the_run_that_is_named_not_of_the_newest(tm
         complete([str(tmp_path / "recipe.toml"), "--resume"])
 
 
-@pytest.mark.slow
 def test_sharded_replicas_with_accumulation_save_export_and_resume(place):
     words = ["--shards", "2", "--batch", "8", "--accumulate", "2", "--save-every", "3",
              "--sync-every", "3", "--overlap", "1"]  # fmt: skip
@@ -170,7 +167,6 @@ def test_sharded_replicas_with_accumulation_save_export_and_resume(place):
     assert list(losses(place, "sharded")) == list(range(1, 6))
 
 
-@pytest.mark.slow
 def test_two_machines_resume_each_with_the_settings_that_it_has_stored(tmp_path, place):
     sites = [tmp_path / "one", tmp_path / "two"]
     for site in sites:
@@ -212,7 +208,6 @@ def test_a_dry_run_of_processes_that_torchrun_has_started_trains_nothing(tmp_pat
     assert not (place / "runs/dry").exists()
 
 
-@pytest.mark.slow
 def test_a_full_disk_ends_the_run_with_the_remedy_and_the_old_checkpoint_survives(place, whole):
     shutil.copytree(place / "runs/whole", place / "runs/full")
     code, _, err = train(place, "full", "--steps", "45", "--resume", "--inner", "muon", file_limit=1_000_000)
@@ -221,7 +216,6 @@ def test_a_full_disk_ends_the_run_with_the_remedy_and_the_old_checkpoint_survive
     assert weights(place, "full", 40).keys() == weights(place, "whole", 40).keys()
 
 
-@pytest.mark.slow
 def test_a_run_is_not_overwritten(place, whole):
     code, _, err = run_here(place, *training("whole", "--steps", "5"))
     assert code == 2 and "already holds a run: add --resume" in err

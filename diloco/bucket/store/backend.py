@@ -184,7 +184,7 @@ class Folder:
         staged.parent.mkdir(exist_ok=True)  # not its parents: the folder may be unmounted for a while
         try:
             staged.write_bytes(data)
-        except OSError:  # a full disk must not fill up with parts of files
+        except OSError:  # leave no part of a file on a full disk
             staged.unlink(missing_ok=True)
             raise
         if not self._swept:
@@ -196,7 +196,9 @@ class Folder:
         """Delete files of dead processes. `now` comes from the clock that stamps the files."""
         with os.scandir(self.root / STAGING) as entries:
             for entry in entries:
-                with suppress(OSError):  # another member sweeps too, has just moved its own file, or is another user
+                with suppress(
+                    OSError
+                ):  # another member sweeps too, or has just moved its own file, or it is another user's
                     if entry.is_file(follow_symlinks=False) and now - entry.stat().st_mtime > LEFT_OVER:
                         Path(entry.path).unlink()
 

@@ -99,7 +99,7 @@ class Store:
             case Pause(seconds):
                 self.closing.wait(seconds * random.uniform(0.5, 1.5))
                 return None
-        refusals, began = 0, self._clock()
+        refusals, began, refused = 0, self._clock(), None
         for pause in backoff(0.1, LONGEST_PAUSE):
             if self.closing.is_set():
                 raise Closed
@@ -108,9 +108,14 @@ class Store:
             except Failure as failure:
                 if isinstance(operation, Create) and operation.stale(True):
                     return None
-                refusals += isinstance(failure, Refused)
-                if isinstance(failure, Refused) and self._is_forbidden(operation, failure, refusals, began):
-                    return _GIVEN_UP[type(operation)]
+                if isinstance(failure, Refused):
+                    refusals, refused = refusals + 1, self._clock() if refused is None else refused
+                    if isinstance(operation, Write) and self._clock() - refused > REFUSED:  # reads may still succeed
+                        raise ConfigError(str(failure)) from None
+                    if self._is_forbidden(operation, failure, refusals, began):
+                        return _GIVEN_UP[type(operation)]
+                else:
+                    refused = None
                 self._report_failing(operation, failure, began)
                 self._wait_to_retry(failure, pause)
                 continue
@@ -128,9 +133,9 @@ class Store:
             return
         if self._succeeded > began and self._clock() - began > SILENT:
             self._failing.add(name)
-            does = "list" if isinstance(operation, List) else "write"
-            log.warning("cannot %s %s in the store (%s); retrying", does, name, failure)
-            self._report(f"store does not {does}", object=name, reason=str(failure))
+            does = "does not list" if isinstance(operation, List) else "takes no writes"
+            log.warning("the store %s: %s (%s); retrying", does, name, failure)
+            self._report(f"store {does}", object=name, reason=str(failure))
 
     def _note_success(self) -> None:
         self._succeeded, self._refused = self._clock(), None
@@ -145,8 +150,7 @@ class Store:
         allowed, or nothing for a long time: a moment with wrong credentials must not end a run."""
         now = self._clock()
         self._refused = now if self._refused is None else self._refused
-        unwritable = isinstance(operation, Write) and now - began > REFUSED  # reads may still succeed
-        if self._succeeded is None or now - self._refused > REFUSED or unwritable:
+        if self._succeeded is None or now - self._refused > REFUSED:
             raise ConfigError(str(refused))
         lasts = now - began > REFUSED if isinstance(operation, Read) and operation.patient else times >= REFUSALS
         return type(operation) in _GIVEN_UP and lasts and self._succeeded > began
