@@ -83,7 +83,7 @@ class FragmentSync:
         self.number, self.pieces, self.view, self.place = number, pieces, view, place
         self.reducer, self.outer, self.codec, self.memory, self._packs_for = reducer, outer, codec, memory, packs_for
         self.in_flight: InFlight | None = None
-        self._replaced: list[Work] = []  # what was done when the deltas were sent that the one in flight replaces
+        self._replaced: list[Work] = []  # done at the sends that the delta in flight replaces
         self.sent_step = 0
         self.counted = Work()  # what is in the anchor
         self.resumed = Work()  # what an earlier life had done when it saved the state that this one began with
@@ -164,15 +164,15 @@ class FragmentSync:
         anchor and keep all local work.
 
         Exception: the round may count a delta that this replica sent after its checkpoint, before it was restarted. It
-        contains all the work in the checkpoint. Steps made since cannot be separated from that work, so they are dropped
-        too."""
+        contains all the work in the checkpoint. Steps made since cannot be separated from that work, so they are
+        dropped too."""
         began = time.perf_counter()
         if done.tokens and not done.amount and not any(round.members.values()):
             checks.warn_no_tokens()
         sent, old, uploads = self.in_flight, self.state, self.place.adopt(round.state)
         assert self.state.index == old.index + 1 and (sent is not None or not round.counted)
         if sent is not None and round.counted and round.newer:
-            self._merge_older(round, old, done)
+            self._merge_older(round, sent, old, uploads, done)
         elif sent is not None and round.counted:
             if round.own is None:
                 self.view.merge(self.state.anchor, keep_local, uploads)
@@ -188,14 +188,14 @@ class FragmentSync:
         self.in_flight = None
         return self._stats(round, sent, applied_step=done.steps, applying=time.perf_counter() - began, overlap=overlap)
 
-    def _merge_older(self, round: Round, old: State, done: Work) -> None:
+    def _merge_older(self, round: Round, sent: InFlight, old: State, uploads: Uploads, done: Work) -> None:
         """The delta that counted was replaced by a newer one, over a slow uplink. Keep what was trained since it was
-        sent; if it is not known any more, that is lost."""
+        sent; if it is not known any more, that is lost. Overwrites the newer delta, which nobody reads any more."""
         self.counted = self._replaced[-round.newer]
         if round.own is None:
-            self.give_up(done)
-        else:
-            self.view.rebase(self.state.anchor, old.anchor - round.own())
+            return self.give_up(done, uploads)
+        self.view.rebase(self.state.anchor, torch.sub(old.anchor, round.own(), out=sent.memory), uploads)
+        return self._free(old, sent)
 
     def _with_loss(self, sent: InFlight, decoded: Tensor) -> Tensor:
         """The anchor and what a coarse codec lost of this replica's delta: that stays where training put it, and the

@@ -129,7 +129,7 @@ def test_a_member_obeys_the_notice_and_comes_back_elsewhere_from_the_store(place
         code, _, err = ended(a)
     assert code == 130 and "the cloud will preempt this machine" in err, err
     (stop,) = [event for event in lines(place, "here", kind="events") if event["event"] == "stop"]
-    assert stop["steps_lost"] == 0 and "the other members have all steps" in err
+    assert stop["steps_lost"] == 0 and "the other members have all of this member's steps" in err
     elsewhere = start(place, *training("there", *options))
     wait_for_text(place / "runs/there/replica-0/events.jsonl", '"round"', elsewhere)
     elsewhere.kill()
