@@ -4,6 +4,7 @@ import itertools
 import shutil
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
@@ -37,6 +38,15 @@ EXAMPLES = (
 )
 
 
+EQUAL = "compare needs equal settings: leave --auto out, and set what it would choose"
+
+
+def complete(words: Sequence[str]) -> list[str]:
+    if "--auto" in words:
+        raise ConfigError(EQUAL)
+    return list(words)
+
+
 def main(config: CompareConfig) -> int:
     name = config.name or folders.new(config.out, None, f"compare-{config.model}-{config.method}").name
     home = config.out / name
@@ -57,7 +67,8 @@ def main(config: CompareConfig) -> int:
         if begun and not resume and not config.dry_run:
             with folders.locked(folder):
                 shutil.rmtree(folder)
-        cell = replace(cell, out=home, name=label, resume=resume)
+        name = None if begun and not resume and config.dry_run else label  # it would begin again
+        cell = replace(cell, out=home, name=name, resume=resume)
         left = (time.monotonic() - start) / trained * (len(cells) - number + 1) if trained else None
         estimate = f"; about {units.duration(left)} left" if left else ""
         print(f"run {number} of {len(cells)}: {label}{estimate}", file=sys.stderr)
@@ -81,7 +92,8 @@ def _check_same(cell: TrainConfig, folder: Path) -> None:
     before = parse(TrainConfig, [str(folder / "config.toml")])
     for field in fields(TrainConfig):
         now, was = getattr(cell, field.name), getattr(before, field.name)
-        derived = field.name == "tokens"  # the stored run has the steps that follow from them
+        # The stored run has the steps that follow from its tokens, and the outer optimizer for its replicas.
+        derived = field.name == "tokens" or (field.name == "outer" and now == field.default)
         if distinguishes(field.name) and not derived and now is not None and now != was:
             raise ConfigError(f"{folder} was run with {field.name} {was}, not {now}: use another --name")
 
@@ -95,7 +107,7 @@ def plan(config: CompareConfig) -> list[tuple[str, TrainConfig]]:
     if config.bucket is not None:
         raise ConfigError("compare starts its replicas here: leave --bucket out")
     if config.auto:
-        raise ConfigError("compare needs equal settings: leave --auto out, and set what it would choose")
+        raise ConfigError(EQUAL)
     if config.seeds < 1:
         raise ConfigError(f"seeds={config.seeds}: use at least 1")
     base = TrainConfig(**{f.name: getattr(config, f.name) for f in fields(TrainConfig)})

@@ -18,7 +18,7 @@ from diloco.exchange.world import World, alone, own_world, started_here
 from diloco.runs import folder as folders
 from diloco.runs.config import TUNED, TrainConfig
 from diloco.runs.flags import config_file, parse, parse_values, to_toml
-from diloco.runs.reader import read, read_config, status
+from diloco.runs.reader import read, read_config, read_summary, status
 from diloco.runs.schema import Summary, to_summary
 
 CONFIG = TrainConfig
@@ -114,6 +114,10 @@ def run_here(config: TrainConfig, *, show: bool = True) -> tuple[int, Path]:
             code, reason = supervise.start(words, size, folder, config.shards, live.refresh, keep=(lock,))
     if reason:
         print(f"diloco: {reason}", file=sys.stderr)
+    summary = read_summary(folder)
+    finished = summary and not summary.stopped and config.steps in (None, summary.steps)
+    if code == 130 and finished:  # the signal came when the run was about to end
+        code = 0
     if code == 130:
         print(f"diloco: {stop_report(folder)}", file=sys.stderr)
     if fresh and code in (2, 130) and not (folder / "config.toml").exists():
@@ -170,7 +174,8 @@ def _run_rank(config: TrainConfig, world: World) -> int:
             supervise.write_error(folder, world, error, code)
         if not isinstance(error, (DiLoCoError, KeyboardInterrupt)):
             logging.getLogger("diloco").exception("replica %d failed", world.replica)
-        logging.getLogger("diloco").error("diloco: %s", str(error) or "stopped without saving")
+        stopped = "stopped without saving" if isinstance(error, KeyboardInterrupt) else type(error).__name__
+        logging.getLogger("diloco").error("diloco: %s", str(error) or stopped)
         return code
 
 
@@ -182,11 +187,18 @@ def _agree_on_folder(config: TrainConfig, world: World, store: Any) -> Path:
     from diloco.train import settings
 
     if world.rank == 0:
-        chosen = config.out / str(config.name) if started_here() else _folder(config)
-        if config.resume and not started_here():
-            settings.check_resume(config, chosen)
+        try:
+            chosen = config.out / str(config.name) if started_here() else _folder(config)
+            if config.resume and not started_here():
+                settings.check_resume(config, chosen)
+        except ConfigError:
+            store.set("folder", "")
+            raise
         store.set("folder", chosen.name)
-    folder = config.out / store.get("folder").decode()
+    name = store.get("folder").decode()
+    if not name:
+        raise ConfigError("the first process was refused: see its error")
+    folder = config.out / name
     taken = not config.resume and (folder / "config.toml").exists()
     hosts = sorted(filter(None, gather_json(dist.group.WORLD, socket.gethostname() if taken else "")))
     if hosts:

@@ -219,7 +219,7 @@ def check_weights(saved: int | None, trained: Sequence[Tensor]) -> None:
 
 def warn_no_step() -> None:
     warnings.warn("finish() without a single step: DiLoCo saw no training on this replica. Step the optimizer that you "
-                  "passed or, without one, call step() after each step", stacklevel=3)  # fmt: skip
+                  "passed or, without one, call step() after each", stacklevel=3)  # fmt: skip
 
 
 def warn_no_tokens() -> None:

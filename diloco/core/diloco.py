@@ -40,8 +40,8 @@ class DiLoCo:
         model: any module, or a list of them, such as the stages of a pipeline. Its trained parameters are read and
             written in place; the model is not wrapped.
         optimizer: the inner optimizer, or a list of all of them. A step is complete when each has stepped. None: call
-            `step()`, as you must where hooks do not run or run too early: after the replay of a CUDA graph that holds
-            the optimizer's step, and before FSDP2's `set_post_optim_event`.
+            `join()` before the first step and `step()` after each, as you must where hooks do not run or run too early:
+            after the replay of a CUDA graph that holds the optimizer's step, and before FSDP2's `set_post_optim_event`.
         sync_every: steps between two syncs of the same fragment (H).
         fragments: how to cut the model into the parts that are synced in turn.
         overlap: steps between sending a fragment and applying the result (τ); 0 waits for it. May differ by replica.

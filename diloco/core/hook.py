@@ -93,20 +93,20 @@ def as_list(optimizers: Optimizers) -> list[torch.optim.Optimizer]:
     if optimizers is None:
         return []
     listed = optimizers if isinstance(optimizers, Sequence) else [optimizers]
-    unwrapped = list(dict.fromkeys(_unwrap(optimizer) for optimizer in listed))
+    unwrapped = [_unwrap(optimizer) for optimizer in listed]
     for optimizer in unwrapped:
         if not hasattr(optimizer, "register_step_post_hook"):
             hint = " Pass its .optimizer" if hasattr(optimizer, "optimizer") else ""
             raise ConfigError(
                 f"optimizer is a {type(optimizer).__name__}: pass a torch.optim.Optimizer or a list of them, or None "
-                f"and call step() after each step.{hint}"
+                f"and call join() before the first step and step() after each.{hint}"
             )
         if isinstance(optimizer, torch.optim.LBFGS):
             raise ConfigError(
                 "LBFGS measures the curvature from one step to the next, and merging moves the weights in between: "
                 "the loss rises. Use an optimizer that needs only gradients, such as AdamW, SGD or Muon"
             )
-    return unwrapped
+    return list({id(optimizer): optimizer for optimizer in unwrapped}.values())
 
 
 def _unwrap(optimizer: Any) -> Any:
@@ -115,7 +115,8 @@ def _unwrap(optimizer: Any) -> Any:
         if not hasattr(optimizer, "optimizer"):
             raise ConfigError(
                 f"optimizer is a {type(optimizer).__name__} that never called Optimizer.__init__, so it has no "
-                "hooks: pass the optimizer that it wraps, or None and call step() after each step"
+                "hooks: pass the optimizer that it wraps, or None and call join() before the first step and step() "
+                "after each"
             )
         optimizer = optimizer.optimizer  # pyright: ignore[reportAttributeAccessIssue]
     return optimizer
@@ -128,9 +129,10 @@ def lr_of(optimizers: Sequence[torch.optim.Optimizer]) -> float | torch.Tensor:
 
 
 def _exact(rate: float | torch.Tensor) -> float | torch.Tensor:
-    """In float64: sums over many steps would round in float32. On a device it stays there, so nothing waits."""
+    """In float64, where it exists: sums over many steps would round in float32. On a device it stays there, so nothing
+    waits."""
     if isinstance(rate, torch.Tensor):
-        return float(rate) if rate.device.type == "cpu" else rate if rate.device.type == "mps" else rate.double()
+        return float(rate) if rate.device.type == "cpu" else rate.double() if rate.device.type == "cuda" else rate
     return rate
 
 

@@ -77,8 +77,8 @@ class Nesterov:
     round before. So momentum does not overshoot when the learning rate goes to zero. At a constant learning rate this
     changes no bit: Nesterov(0.4, 0.9) is the paper's optimizer.
 
-    `many`: for eight replicas or more, of which the trainer makes it the default. Momentum grows to 0.8 only, and the
-    learning rate falls to 0.9: the mean of many deltas has less noise, and may move the anchor further.
+    `many`: the trainer's default for eight replicas or more. Momentum grows to 0.8 only, and the learning rate falls to
+    0.9: the mean of many deltas has less noise, and may move the anchor further.
     """
 
     lr: float | None = None

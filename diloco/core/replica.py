@@ -136,7 +136,8 @@ class Replica:
         """The inner optimizers have stepped."""
         if any(lane.capturing() for lane in self.memory.lanes.values()):
             raise DiLoCoError("a CUDA graph is being captured, and its replays would not run this hook: create DiLoCo "
-                              "without an optimizer, and call step() after each replay")  # fmt: skip
+                              "without an optimizer, call join() before the first replay and step() after each "
+                              "one")  # fmt: skip
         self.work += Work(0.0 if self.work.tokens else 1.0, lr_of(self.optimizers), steps=1)
 
     def count_tokens(self, tokens: float) -> None:
@@ -276,8 +277,8 @@ class Replica:
         would replace what was trained by the start."""
         if not self.started and any(fragment.moved() for fragment in self.fragments):
             raise DiLoCoError("the model has changed and no step was counted: the optimizers that DiLoCo has did not "
-                              "(all) step. Pass the ones that train the model, or None and call step() after each "
-                              "step")  # fmt: skip
+                              "(all) step. Pass the ones that train the model, or None and call join() before the "
+                              "first step and step() after each")  # fmt: skip
 
     def state_dict(self) -> dict[str, Any]:
         return {

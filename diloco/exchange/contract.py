@@ -27,7 +27,7 @@ def compare(contracts: Sequence[Contract], names: Sequence[str] = ()) -> None:
             differences.append(_difference(key, values[0], values[other], labels[0], labels[other]))
     if settings or models:
         raise Mismatch(
-            f"{'replicas' if not names else ' and '.join(names)} disagree: "
+            f"{'replicas' if not names else ' and '.join(names) if len(names) < 3 else 'the processes'} disagree: "
             + "; ".join(settings + models[:1])
             + ". Start all with the same settings and model."
         )

@@ -85,7 +85,8 @@ class TrainConfig:
     codec: str = _sync("e3m0", "Format of the deltas on the wire.", why="4 bits per value, without visible loss",
         methods=STREAMING, choices=FORMATS)
     outer: str = _sync("nesterov", f"Outer optimizer: {syntax()}.",
-        why="momentum grows from 0 to the paper's 0.9 over the rounds", methods=SYNCED, expert=True)
+        why="momentum grows from 0 to the paper's 0.9 over the rounds, to 0.8 with eight replicas or more",
+        methods=SYNCED, expert=True)
     auto: tuple[Tuned, ...] = _sync((), "Autopilot: measure the first steps and the link, then set what `diloco plan` "
         "recommends. Without names it chooses all of sync_every, fragments, overlap and codec that you do not set.",
         why="off", scope="member", methods=STREAMING)

@@ -177,9 +177,11 @@ def finish(run: Prepared, step: int, stopped: bool) -> Summary:
     if stopped:
         end = Event("stop", run.writer.seconds(), step, {"steps_lost": lost})
     _write_rounds(run, rounds)
-    save(run, step)
-    if stopped:
-        run.members.leave()
+    try:
+        save(run, step)
+    finally:
+        if stopped:
+            run.members.leave()
     run.writer.write(end)
     evaluation = evaluate(run, step, replica_loss)
     samples = []

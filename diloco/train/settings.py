@@ -26,8 +26,8 @@ from diloco.train.data.documents import Sources
 from diloco.train.data.tokenizer import check_tokenizer, default_tokenizer, load_tokenizer
 
 MANY = 8
-"""Replicas from which on the outer optimizer may make larger steps: with eight the loss ends 0.6 % lower, with two and
-four it makes no difference (docs/parity.md)."""
+"""From this many replicas on, the outer optimizer makes larger steps: with eight the loss ends 0.6 % lower, with two
+and four it makes no difference (docs/parity.md)."""
 LARGEST_LR = 8e-3
 """The law gives more only below 35M parameters, where it was not fitted. At 0.09M and 0.34M the best of a grid with
 factor √2 was 1.1e-2, and 8e-3 came close (docs/parity.md)."""
@@ -81,7 +81,7 @@ def resolve(
         capped = f", capped at {LARGEST_LR:g}" if law > LARGEST_LR else ""
         derive("lr", float(f"{min(law, LARGEST_LR):.3g}"), f"scaling law 22256·N^-0.88·M^0.29{capped}")
     derive("eval_every", min(max(steps // 10, 50), 1000), "a tenth of the steps, from 50 to 1000")
-    if config.method in SYNCED and config.outer == "nesterov" and replicas >= MANY:
+    if config.method in SYNCED and config.outer == "nesterov" and replicas >= MANY and not config.resume:
         reason = f"with {MANY} replicas or more: momentum grows from 0 to 0.8, the learning rate falls from 1 to 0.9"
         values.append(Derived("outer", "nesterov:many", reason))
     elif config.method in SYNCED and ":" not in config.outer:

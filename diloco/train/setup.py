@@ -58,7 +58,7 @@ from diloco.train.settings import Derived, check_batch, describe, resolve, weigh
 log = logging.getLogger("diloco")
 EVALUATED = 16_384
 """Held-out tokens of an evaluation."""
-EQUAL = ("model", "context", "steps", "batch", "inner", "lr", "seed")
+EQUAL = ("method", "shards", "model", "context", "steps", "batch", "inner", "lr", "seed")
 """Settings that all processes must share, beyond those that DiLoCo compares."""
 TIMED = 2
 """Steps to time after a warm-up step; the fastest counts."""
@@ -139,8 +139,10 @@ def prepare(config: TrainConfig, world: World, folder: Path, step: TrainStep) ->
     corpus = _corpus(config, world, phase)
     phase.say("making the model")
     digest = _agreed_tokenizer(corpus)
-    if world.local_rank == 0:
-        _keep_tokenizer(folder / "tokenizer", corpus.tokenizer, config.resume)
+    kept = world.local_rank > 0 or _keep_tokenizer(folder / "tokenizer", corpus.tokenizer, config.resume)
+    if not all(gather_json(dist.group.WORLD, kept)):
+        raise ConfigError(f"this run was started with another tokenizer, which is in {folder / 'tokenizer'}: leave "
+                          "--tokenizer out; with train:SIZE, resume with the same --data")  # fmt: skip
     model = build(config.model, corpus.tokenizer.vocabulary, config.context, config.seed).to(device)
     parameters = sum(p.numel() for p in model.parameters())
     replicas = config.replicas or 2 if config.bucket else world.replicas
@@ -222,16 +224,16 @@ def _agreed_tokenizer(corpus: Corpus) -> str:
     return digests[0]
 
 
-def _keep_tokenizer(folder: Path, tokenizer: Tokenizer, resume: bool) -> None:
-    """Save the tokenizer with the run. Raise if the run resumes with another one."""
-    digest = folder / "digest"
-    if not (resume and digest.exists()):
-        folder.mkdir(parents=True, exist_ok=True)
-        tokenizer.save(folder)
-        digest.write_text(tokenizer.digest())
-    elif digest.read_text() != tokenizer.digest():
-        raise ConfigError(f"this run was started with another tokenizer, which is in {folder}: leave --tokenizer out; "
-                          "with train:SIZE, resume with the same --data")  # fmt: skip
+def _keep_tokenizer(folder: Path, tokenizer: Tokenizer, resume: bool) -> bool:
+    """Save the tokenizer with the run. False if the run resumes with another one."""
+    digest, new = folder / "digest", folder / "digest.new"
+    if resume and digest.exists():
+        return digest.read_text() == tokenizer.digest()
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(folder)
+    new.write_text(tokenizer.digest())
+    new.replace(digest)
+    return True
 
 
 def _batches(members: Members, corpus: Corpus, world: World) -> Batches:
@@ -315,7 +317,7 @@ def _write_settings(run: Prepared, folder: Path, derived: Sequence[Derived], *, 
         values.append(Derived("share", batch.sequences, batch.why))
     if batch.accumulate > asked:
         values.append(Derived("accumulate", batch.accumulate, "larger micro-batches do not fit in memory"))
-    (folder / "summary.json").unlink(missing_ok=True)  # of a stop, after which the run goes on
+    (folder / "summary.json").unlink(missing_ok=True)  # of an earlier end, after which the run goes on
     text = describe(values, run.parameters, config, run.corpus.name, run.start)
     (folder / "derived.txt").write_text(text + "\n", encoding="utf-8")
     log.info(text)
@@ -364,7 +366,8 @@ def device_for(config: TrainConfig, world: World) -> torch.device:
         if device.index is not None and world.size > 1:
             raise ConfigError(f"device={config.device!r} with {world.size} processes: use --device {device.type}, and "
                               "choose devices with a variable such as CUDA_VISIBLE_DEVICES")  # fmt: skip
-        own = own_device(world.local_rank, count, by_srun="SLURM_STEP_ID" in os.environ)
+        by_srun = "SLURM_STEP_ID" in os.environ and "LOCAL_RANK" not in os.environ
+        own = own_device(world.local_rank, count, by_srun=by_srun)
         device = torch.device(device.type, own if device.index is None else device.index)
         torch.accelerator.set_device_index(device.index or 0)
     return device

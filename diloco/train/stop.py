@@ -112,8 +112,8 @@ class Stop:
             signal.signal(number, self._before[number])
             os.kill(os.getpid(), number)
         if not self._asked:
-            text = "saving a checkpoint and stopping; press Ctrl-C again to stop now without saving"
-            print(text, file=sys.stderr, flush=True)  # noqa: T201
+            does = "finishing" if self._done.is_set() else "saving a checkpoint and stopping"
+            print(f"{does}; press Ctrl-C again to stop now without saving", file=sys.stderr, flush=True)  # noqa: T201
         self._asked.add(number)
 
     def _watch(self) -> None:

@@ -107,6 +107,14 @@ def test_a_full_disk_is_not_filled_with_parts_of_files(operation, tmp_path, monk
     assert not list((tmp_path / "staging").iterdir())
 
 
+def test_a_heartbeat_that_cannot_be_moved_into_its_place_leaves_nothing(tmp_path):
+    folder = open_store(str(tmp_path))
+    (tmp_path / "members").touch()  # a file where a folder must be
+    with pytest.raises(Failure):
+        folder.attempt(Write("members/a", b"x"))
+    assert not list((tmp_path / "staging").iterdir())
+
+
 def test_a_shortage_of_threads_only_slows_a_member_down(monkeypatch):
     def start(thread):
         raise RuntimeError("can't start new thread")

@@ -9,6 +9,7 @@ import torch
 from diloco.cli import compare
 from diloco.cli.compare import CompareConfig, _finished, plan
 from diloco.errors import ConfigError
+from diloco.runs.config import TrainConfig
 from diloco.runs.folder import locked
 from tests.support.commands import SMALL, run, run_here, weights
 
@@ -63,8 +64,19 @@ def test_a_run_that_trains_is_not_begun_again_and_a_dry_run_deletes_nothing(tmp_
     monkeypatch.setattr(compare, "run_here", lambda cell, show: (0, None))
     with locked(begun), pytest.raises(ConfigError, match="in use"):
         compare.main(CompareConfig(methods="dp", out=tmp_path, name="compared"))
+    names = []
+    monkeypatch.setattr(compare, "run_here", lambda cell, show: (names.append(cell.name), (0, None))[1])
     compare.main(CompareConfig(methods="dp", out=tmp_path, name="compared", dry_run=True))
-    assert (begun / "config.toml").exists()
+    assert (begun / "config.toml").exists() and names == [None]
+
+
+def test_a_comparison_of_many_replicas_goes_on_though_their_outer_optimizer_is_derived(tmp_path):
+    (tmp_path / "config.toml").write_text('outer = "nesterov:many"\nreplicas = 8\n')
+    compare._check_same(TrainConfig(replicas=8), tmp_path)
+    with pytest.raises(ConfigError, match="outer nesterov:many, not sgd"):
+        compare._check_same(TrainConfig(replicas=8, outer="sgd"), tmp_path)
+    with pytest.raises(ConfigError, match="leave --auto out"):
+        compare.complete(["--auto"])
 
 
 def test_a_run_that_was_stopped_is_not_compared_as_it_is(tmp_path):

@@ -192,6 +192,8 @@ def test_two_machines_resume_each_with_the_settings_that_it_has_stored(tmp_path,
 
     for err in both(*training("other", "--steps", "10"), second=["--lr", "0.01"], codes=(2, 2)):
         assert "lr is 0.008 on process 0, 0.01 on process 1" in err.splitlines()[-1]
+    for err in both(*training("third", "--steps", "10"), second=["--method", "dp"], codes=(2, 2)):
+        assert "method is streaming on process 0, dp on process 1" in err.splitlines()[-1]
     shutil.rmtree(sites[0] / "runs/apart")
     for err in both(*training("apart", "--steps", "10"), codes=(2, 2)):
         assert "runs/apart already holds a run on" in err.splitlines()[-1]
