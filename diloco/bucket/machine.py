@@ -474,8 +474,8 @@ class Machine:
 
     def is_stale(self, index: int, failed: bool) -> bool:
         """Whether to stop delivering a delta for this round: the round is over, or an attempt has failed and a newer
-        delta waits. Otherwise the older one goes on: if every upload takes longer than `sync_every` steps, and newer
-        ones replaced it, none would ever arrive."""
+        delta waits. Otherwise keep going: over an uplink that takes longer than `sync_every` steps for each delta,
+        none would ever arrive if the next one replaced it."""
         return not self._is_open(index) or (failed and self.own.waiting is not None)
 
     def _is_open(self, index: int) -> bool:
@@ -552,15 +552,8 @@ class Machine:
         confirmed, link = self._held_state, self._links.get(self.held)
         self._hold(averaged.state)
         earlier = delta is None and self.session.name in record.members
-        outcome = Round(
-            averaged.state,
-            record.members,
-            counted=delta is not None,
-            newer=newer,
-            earlier=earlier,
-            own=values,
-            cost=cost,
-        )
+        counted = delta is not None
+        outcome = Round(averaged.state, record.members, counted, earlier=earlier, own=values, cost=cost, newer=newer)
         if self.held != self.frontier or link is None:
             return HandOver(outcome)  # catching up: a newer state follows at once
         return HandOver(outcome, Offer(confirmed, link, record))
@@ -888,9 +881,7 @@ class Machine:
 
     def _hold(self, state: State) -> None:
         self.held, self.fingerprint = state.index, state.fingerprint()
-        self._held_state = replace(
-            state, cached_fingerprint=self.fingerprint
-        )  # correct even if its values are corrupted
+        self._held_state = replace(state, cached_fingerprint=self.fingerprint)  # of now, whatever its memory becomes
         self.session.holds(self.number, self.held)
 
     def _is_over(self, index: int) -> bool:

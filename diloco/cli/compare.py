@@ -38,12 +38,12 @@ EXAMPLES = (
 )
 
 
-EQUAL = "compare needs equal settings: leave --auto out, and set what it would choose"
+WITH_AUTO = "compare needs equal settings: leave --auto out, and set what it would choose"
 
 
 def complete(words: Sequence[str]) -> list[str]:
     if "--auto" in words:
-        raise ConfigError(EQUAL)
+        raise ConfigError(WITH_AUTO)
     return list(words)
 
 
@@ -107,7 +107,7 @@ def plan(config: CompareConfig) -> list[tuple[str, TrainConfig]]:
     if config.bucket is not None:
         raise ConfigError("compare starts its replicas here: leave --bucket out")
     if config.auto:
-        raise ConfigError(EQUAL)
+        raise ConfigError(WITH_AUTO)
     if config.seeds < 1:
         raise ConfigError(f"seeds={config.seeds}: use at least 1")
     base = TrainConfig(**{f.name: getattr(config, f.name) for f in fields(TrainConfig)})

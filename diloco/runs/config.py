@@ -58,7 +58,7 @@ class TrainConfig:
     tokens: int | None = _optimization(None, "Total tokens over all replicas, such as 25b. Set this or --steps.",
         why="20 per parameter; one pass over the data for hf: models", scope="member", replaces="steps")
     batch: int | Literal["auto"] | None = _optimization(None, "Sequences per step over all replicas. auto, with "
-        "--bucket: as many as this machine can train in one of the creator's steps.", why="by scaling law")
+        "--bucket: as many as this machine trains in the time of one step of the run's creator.", why="by scaling law")
     accumulate: int = _optimization(1, "Micro-batches per step of a replica; more micro-batches need less memory.",
         scope="member")
     inner: Literal["adamw", "muon"] | None = _optimization(None,

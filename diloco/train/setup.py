@@ -317,7 +317,7 @@ def _write_settings(run: Prepared, folder: Path, derived: Sequence[Derived], *, 
         values.append(Derived("share", batch.sequences, batch.why))
     if batch.accumulate > asked:
         values.append(Derived("accumulate", batch.accumulate, "larger micro-batches do not fit in memory"))
-    (folder / "summary.json").unlink(missing_ok=True)  # of an earlier end, after which the run goes on
+    (folder / "summary.json").unlink(missing_ok=True)  # from before this resume
     text = describe(values, run.parameters, config, run.corpus.name, run.start)
     (folder / "derived.txt").write_text(text + "\n", encoding="utf-8")
     log.info(text)
@@ -382,7 +382,7 @@ def own_device(local_rank: int, count: int, *, by_srun: bool) -> int:
     if count == 1 and by_srun:
         return 0
     if local_rank >= count:
-        raise ConfigError(f"process {local_rank} needs a device of its own, but this machine has {count}: start fewer "
+        raise ConfigError(f"process {local_rank} needs its own device, but this machine has {count}: start fewer "
                           "processes here, or use --device cpu")  # fmt: skip
     return local_rank
 

@@ -21,6 +21,7 @@ _dp = replace(data_parallel(lr=LR), evaluated=ALL)
 _dp_muon = replace(_dp, inner="muon")
 _streaming = Cell(lr=LR, momentum=0, outer="growing", evaluated=ALL)
 _muon = replace(_streaming, inner="muon")
+# As Nesterov(many=True), to rounding.
 _many = replace(_muon, outer="capped", outer_lr=0.9, momentum=0.8)
 _fixed = replace(_muon, outer="following", outer_lr=0.7, momentum=0.5)
 ADAMW, MUON, DEFAULTS = "data-parallel, AdamW", "data-parallel, Muon", "the trainer's defaults"

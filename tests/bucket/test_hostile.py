@@ -257,6 +257,7 @@ def test_a_refusal_after_a_long_outage_ends_nobody(no_pauses):
     store = store_of(backend, [])
     store._succeeded = 0.0
     store.perform(Write("beat", b""))
+    assert backend.now >= 2 * store_module.REFUSED + 2
 
 
 def test_one_refused_object_is_left_alone_while_the_store_does_the_rest(no_pauses):

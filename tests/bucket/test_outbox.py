@@ -25,9 +25,8 @@ def test_a_round_tells_the_bytes_of_its_own_delta_and_the_seconds_until_its_mean
         a.step()
         round = rounds(a)[-1]
         own = [len(data) for name, data in world.objects.items() if name.startswith(folder(0, closed) + "d-a-")]
-        assert (round.state.index, round.cost.bytes_sent, round.cost.seconds) == (closed, sum(own), 1.5) and len(
-            own
-        ) == 1
+        assert len(own) == 1
+        assert (round.state.index, round.cost.bytes_sent, round.cost.seconds) == (closed, sum(own), 1.5)
 
 
 def test_a_round_tells_the_bytes_of_the_others_deltas_alone():

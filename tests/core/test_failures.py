@@ -167,7 +167,7 @@ def test_an_error_of_one_replica_alone_is_not_waited_for_by_the_others(kind):
 
 
 def _interrupted(rank):
-    """Ctrl-C comes while training waits for a round, and the loop goes on."""
+    """The user presses Ctrl-C while training waits for a round; the loop catches it and continues."""
     reducer, state = Collective(), State(0, torch.zeros(5), torch.zeros(0))
     reducer.join(job([state], [Float32()]))
     reducer.send(0, 1, lambda: Delta(torch.ones(5), 1.0, False, state.fingerprint()))

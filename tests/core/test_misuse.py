@@ -318,6 +318,7 @@ def test_a_replica_may_leave_inside_its_with_block():
     with diloco:
         train_steps(model, optimizer, 0, 1, 2)
         diloco.leave()
+    assert diloco.reducer.left == 1
 
 
 def test_replicas_in_one_process_that_resume_out_of_step_are_refused_as_by_the_collective():
