@@ -139,9 +139,10 @@ def prepare(config: TrainConfig, world: World, folder: Path, step: TrainStep) ->
     corpus = _corpus(config, world, phase)
     phase.say("making the model")
     digest = _agreed_tokenizer(corpus)
-    kept = world.local_rank > 0 or _keep_tokenizer(folder / "tokenizer", corpus.tokenizer, config.resume)
+    tokenizer = folder / "tokenizer"
+    kept = world.local_rank > 0 or _keep_tokenizer(tokenizer, corpus.tokenizer, config.resume, world.rank)
     if not all(gather_json(dist.group.WORLD, kept)):
-        raise ConfigError(f"this run was started with another tokenizer, which is in {folder / 'tokenizer'}: leave "
+        raise ConfigError(f"this run was started with another tokenizer, which is in {tokenizer}: leave "
                           "--tokenizer out; with train:SIZE, resume with the same --data")  # fmt: skip
     model = build(config.model, corpus.tokenizer.vocabulary, config.context, config.seed).to(device)
     parameters = sum(p.numel() for p in model.parameters())
@@ -224,9 +225,10 @@ def _agreed_tokenizer(corpus: Corpus) -> str:
     return digests[0]
 
 
-def _keep_tokenizer(folder: Path, tokenizer: Tokenizer, resume: bool) -> bool:
-    """Save the tokenizer with the run. False if the run resumes with another one."""
-    digest, new = folder / "digest", folder / "digest.new"
+def _keep_tokenizer(folder: Path, tokenizer: Tokenizer, resume: bool, rank: int) -> bool:
+    """Save the tokenizer with the run. False if the run resumes with another one. Where machines share the folder, a
+    process on each of them does."""
+    digest, new = folder / "digest", folder / f"digest.{rank}"
     if resume and digest.exists():
         return digest.read_text() == tokenizer.digest()
     folder.mkdir(parents=True, exist_ok=True)
